@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.rollout.model_hub import hub_answers, is_downloaded
 from tests.conftest import REPOSITORY
 
 TRANSLATIONS = ("README_jp.md", "README_zh-CN.md", "README_zh-TW.md")
@@ -35,6 +36,9 @@ def test_the_readmes_task_and_recipe_pass_the_dry_run(folder: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "my_task.py:convert" in result.stdout
+    # this machine has no such model, which the start would refuse
+    if not is_downloaded("Qwen/Qwen2.5-3B-Instruct", "model") and not hub_answers("Qwen/Qwen2.5-3B-Instruct"):
+        assert "# would be refused here: model.path: Qwen/Qwen2.5-3B-Instruct is not on this machine" in result.stdout
 
 
 @pytest.mark.extended

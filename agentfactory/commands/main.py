@@ -223,6 +223,7 @@ def _run(options: argparse.Namespace) -> int:
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> int:
     """Print the resolved recipe, with comments on missing software and on the actions of the command."""
     from agentfactory.launching.launch_plan import describe_memory, plan_run
+    from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import PlacementError, place
     from agentfactory.recipe.checks import (
@@ -231,11 +232,12 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         parts_of,
         runs_chains,
         try_sources,
+        try_targets,
         try_template,
     )
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.config import distinct
-    from agentfactory.rollout.model_hub import has_tokenizer
+    from agentfactory.rollout.model_hub import OutOfReach, has_tokenizer
     from agentfactory.tools.errors import SettingError
 
     def comment(text: str) -> None:
@@ -246,6 +248,10 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         comment(f"not installed here: {lack}")
     refused: SettingError | None = None
     try:
+        try:
+            check_hub(recipe, options.command)
+        except OutOfReach as error:
+            comment(f"would be refused here: {error}")
         for stage in stages_of(recipe):
             for unchecked in try_sources(stage, options.command):
                 comment(f"not checked here: {unchecked}")
@@ -257,6 +263,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                     comment(f"tool calls in {stage.name}{of}: {found['parser']}; rows: {found['choice']}")
         if options.command == "train":
             for stage in stages_of(recipe):
+                try_targets(stage)
                 for doubt in doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)

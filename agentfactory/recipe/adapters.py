@@ -152,30 +152,6 @@ def doubts_about_adapter(recipe: Recipe) -> list[str]:
     return found
 
 
-def doubts_about_targets(recipe: Recipe) -> list[str]:
-    """Return a warning about names of model.lora.target_modules that no weight in the model's folder has. The network
-    decides: transformers may name modules otherwise than files do."""
-    lora, folder = recipe.model.lora, Path(recipe.model.path)
-    if lora is None or isinstance(lora.target_modules, str) or not (files := sorted(folder.glob("*.safetensors"))):
-        return []
-    modules: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="np") as opened:
-                modules.update(name.removesuffix(".weight") for name in opened.keys())  # noqa: SIM118
-        except (OSError, SafetensorError):
-            return []  # told by what loads it
-    unknown = [
-        target
-        for target in lora.target_modules
-        if not any(name == target or name.endswith(f".{target}") for name in modules)
-    ]
-    if not unknown:
-        return []
-    problem = f"{', '.join(map(repr, unknown))} fits no weight in {display(folder)}"
-    return [f"model.lora.target_modules: {problem}; fix: use all-linear, or names such as q_proj"]
-
-
 def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:
     """Set the fields that the mapping `lora` leaves out to those of the adapter that it continues; `merge` to whether
     the two differ. A new adapter on the merged base takes over the rank alone.

@@ -37,6 +37,10 @@ class HubName(NamedTuple):
     kind: Kind
 
 
+class OutOfReach(SettingError):
+    """Something of the hub is not on this machine, and the hub cannot be reached from here."""
+
+
 class _Refusal(NamedTuple):
     """A reason why something cannot be loaded from the hub, and its fix."""
 
@@ -135,10 +139,10 @@ def _go_offline(refusal: _Refusal) -> None:
     print(f"agentfactory: {refusal.problem}; only earlier downloads are used", file=sys.stderr, flush=True)
 
 
-def _missing(field: str, name: str, kind: Kind, refusal: _Refusal) -> SettingError:
+def _missing(field: str, name: str, kind: Kind, refusal: _Refusal) -> OutOfReach:
     folder = "a folder with a model" if kind == "model" else "a file"
     problem = f"{name} is not on this machine, and {refusal.problem}"
-    return SettingError(field, problem, f"{refusal.fix}, or name {folder}")
+    return OutOfReach(field, problem, f"{refusal.fix}, or name {folder}")
 
 
 @cache

@@ -177,7 +177,8 @@ class EnvironmentReward:
 
 def _number(value: Any, speaker: str, key: Any, largest: float) -> float:
     try:
-        number = float(value)
+        # float would also read a text, such as "0.5"
+        number = math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= largest:

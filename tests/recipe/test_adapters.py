@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import save_file
+from transformers import Qwen3Config
 
 from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.recipe.checks import doubts
+from agentfactory.recipe.checks import doubts, try_targets
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.errors import SettingError
@@ -351,17 +352,20 @@ def test_a_continued_adapter_must_stay_as_it_was(make_adapter: Make, project: Pa
     assert content_digests(recipe)["model.lora.from"] != before
 
 
-def test_targets_that_fit_no_weight_are_told(project: Path) -> None:
-    folder = project / "weights"
-    folder.mkdir()
-    name = "model.layers.0.self_attn.q_proj.weight"
-    save_file({name: np.zeros((4, 4), dtype=np.float32)}, folder / "model.safetensors")
+def test_targets_that_fit_no_module_are_refused(project: Path) -> None:
+    folder = project / "network"
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1).save_pretrained(folder)
 
-    def told(path: str, targets: str) -> list[str]:
-        found = doubts(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: [{targets}]}}"))
-        return [doubt for doubt in found if doubt.startswith("model.lora.target_modules: ")]
+    def look(path: str, targets: str) -> None:
+        try_targets(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: {targets}}}"))
 
-    (doubt,) = told(str(folder), "q_proj, nope_proj, oj")
-    assert "'nope_proj', 'oj' fits no weight in " in doubt
-    assert told(str(folder), "q_proj, self_attn.q_proj") == []
-    assert told("hub/name", "nope_proj") == []
+    with pytest.raises(SettingError, match="'nope_proj' and 'oj' fits no module of the network; fix: use names such"):
+        look(str(folder), "[q_proj, nope_proj, oj]")
+    with pytest.raises(SettingError, match="fits no module of the network"):
+        look(str(folder), "'.*nope'")
+    for targets in ("[q_proj, self_attn.q_proj]", "'.*layers.*q_proj'", "all-linear"):
+        look(str(folder), targets)
+    look("hub/name", "[nope_proj]")
+    with pytest.raises(SettingError, match=r"target_modules: got \[\]: no module would get an adapter; fix: use all"):
+        look(str(folder), "[]")

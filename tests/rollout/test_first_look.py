@@ -250,6 +250,13 @@ def test_advice_on_malformed_calls() -> None:
     assert "malformed turns" not in none
     some = told(look_at(groups(*wrong, chain("", tool_calls=1)), offer()))
     assert some["malformed turns"].startswith("3 of 4 chains had a turn that hermes could not read; fix: another")
+    for one in wrong:
+        one.metrics["truncated_turns"] = 1.0
+    cut = told(look_at(groups(*wrong, chain("", tool_calls=1)), offer()))
+    assert "malformed turns" not in cut
+    assert cut["cut turns"].startswith(
+        "rollout.max_tokens=512 cut a turn of 3 of 4 chains; fix: rollout.max_tokens=1024"
+    )
 
 
 def test_the_first_turn_of_a_text_format_is_read_again() -> None:

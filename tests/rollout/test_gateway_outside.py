@@ -242,6 +242,7 @@ async def test_a_wrong_report_is_told_and_can_be_corrected(tmp_path: Path) -> No
         reports: list[tuple[dict[str, Any], str]] = [
             ({}, "reward: missing"),
             ({"reward": "much"}, "'much' for reward; it has to be a finite number"),
+            ({"reward": "0.5"}, "'0.5' for reward; it has to be a finite number"),
             ({"reward": math.nan}, "NaN is not JSON"),
             ({"reward": 1e308}, "1e+308 for reward; it has to be a finite number between"),
             ({"reward": {"reward": 1, **dict.fromkeys(map(str, range(100_000)), 1)}}, "100000 numbers beside"),

@@ -176,7 +176,8 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         tasks=len({repr(group.task) for group in groups}),
         failed=sum(chain.outcome.failed for chain in chains),
         called=sum(calls_tool(chain) for chain in chains),
-        malformed=sum(bool(chain.malformed_turns) for chain in chains),
+        # a call that was cut says nothing about its format
+        malformed=sum(len(chain.malformed_turns) > chain.metrics.get("truncated_turns", 0) for chain in chains),
         cut=sum(chain.metrics.get("truncated_turns", 0) > 0 for chain in chains),
         endings=Counter((chain.outcome.value, chain.error or "") for chain in chains),
         rewards=[chain.reward for chain in chains if chain.reward is not None],
