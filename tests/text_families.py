@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TINY = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 64),
@@ -22,7 +21,7 @@ TINY = {
     **{"index_block_size": 4, "index_topk_blocks": 2, "original_max_position_embeddings": 128},
     # large weights and low caps, so that a cap or a scale that is left out shows
     **dict.fromkeys(("initializer_range", "init_std", "embed_init_std"), 0.3),
-    **{ "attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "logits_soft_cap": 2.0},
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "logits_soft_cap": 2.0},
 }
 LATENT = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),

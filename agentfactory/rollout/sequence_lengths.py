@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from agentfactory.tools.errors import SettingError
+
 LONGEST = 512
 """Largest threshold that a proof at the start exceeds. Longer rows would delay the start."""
 _THRESHOLDS = ("window", "chunk", "topk", "budget", "block_size", "original_max_position")
@@ -17,11 +19,12 @@ class PositionLimit(NamedTuple):
     kind: str
     length: int
 
-    def problem(self, length: int) -> str:
-        """Describe the fault of sequences of `length` tokens."""
+    @property
+    def reason(self) -> str:
+        """The reason why longer sequences are refused."""
         return (
-            f"got {length}: with {self.kind} positions, a sequence of more than {self.length} tokens changes the "
-            "positions of all others in its pass, and a server those of every sequence"
+            f"with {self.kind} positions, a sequence of more than {self.length} tokens changes the positions of all "
+            "others in its pass"
         )
 
 
@@ -30,6 +33,7 @@ def position_limit(config: Mapping[str, Any]) -> PositionLimit | None:
     `dynamic_rope_update`; None if they never do."""
     limits = [limit for part in config.values() if isinstance(part, Mapping) and (limit := position_limit(part))]
     shared = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    whole: Any
     whole, original = config.get("max_position_embeddings"), config.get("original_max_position_embeddings")
     # some models have factors for each type of layer
     for rope in (shared, *(part for part in shared.values() if isinstance(part, Mapping))):
@@ -40,6 +44,15 @@ def position_limit(config: Mapping[str, Any]) -> PositionLimit | None:
         elif "dynamic" in kind:
             limits.append(PositionLimit(kind, whole))
     return min(limits, key=lambda limit: limit.length, default=None)
+
+
+def check_lengths(config: Mapping[str, Any], lengths: Mapping[str, int]) -> None:
+    """Raise SettingError if fields, with their values, allow sequences beyond the limit of `config`."""
+    limit = position_limit(config)
+    longer = [name for name, length in lengths.items() if limit is not None and length > limit.length]
+    if limit is not None and longer:
+        fix = f"use {' and '.join(f'{name}={limit.length}' for name in longer)}"
+        raise SettingError(longer[0], f"got {lengths[longer[0]]}: {limit.reason}", fix)
 
 
 def proof_length(config: Mapping[str, Any], longest: int) -> int:

@@ -83,17 +83,14 @@ def _error(network: PreTrainedModel, batching: Batching) -> float:
     backbone, rows = Backbone(network, network.dtype), proof_rows(network)
     alone = torch.cat([backbone.hidden(row[None])[0] for row in rows])
     numbered = list(enumerate(row.numpy(force=True) for row in rows))
-    trees = [grow(numbered)] if batching == "tree" else [grow([row]) for row in numbered]
-    starts = np.cumsum([0, *(len(tree.ids) for tree in trees)])
-    line = [
-        np.concatenate([tree.ids for tree in trees]),
-        np.concatenate([tree.positions for tree in trees]),
-        np.concatenate([tree.ends + start for tree, start in zip(trees, starts, strict=False)]),
-    ]
-    paths = {n: path + start for tree, start in zip(trees, starts, strict=False) for n, path in tree.paths.items()}
-    shared = backbone.hidden(*(torch.from_numpy(part)[None].to(network.device) for part in line))[0]
-    places = torch.from_numpy(np.concatenate([paths[number] for number, _ in numbered])).to(network.device)
-    return float((shared[places] - alone).abs().max() / alone.abs().max())
+    parts, paths, start = [], [], 0
+    for tree in [grow(numbered)] if batching == "tree" else [grow([row]) for row in numbered]:
+        parts.append((tree.ids, tree.positions, tree.ends + start))
+        paths += [tree.paths[number] + start for number in sorted(tree.paths)]
+        start += len(tree.ids)
+    line, positions, ends = torch.from_numpy(np.hstack(parts)[:, None]).to(alone.device)
+    shared = backbone.hidden(line, positions, ends)[0, torch.from_numpy(np.concatenate(paths)).to(alone.device)]
+    return float((shared - alone).abs().max() / alone.abs().max())
 
 
 def proof_rows(network: PreTrainedModel) -> list[Tensor]:

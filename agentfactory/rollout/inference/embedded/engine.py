@@ -64,7 +64,7 @@ class Engine:
         window = sliding_window(config)
         limit = position_limit(config.to_dict())
         if limit is not None and max_model_len > limit.length:
-            raise UnsupportedModel(f"{limit.problem(max_model_len)}: set server.max_model_len={limit.length}")
+            raise UnsupportedModel(f"{limit.reason}: lower server.max_model_len={max_model_len} to {limit.length}")
         if not model._supports_attention_backend:
             raise UnsupportedModel(f"{type(model).__name__} does not use transformers' attention interface")
         self.model = model.eval()

@@ -73,9 +73,7 @@ def proofs(encoder: "ImageEncoder | None", vocab_size: int, max_model_len: int, 
         yield _proof_with_image(encoder, text[: SAMPLED + beyond], bias, max_model_len)
 
 
-def _proof_with_image(
-    encoder: "ImageEncoder", text: np.ndarray, bias: dict[int, float], max_model_len: int
-) -> Proof:
+def _proof_with_image(encoder: "ImageEncoder", text: np.ndarray, bias: dict[int, float], max_model_len: int) -> Proof:
     from PIL import Image  # text models do not need it
 
     images, vision = encoder.images, encoder.images.vision
