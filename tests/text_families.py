@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TINY = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 64),
@@ -92,6 +94,7 @@ NOT_BUILT = {
     *("gemma4_assistant", "gemma4_unified_assistant"),  # drafters: they read another network's states
 }
 """Families that are not tested, and why."""
+FAMILIES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - COMPOSITE - NOT_BUILT)
 MAY_BE_NULL = ("head_dim", "num_key_value_heads")
 """Fields that some configurations leave open and their networks need."""
 
@@ -109,9 +112,27 @@ def _is_open(name: str, known: dict[str, Any]) -> bool:
     return name in known and name in MAY_BE_NULL
 
 
-def tiny_network(family: str) -> PreTrainedModel:
-    """Return a random network of a family."""
-    kind, given = CONFIG_MAPPING[family], _fitting(family)
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [8.0] * 8},
+    "original_max_position_embeddings": 32,
+}
+ROTATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+}
+"""Kinds of positions that depend on the longest sequence of a pass if it has more than 32 tokens: a family, and fields
+of its configuration."""
+
+
+def tiny_network(family: str, **fields: Any) -> PreTrainedModel:
+    """Return a random network of a family, with these fields of its configuration in place of the usual ones."""
+    kind, given = CONFIG_MAPPING[family], _fitting(family) | fields
     refused: Exception | None = None
     for unsettable in UNSETTABLE:
         try:
@@ -127,3 +148,23 @@ def tiny_network(family: str) -> PreTrainedModel:
         if not weight.any():
             torch.nn.init.normal_(weight, std=0.3)
     return network
+
+
+def rows_of_many_lengths() -> list[list[int]]:
+    """Return rows shorter and longer than all lengths at which attention changes, some with a common prefix."""
+    draw = np.random.default_rng(0)
+    base = draw.integers(3, 98, 100).tolist()
+    kept = [(0, 3), (8, 20), (14, 29), (100, 100), (2, 7), (70, 75), (70, 73)]
+    return [base[:prefix] + draw.integers(3, 98, size - prefix).tolist() for prefix, size in kept]
+
+
+@torch.no_grad()
+def scores_alone(network: PreTrainedModel, row: list[int]) -> torch.Tensor:
+    """Return the log-probability of each token but the first, by the network's own forward pass with eager
+    attention."""
+    ids = torch.tensor(row)[None]
+    chosen = network.config._attn_implementation
+    network.set_attn_implementation("eager")
+    scores = network(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    network.set_attn_implementation(chosen)
+    return scores
