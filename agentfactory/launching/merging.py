@@ -105,7 +105,7 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     from agentfactory.rollout.images.families import copy_processor
     from agentfactory.trainers.networks.lora import tie_equal, untie
     from agentfactory.trainers.networks.network import class_of
-    from agentfactory.trainers.networks.row_layouts import ids
+    from agentfactory.trainers.networks.row_layouts import proof_rows
 
     # AutoPeftModelForCausalLM would cut the embeddings to the tokenizer's length
     network = class_of(AutoConfig.from_pretrained(base, trust_remote_code=False)).from_pretrained(
@@ -115,7 +115,7 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     model: Any = PeftModel.from_pretrained(network, adapter)
     rounded_to: torch.dtype = getattr(torch, dtype)
     change = lost = 0.0
-    tokens = ids(network, list(range(8)))[None]
+    tokens = min(proof_rows(network), key=len)[None]
 
     def scores() -> torch.Tensor:
         return model(tokens, use_cache=False).logits.log_softmax(-1)

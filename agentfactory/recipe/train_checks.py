@@ -1,5 +1,6 @@
 """Checks of a recipe's training fields against each other and against the server that receives the weights."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards, Part, RolloutConfig
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.adapter_config import ADAPTER
+from agentfactory.rollout.sequence_lengths import check_lengths
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.addresses import is_http_address
 from agentfactory.tools.user_code.import_path import is_installed
@@ -40,6 +42,7 @@ def check_training(recipe: Recipe, lack: Lack, runs_chains: bool) -> None:
     _check_vision(recipe)
     if runs_chains:
         check_backend(recipe)
+        _check_lengths(recipe)
     _check_schedule(recipe)
     _check_kept(recipe, runs_chains)
     _check_trackers(recipe, lack)
@@ -169,8 +172,33 @@ def _check_vision(recipe: Recipe) -> None:
         raise SettingError("train.vision", problem, "remove it, or train a model that accepts images")
 
 
+def _check_lengths(recipe: Recipe) -> None:
+    """Check that no sequence of the server or the trainer is too long for the positions of a model that is on this
+    machine."""
+    lengths = {
+        "server.max_model_len": recipe.server.max_model_len,
+        "rollout.max_total_tokens": recipe.rollout.max_total_tokens,
+    }
+    for path in (recipe.model.path, recipe.teacher.model if recipe.teacher is not None else None):
+        if path is None or (text := _configuration(path)) is None:
+            continue
+        try:
+            config = json.loads(text)
+        except ValueError:
+            # named when the model is loaded
+            continue
+        check_lengths(config, lengths)
+
+
 def has_vision_tower(path: str) -> bool | None:
     """Return whether a model has a vision tower; None if its configuration is not on this machine."""
+    text = _configuration(path)
+    # somewhere in it: omni models nest it
+    return None if text is None else b'"vision_config"' in text
+
+
+def _configuration(path: str) -> bytes | None:
+    """Return the content of a model's config.json; None if it is not on this machine."""
     file: Any = Path(path) / "config.json"
     if not os.path.isabs(path):
         # imported here, because few recipes need it
@@ -179,8 +207,7 @@ def has_vision_tower(path: str) -> bool | None:
         file = try_to_load_from_cache(path, "config.json")
     if not isinstance(file, (str, Path)) or not os.path.isfile(file):
         return None
-    # somewhere in it: omni models nest it
-    return b'"vision_config"' in Path(file).read_bytes()
+    return Path(file).read_bytes()
 
 
 def _check_trackers(recipe: Recipe, lack: Lack) -> None:

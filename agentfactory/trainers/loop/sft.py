@@ -106,6 +106,8 @@ def train_sft(
     learner = Learner(recipe, accelerator, images=images, needs=checkpoints.token_needs(accelerator))
     checkpoints.restore(learner)
     consumed = train_state.step * train.batch_size
+    if main:
+        learner.check_lengths(rows or [])
     examples = itertools.islice(_shuffled(rows or [], recipe.seed), consumed, None) if main else iter(())
     with checkpoints.ending():
         for step in range(train_state.step + 1, train.steps + 1):

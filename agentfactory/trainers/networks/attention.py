@@ -23,7 +23,7 @@ BY_BLOCKS = "flex_attention_by_blocks"
 """transformers' flex_attention, on lines of whole blocks: it replaces flex_attention."""
 IGNORED = {"s_aux": "attention sinks", "indices": "selected keys", "block_indices": "selected keys"}
 """Arguments of attention functions in transformers that torch's kernel does not support, and their meaning."""
-SELECTIONS = ("index_topk", "index_topk_blocks", "indexer_budget")
+SELECTIONS = ("index_topk", "index_topk_blocks", "indexer_budget", "keep_window_size")
 """Fields of configurations whose networks select some keys per query."""
 BLOCK = 128
 """Tokens per block of FlexAttention's masks."""
@@ -223,7 +223,8 @@ def whole_blocks(
     # a token attends at least to itself: an empty softmax is NaN
     return (
         nn.functional.pad(ids, (0, rest.shape[1])),
-        torch.cat([positions, rest], dim=1),
+        # later ones could be beyond what the model's positions reach
+        torch.cat([positions, torch.zeros_like(rest)], dim=1),
         torch.cat([ends, rest + 1], dim=1),
     )
 

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from agentfactory.rollout.sequence_lengths import check_lengths
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
@@ -47,7 +48,10 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             "set it to the base that its adapter_config.json names, and model.lora.from to this folder",
         )
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
-    kind = class_of(AutoConfig.from_pretrained(config.path, trust_remote_code=False))
+    architecture = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    if recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None:
+        check_lengths(architecture.to_dict(), {"rollout.max_total_tokens": recipe.rollout.max_total_tokens})
+    kind = class_of(architecture)
     load = partial(kind.from_pretrained, config.path, dtype=dtype, trust_remote_code=False)
     if config.lora and config.lora.quantization:
         # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, with double quantisation of the blocks' constants

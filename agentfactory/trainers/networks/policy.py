@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -32,7 +32,7 @@ from agentfactory.trainers.networks.lora import (
     use_adapter,
 )
 from agentfactory.trainers.networks.network import apply_options, load_network
-from agentfactory.trainers.networks.row_layouts import ids, resolve_batching
+from agentfactory.trainers.networks.row_layouts import proof_rows, resolve_batching
 from agentfactory.trainers.networks.token_rows import (
     TokenNeeds,
     compute_rows_alone,
@@ -244,40 +244,58 @@ def make_policy(
 
 @torch.no_grad()
 def check_head(network: PreTrainedModel) -> None:
-    """Check that backbone and head give the network's logits; some networks process them further (scale them, for
-    example).
+    """Check that backbone and head give the network's logits, also in padded rows: some networks process them further
+    (scale them, for example), and some attend to what follows.
 
-    Compare one short forward pass with the network's own, with eager attention, which applies everything that a network
-    passes to its attention. In half precision, the kinds of attention round differently, and the layers of a pretrained
-    network amplify this: its log-probabilities differ by .8. So the head is compared after the same attention, and the
-    attention by its median effect on the hidden states, which is up to .1 by rounding. Raise ValueError if they differ.
+    Compare rows of several lengths, padded, with the network's own forward pass of each alone, with eager attention,
+    which applies everything that a network passes to its attention. In half precision, the kinds of attention round
+    differently, and the layers of a pretrained network amplify this: its log-probabilities differ by .8. So the head is
+    compared after the same attention, and the attention by its median effect on a row's hidden states, which is up to
+    .1 by rounding. Raise SettingError if they differ.
     """
+    try:
+        problem = _fault(network)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # each network has its own
+        text = f"{type(network).__name__} fails in a first forward pass: {type(error).__name__}: {error}"
+        raise SettingError("model.path", text, "train another model") from error
+    if problem is not None:
+        text = f"{type(network).__name__} {problem}; its log-probabilities would be wrong"
+        raise SettingError("model.path", text, "train another model")
+
+
+def _fault(network: PreTrainedModel) -> str | None:
     network.eval()
-    tokens = ids(network, list(range(8)))[None]
-    targets = torch.arange(7, device=network.device), tokens[0, 1:]
+    rows = proof_rows(network)
     config = network.config
     parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
     # a part that is no network, such as MPT's attn_config, has no implementation
     chosen = {name: kind for name, part in parts.items() if (kind := getattr(part, "_attn_implementation", None))}
     network.set_attn_implementation(dict.fromkeys(chosen, "eager"))
     policy = Policy(network, network.dtype)
-    hidden = policy.hidden(tokens)
-    if hidden.shape[-1] != network.get_output_embeddings().weight.shape[-1]:
-        problem = f"{type(network).__name__} has further layers between its body and its head"
-        raise SettingError("model.path", problem, "train another model")
-    logits = network(tokens, use_cache=False).logits[0, :-1].float()
-    expected = logits.log_softmax(-1).gather(-1, targets[1][:, None]).squeeze(-1)
-    same = policy(tokens, *targets)[0]
+    single = [policy.hidden(row[None])[0] for row in rows]
+    if single[0].shape[-1] != network.get_output_embeddings().weight.shape[-1]:
+        return "has further layers between its body and its head"
+    logits = [network(row[None], use_cache=False).logits[0, :-1].float() for row in rows]
+    scores = [line.log_softmax(-1).gather(-1, row[1:, None])[:, 0] for line, row in zip(logits, rows, strict=True)]
+    expected, labels = torch.cat(scores), torch.cat([row[1:] for row in rows])
+    same = torch.cat([policy(row[None], torch.arange(len(row) - 1, device=row.device), row[1:])[0] for row in rows])
     network.set_attn_implementation(chosen)
     policy = Policy(network, network.dtype)
+    # a row's last token is only predicted, as in training
+    padded = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
     if network.dtype == torch.float32:
-        good = torch.allclose(policy(tokens, *targets)[0], expected, atol=3e-4)
+        width = padded.shape[1]
+        places = [number * width + torch.arange(len(row) - 1) for number, row in enumerate(rows)]
+        found = policy(padded, torch.cat(places).to(padded.device), labels)[0]
+        head, batch = torch.allclose(same, expected, atol=3e-4), torch.allclose(found, expected, atol=3e-4)
     else:
-        error = (policy.hidden(tokens) - hidden).norm(dim=-1) / hidden.norm(dim=-1).clamp(min=1e-6)
-        rounding = torch.finfo(network.dtype).eps * float(logits.abs().max())
-        good = torch.allclose(same, expected, atol=2 * rounding) and float(error.median()) < 0.3
-    if not good:
-        problem = (
-            f"{type(network).__name__} changes its logits after the head in a way that the trainer does not support"
-        )
-        raise SettingError("model.path", f"{problem}; its log-probabilities would be wrong", "train another model")
+        rounding = torch.finfo(network.dtype).eps * float(max(line.abs().max() for line in logits))
+        head = torch.allclose(same, expected, atol=2 * rounding)
+        pairs = zip(policy.hidden(padded), [hidden[:-1] for hidden in single], strict=True)
+        errors = [(a[: len(b)] - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-6) for a, b in pairs]
+        batch = all(float(error.median()) < 0.3 for error in errors)
+    if not head:
+        return "changes its logits after the head in a way that the trainer does not support"
+    return None if batch else "gives a row other results in a padded batch than alone with eager attention"

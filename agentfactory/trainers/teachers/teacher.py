@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agentfactory.rollout.sequence_lengths import position_limit
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.errors import SettingError
@@ -102,8 +103,9 @@ class Teacher:
     def longest(self, policy: Policy) -> int | None:
         """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
         network = (self.network if isinstance(self.network, Policy) else policy).network
+        limit = position_limit(network.config.to_dict())
         found: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
-        return found
+        return found if limit is None else limit.length
 
     def take_seconds(self) -> float:
         """Return the seconds of this process's forward passes with the teacher since the last call."""

@@ -1,7 +1,7 @@
 """The learner: policy, optimiser and schedule on accelerate. It scores rows and performs optimiser updates."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.sequence_lengths import position_limit
+from agentfactory.rollout.token_row import Row
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
 from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe
@@ -85,6 +88,8 @@ class Learner:
         self.entropy_gradient = train.loss.entropy_bonus > 0
         self.policy: Policy = load_policy(recipe, accelerator.device, needs)
         self.batching = self.policy.batching
+        self._limit = position_limit(self.policy.network.config.to_dict())
+        self._rows_from = "train.from_trajectories" if train.from_trajectories else "data"
         self.vision = load_vision(recipe.model.path) if sees(self.policy.network.config) else None
         self.images = ImageLoader(recipe.model.path, self.vision, images) if self.vision else None
         if self.vision is not None:
@@ -131,8 +136,16 @@ class Learner:
         main = self.accelerator.is_main_process
         batches = None
         if main:
+            self.check_lengths(rows)
             batches = make_batches(rows, self.batching, self.token_budget, processes, normaliser, self.vision)
         return scatter(batches, self.accelerator)
+
+    def check_lengths(self, rows: Iterable[Row | TrainingRow]) -> None:
+        """Raise SettingError if a row is too long for the network's positions."""
+        longest = max((len(row.token_ids) for row in rows), default=0)
+        if self._limit is not None and longest > self._limit.length:
+            problem, fix = f"a row has {longest} tokens: {self._limit.reason}", "leave out longer rows"
+            raise SettingError(self._rows_from, problem, fix)
 
     @torch.no_grad()
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:

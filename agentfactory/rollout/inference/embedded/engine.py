@@ -25,8 +25,9 @@ from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.packed_linear import drop_packed, use_onednn
 from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample, score_prompt
-from agentfactory.rollout.inference.embedded.start_check import proofs
+from agentfactory.rollout.inference.embedded.start_check import check_last_position, proofs
 from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
+from agentfactory.rollout.sequence_lengths import position_limit, proof_length
 from agentfactory.tools.processes.memory import give_back_freed
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class Engine:
     ) -> None:
         config = model.config.get_text_config()
         window = sliding_window(config)
+        limit = position_limit(config.to_dict())
+        if limit is not None and max_model_len > limit.length:
+            raise UnsupportedModel(f"{limit.reason}: lower server.max_model_len={max_model_len} to {limit.length}")
         if not model._supports_attention_backend:
             raise UnsupportedModel(f"{type(model).__name__} does not use transformers' attention interface")
         self.model = model.eval()
@@ -396,12 +400,21 @@ class Engine:
         assert self.cache is not None
         layer, width = module.layer_idx, value.shape[-1]
         assert isinstance(layer, int)
-        for rows, new in zip(self._rows[layer], (key, value), strict=True):
-            if short := self._head_dim - new.shape[-1]:
-                new = F.pad(new, (0, short))  # values may be narrower than keys
-            rows.index_copy_(0, self._plan.rows, new[0].transpose(0, 1).reshape(-1, self._head_dim))
+        heads, widest = (query.shape[1], key.shape[1]), max(key.shape[-1], width)
+        if heads != (self._heads, self._kv_heads) or widest > self._head_dim:
+            raise UnsupportedModel(
+                f"layer {layer} has {heads[0]} query and {heads[1]} key heads of width {widest}, where the "
+                f"configuration has {self._heads} and {self._kv_heads} of width {self._head_dim}"
+            )
         scale = scaling or query.shape[-1] ** -0.5
-        return attend(self._plan, self.cache[layer], query, scale, window is not None, sinks)[..., :width], None
+        # values may be narrower than keys, and a layer's heads than another's
+        query = F.pad(query, (0, self._head_dim - query.shape[-1]))
+        for rows, new in zip(self._rows[layer], (key, value), strict=True):
+            new = F.pad(new, (0, self._head_dim - new.shape[-1]))
+            rows.index_copy_(0, self._plan.rows, new[0].transpose(0, 1).reshape(-1, self._head_dim))
+        found = attend(self._plan, self.cache[layer], query, scale, window is not None, sinks)[..., :width]
+        # some models need it
+        return found.contiguous(), None
 
     # ---- sampling
 
@@ -441,17 +454,30 @@ class Engine:
     # ---- proof
 
     def _prove(self) -> None:
-        """Decode a few tokens and compare with the model's own attention, to reject unsupported model features."""
-        language = self.model.get_decoder()
+        """Decode a few requests together and compare each with the model's own attention, to reject unsupported model
+        features."""
+        # of a text model, the decoder may be its head
+        language = self.model if self.encoder is None else self.model.get_decoder()
         own = "sdpa" if self.model._supports_sdpa else "eager"
-        for proof in proofs(self.encoder, self.vocab_size, self.max_model_len, self._planner.window):
+        beyond = proof_length(self.model.config.get_text_config().to_dict(), self.max_model_len)
+        try:
+            language.set_attn_implementation(own)
+            check_last_position(self.model, self.max_model_len)
+            cases = list(proofs(self.encoder, self.vocab_size, self.max_model_len, beyond))
             language.set_attn_implementation(self._attention_name)
-            self.add(proof.request)
+            for case in cases:
+                self.add(case.request)
             while self.busy:
                 self.step()
             self.reset_prefix_cache()
             language.set_attn_implementation(own)
-            proof.check(self.model)
+            for case in cases:
+                case.check(self.model)
+        except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # each model has its own
+            name = type(self.model).__name__
+            raise UnsupportedModel(f"{name} fails in a first decoding: {type(error).__name__}: {error}") from error
         language.set_attn_implementation(self._attention_name)
 
     def _prove_static(self) -> None:
@@ -464,6 +490,7 @@ class Engine:
             self.static = None
             for request in self.requests():
                 self.abort(request)
-            self.model.get_decoder().set_attn_implementation(self._attention_name)
+            language = self.model if self.encoder is None else self.model.get_decoder()
+            language.set_attn_implementation(self._attention_name)
             self.reset_prefix_cache()
             logger.warning("decoding without CUDA graphs, which is slower: %s", error)

@@ -15,8 +15,19 @@ if TYPE_CHECKING:
 
 SAMPLED = 12
 """Maximum number of tokens that a request samples."""
-LONGEST = 512
-"""Largest sliding window that the prompt exceeds. Longer prompts would delay the start."""
+SHORTEST = 48
+"""Minimum length of the longest request, so that another one waits for a prefix of its prompt."""
+
+
+@torch.inference_mode()
+def check_last_position(model: PreTrainedModel, max_model_len: int) -> None:
+    """Raise UnsupportedModel if the model's table of positions, such as GPT-2's, is shorter than a sequence may be."""
+    last = torch.tensor([[max_model_len - 1]], device=model.device)
+    try:
+        model(input_ids=torch.ones_like(last), position_ids=last, use_cache=False)
+    except (IndexError, torch.AcceleratorError) as error:
+        problem = f"{type(model).__name__} has no position {max_model_len - 1}: lower server.max_model_len"
+        raise UnsupportedModel(f"{problem} ({error})") from error
 
 
 class Proof(NamedTuple):
@@ -44,32 +55,34 @@ class Proof(NamedTuple):
             )
 
 
-def proofs(
-    encoder: "ImageEncoder | None", vocab_size: int, max_model_len: int, window: int | None = None
-) -> Iterator[Proof]:
-    """Yield a text request, and a request with an image for a vision-language model. The text is longer than a sliding
-    window of at most LONGEST tokens. Raises UnsupportedModel if `max_model_len` is too short for an image."""
-    beyond = window if window is not None and window <= LONGEST else 0
-    size = min(2 * SAMPLED + beyond, max_model_len)
-    text = np.arange(1, max(1, size - SAMPLED) + 1) * 7 % vocab_size
-    yield Proof(Request(text, size - len(text), lambda r: None, temperature=0.0), {})
+def proofs(encoder: "ImageEncoder | None", vocab_size: int, max_model_len: int, beyond: int) -> Iterator[Proof]:
+    """Yield requests to decode together: texts of different lengths, one with a prefix of another, one longer than
+    `beyond` tokens; and an image for a vision-language model. Raises UnsupportedModel if `max_model_len` is too short
+    for it."""
+    size = min(max(SHORTEST, beyond + 2 * SAMPLED), max_model_len)
+    whole = max(1, size - SAMPLED)
+    # the model's own forward pass would treat an image token as an image
+    bias = {} if encoder is None else dict.fromkeys(encoder.images.vision.banned_token_ids, -100.0)
+    allowed = np.setdiff1d(np.arange(vocab_size), list(bias))
+    text, other = (allowed[np.arange(1, whole + 1) * step % len(allowed)] for step in (7, 11))
+    for prompt in (text, other[:1], other[: 1 + whole // 4], np.append(text[: whole - whole // 4], other[:2])):
+        if len(prompt) < max_model_len:
+            most = min(SAMPLED, max_model_len - len(prompt))
+            yield Proof(Request(prompt, most, lambda r: None, temperature=0.0, logit_bias=bias), {})
     if encoder is not None:
-        yield _proof_with_image(encoder, text, max_model_len)
+        yield _proof_with_image(encoder, text[: SAMPLED + beyond], bias, max_model_len)
 
 
-def _proof_with_image(encoder: "ImageEncoder", text: np.ndarray, max_model_len: int) -> Proof:
+def _proof_with_image(encoder: "ImageEncoder", text: np.ndarray, bias: dict[int, float], max_model_len: int) -> Proof:
     from PIL import Image  # text models do not need it
 
     images, vision = encoder.images, encoder.images.vision
     noise = np.random.default_rng(0).integers(0, 255, (64, 32, 3), dtype=np.uint8)
     held = images.hold(vision.fit(Image.fromarray(noise)))
-    text = text[~np.isin(text, vision.banned_token_ids)]
     prompt, placed = images.place([*text.tolist(), vision.image_token_id, *text.tolist()], [held])
     if len(prompt) + SAMPLED > max_model_len:
         raise UnsupportedModel(f"max_model_len {max_model_len} is too small for an image of {held.tokens} tokens")
-    request = Request(prompt, SAMPLED, lambda r: None, temperature=0.0, images=placed)
-    # the model's own forward pass would treat a sampled image token as another image
-    request.logit_bias = dict.fromkeys(vision.banned_token_ids, -100.0)
+    request = Request(prompt, SAMPLED, lambda r: None, temperature=0.0, images=placed, logit_bias=bias)
     arguments = encoder.pixels([held])
     kinds = np.concatenate([prompt < 0, np.zeros(SAMPLED, bool)])
     arguments["mm_token_type_ids"] = torch.from_numpy(kinds).int()[None].to(arguments["pixel_values"].device)

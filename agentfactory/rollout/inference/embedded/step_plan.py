@@ -29,9 +29,12 @@ def has_sliding_window(config: Any) -> bool:
 
 
 def head_width(config: Any) -> int:
-    """Return the width of a head's keys in the cache. In DeepSeek's latent attention, values have another width."""
-    width: int | None = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    return width or config.hidden_size // config.num_attention_heads
+    """Return the width of a head's keys in the cache: the largest of all layers. In DeepSeek's latent attention, values
+    have another width."""
+    # Gemma 4's widths vary by layer
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    widths = (getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None) for layer in layers)
+    return max(width or config.hidden_size // config.num_attention_heads for width in widths)
 
 
 class Group(NamedTuple):
