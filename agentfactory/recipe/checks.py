@@ -307,18 +307,19 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     # imported here, because they import transformers
     from transformers import AutoConfig
 
-    from agentfactory.rollout.text.format_tokens import token_id
+    from agentfactory.rollout.text.format_tokens import format_tokens, token_id
     from agentfactory.rollout.text.load_renderer import load_renderer
     from agentfactory.rollout.text.templates import RenderError
 
     if is_hub_name(recipe.model.path):
         use_hub_if_it_answers(recipe.model.path)
     try:
-        AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
     except ValueError as error:
         if (fault := load_fault(error)) != str(error):
             fix = "name a model whose architecture transformers has"
             raise SettingError("model.path", f"transformers cannot load {recipe.model.path}: {fault}", fix) from error
+        config = None
     rollout, tools = recipe.rollout, bool(recipe.tools or recipe.mcp_servers)
     try:
         renderer = load_renderer(
@@ -327,6 +328,8 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     except RenderError as error:
         fix = "change rollout.parser or model.chat_template, as the error says"
         raise SettingError("rollout.parser", f"got {rollout.parser!r}, and {error}", fix) from error
+    if config is not None and isinstance(rows := getattr(config.get_text_config(), "vocab_size", None), int):
+        format_tokens(renderer).check(rows)
     asked = recipe.model.lora.trainable_tokens if recipe.model.lora is not None else None
     for text in asked if isinstance(asked, list) else []:
         token_id(renderer.tokenizer, text)

@@ -1,5 +1,6 @@
 """The command: what it refuses and how, what it prints, and what it does not import."""
 
+import json
 import re
 import shutil
 import signal
@@ -219,6 +220,11 @@ def test_a_dry_run_probes_the_chat_template(project: Path, agentfactory: Command
     assert result.returncode == 2
     assert "rollout.parser: got 'mistral', and the chat template writes tool calls" in result.stderr
     assert "use rollout.parser=hermes; fix: " in result.stderr
+    file = project / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 100}))
+    result = agentfactory("train", "recipe.yaml", "--dry-run")
+    assert result.returncode == 2
+    assert re.search(r"model\.path: the chat template needs .*, and the network has 100 tokens; fix: ", result.stderr)
 
 
 @pytest.mark.processes

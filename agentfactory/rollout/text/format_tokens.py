@@ -21,6 +21,14 @@ class FormatTokens:
     read: dict[str, int] = field(default_factory=dict)
     """Tokens that frame the messages of others."""
 
+    def check(self, rows: int) -> None:
+        """Raise SettingError if a token is beyond the `rows` of a network's embedding."""
+        beyond = [f"{text} ({number})" for text, number in (self.written | self.read).items() if number >= rows]
+        if beyond:
+            problem = f"the chat template needs {', '.join(beyond[:5])}, and the network has {rows} tokens"
+            fix = "resize its embeddings and save it, or set model.chat_template to a template without them"
+            raise SettingError("model.path", problem, fix)
+
     @classmethod
     def of_info(cls, info: dict[str, Any]) -> "FormatTokens | None":
         """Return the tokens in a renderer's `info`; None in checkpoints of earlier versions."""

@@ -80,6 +80,7 @@ def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: It
 def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
     """Return the needed tokens that the network cannot tell from others: by its head, the ones that it writes; by its
     embedding, also the ones that it only reads."""
+    tokens.check(len(table_of(network.get_input_embeddings())))
     written, read = tokens.written.values(), tokens.read.values()
     head = find_alike("head", table_of(network.get_output_embeddings()), written)
     return find_alike("embedding", table_of(network.get_input_embeddings()), [*written, *read]) | head
