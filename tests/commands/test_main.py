@@ -1,6 +1,5 @@
 """The command: what it refuses and how, what it prints, and what it does not import."""
 
-import json
 import re
 import shutil
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import Qwen3Config
 
 from agentfactory.commands.completion import script
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -220,8 +220,7 @@ def test_a_dry_run_probes_the_chat_template(project: Path, agentfactory: Command
     assert result.returncode == 2
     assert "rollout.parser: got 'mistral', and the chat template writes tool calls" in result.stderr
     assert "use rollout.parser=hermes; fix: " in result.stderr
-    file = project / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 100}))
+    Qwen3Config(vocab_size=100).save_pretrained(project / "model")
     result = agentfactory("train", "recipe.yaml", "--dry-run")
     assert result.returncode == 2
     assert re.search(r"model\.path: the chat template needs .*, and the network has 100 tokens; fix: ", result.stderr)
