@@ -157,3 +157,16 @@ def test_an_agent_s_own_server_refuses_it_too() -> None:
 def test_accepted(project: Path, overrides: list[str]) -> None:
     (project / "talks.jsonl").write_text('{"messages": [{"role": "assistant", "content": "2"}]}\n')
     load_recipe("recipe.yaml", overrides, purpose="train")
+
+
+def test_chains_longer_than_the_models_positions_allow(project: Path) -> None:
+    config = project / "model" / "config.json"
+    config.write_text('{"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}')
+    with pytest.raises(SettingError, match=r"got 8192: with longrope .*_len=4096 and rollout") as caught:
+        load_recipe("recipe.yaml", ["server.max_model_len=8192"], purpose="train")
+    assert caught.value.field == "server.max_model_len"
+    short = ["server.max_model_len=4096", "rollout.max_total_tokens=4096"]
+    load_recipe("recipe.yaml", short, purpose="train")
+    # named when the model is loaded
+    config.write_text("{")
+    load_recipe("recipe.yaml", ["server.max_model_len=8192"], purpose="train")

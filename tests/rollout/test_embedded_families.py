@@ -1,5 +1,6 @@
 """Log-probabilities of the embedded engine for every text family of transformers, compared with the model alone."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def test_families_are_exact(family: str, static: bool) -> None:
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("recurrent_gemma", "log-probabilities differ by .* from the model's own attention"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM keeps a state of each sequence"),
         ("jetmoe", "layer 0 has 4 query and 4 key heads of width 16, where the configuration has 4 and 2 of width 16"),
         ("mimo_v2_flash", "layer 0 has 4 query and 2 key heads of width 128"),
         ("gpt_bigcode", "4 query and 1 key heads"),
@@ -61,6 +62,14 @@ def test_families_are_exact(family: str, static: bool) -> None:
 def test_families_are_refused(family: str, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         deviation(family, False)
+
+
+@pytest.mark.parametrize(("family", "is_exact"), [("gpt_oss", True), ("longcat_flash", True), ("camembert", False)])
+def test_rounding_in_half_precision_is_no_fault(family: str, is_exact: bool) -> None:
+    """Single tokens of experts differ by more than all tokens at other positions."""
+    network = tiny_network(family).to(torch.bfloat16)
+    with nullcontext() if is_exact else pytest.raises(UnsupportedModel, match="log-probabilities differ"):
+        Engine(network, max_model_len=128, max_num_seqs=4)
 
 
 @pytest.mark.long

@@ -1,6 +1,8 @@
 """The SFT loop: hand-computed weighted likelihood, epochs, and learning."""
 
+import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -17,10 +19,12 @@ from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.sft import _shuffled, conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.metrics import METRICS
+from agentfactory.trainers.networks.network import load_network
 from tests.saved_groups import write_groups
 
 pytestmark = pytest.mark.numbers
@@ -164,3 +168,23 @@ def test_conversations_become_weighted_rows(tmp_path: Path, caplog: pytest.LogCa
         "data: nothing is learned from 2 of 3 rows, which have no token with a loss weight (first: row 2)",
         "data: 1 null kept in calls and learned, because the row has no tools (first in row 3)",
     ]
+
+
+def test_rows_that_change_the_positions_of_others_are_refused_first(
+    make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """SFT has no bound of its own; chains have one."""
+    config = json.loads((model_folder / "config.json").read_text())
+    config |= {"max_position_embeddings": 8}
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    folder = shutil.copytree(model_folder, tmp_path / "dynamic")
+    (folder / "config.json").write_text(json.dumps(config))
+    recipe = make_recipe(algorithm="sft", batch_size=2)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(folder)})})
+    rows = [Row(list(range(3, 3 + size)), [1] * size, [0.0] * size) for size in (4, 8)]
+    run(recipe, rows, tmp_path / "short", tokenizer)
+    with pytest.raises(SettingError, match=r"data: a row has 9 tokens: with dynamic .* leave out longer"):
+        run(recipe, [*rows, Row(list(range(3, 12)), [1] * 9, [0.0] * 9)], tmp_path / "long", tokenizer)
+    chains = recipe.model_copy(update={"train": recipe.train.model_copy(update={"algorithm": "grpo"})})
+    with pytest.raises(SettingError, match=r"rollout\.max_total_tokens: got 8192: .* use rollout.max_total_tokens=8"):
+        load_network(chains)

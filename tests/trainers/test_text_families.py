@@ -60,7 +60,9 @@ def test_a_network_whose_head_is_not_supported_is_refused(family: str, dtype: to
         check_head(tiny_network(family).to(dtype))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "recurrent_gemma", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3_text", "recurrent_gemma", "gpt_oss", "deepseek_v3", "axk2", "longcat_flash", "mamba2"]
+)
 def test_families_are_accepted_in_bfloat16(family: str) -> None:
     check_head(tiny_network(family).to(torch.bfloat16))
 

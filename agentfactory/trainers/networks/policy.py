@@ -292,7 +292,8 @@ def _fault(network: PreTrainedModel) -> str | None:
         head, batch = torch.allclose(same, expected, atol=3e-4), torch.allclose(found, expected, atol=3e-4)
     else:
         rounding = torch.finfo(network.dtype).eps * float(max(line.abs().max() for line in logits))
-        head = torch.allclose(same, expected, atol=2 * rounding)
+        # not of each token: rounding may choose other experts
+        head = float((same - expected).abs().median()) <= 2 * rounding
         pairs = zip(policy.hidden(padded), [hidden[:-1] for hidden in single], strict=True)
         errors = [(a[: len(b)] - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-6) for a, b in pairs]
         batch = all(float(error.median()) < 0.3 for error in errors)

@@ -65,6 +65,8 @@ class Engine:
         limit = position_limit(config.to_dict())
         if limit is not None and max_model_len > limit.length:
             raise UnsupportedModel(f"{limit.reason}: lower server.max_model_len={max_model_len} to {limit.length}")
+        if model._is_stateful:
+            raise UnsupportedModel(f"{type(model).__name__} keeps a state of each sequence beside keys and values")
         if not model._supports_attention_backend:
             raise UnsupportedModel(f"{type(model).__name__} does not use transformers' attention interface")
         self.model = model.eval()

@@ -47,8 +47,11 @@ class Proof(NamedTuple):
         for token, bias in request.logit_bias.items():
             logits[:, token] += bias
         expected = torch.log_softmax(logits, -1).gather(1, ids[start + 1 :, None])[:, 0].cpu()
-        drift = float((torch.tensor(request.logprobs) - expected).abs().max())
-        if not drift < (1e-3 if model.dtype == torch.float32 else 0.5):
+        drifts = (torch.tensor(request.logprobs) - expected).abs()
+        is_exact = model.dtype == torch.float32
+        # single tokens differ by up to .6 by rounding in half precision, but not most of them
+        drift = float(drifts.max() if is_exact else drifts.median())
+        if not drift < (1e-3 if is_exact else 0.1):
             where = "after an image " if request.images else ""
             raise UnsupportedModel(
                 f"{type(model).__name__}: log-probabilities {where}differ by {drift:.2g} from the model's own attention"
