@@ -232,7 +232,6 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         parts_of,
         runs_chains,
         try_sources,
-        try_targets,
         try_template,
     )
     from agentfactory.recipe.schema import stages_of
@@ -262,8 +261,12 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                         found = try_template(part.recipe)
                     comment(f"tool calls in {stage.name}{of}: {found['parser']}; rows: {found['choice']}")
         if options.command == "train":
+            # imports transformers
+            from agentfactory.placement.meta_model import check_targets
+
             for stage in stages_of(recipe):
-                try_targets(stage)
+                if stage.model.lora is not None:
+                    check_targets(stage)
                 for doubt in doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)

@@ -1,5 +1,6 @@
 """The network that a recipe trains, built on the meta device without weights, for memory planning."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from agentfactory.placement.model_config import load_config
 from agentfactory.placement.server_memory import meta_network
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
@@ -15,7 +17,7 @@ from agentfactory.trainers.networks.fp8 import fp8_linears
 from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import Policy, make_policy
 from agentfactory.trainers.networks.row_layouts import resolve_batching
-from agentfactory.trainers.networks.vision_tower import sees
+from agentfactory.trainers.networks.vision_tower import adapted_modules, sees
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:
@@ -46,6 +48,17 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
         if own is not None and train.precision != "auto":
             _use_fp8(own)
         return make_actor_critic(recipe, policy, device, own)
+
+
+def check_targets(recipe: TrainRecipe) -> None:
+    """Raise SettingError if model.lora.target_modules fits no module of the network, if its configuration is in a
+    folder."""
+    lora = recipe.model.lora
+    if lora is None or lora.target_modules == "all-linear" or not (Path(recipe.model.path) / "config.json").is_file():
+        return
+    config, _ = load_config(recipe.model.path)
+    network = meta_network(config, torch.float32, whole=sees(config))
+    adapted_modules(network, lora.target_modules, recipe.train.trains_vision)
 
 
 def policy_of(model: Policy | ActorCritic) -> Policy:

@@ -336,24 +336,6 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     return renderer.info
 
 
-def try_targets(recipe: Recipe) -> None:
-    """Raise SettingError if model.lora.target_modules fits no module of the network, whose configuration is in a
-    folder."""
-    lora = recipe.model.lora
-    if lora is None or lora.target_modules == "all-linear" or not (Path(recipe.model.path) / "config.json").is_file():
-        return
-    # imported here, because they import transformers
-    import torch
-
-    from agentfactory.placement.model_config import load_config
-    from agentfactory.placement.server_memory import meta_network
-    from agentfactory.trainers.networks.vision_tower import adapted_modules, sees
-
-    config, _ = load_config(recipe.model.path)
-    network = meta_network(config, torch.float32, whole=sees(config))
-    adapted_modules(network, lora.target_modules, recipe.train.trains_vision)
-
-
 def doubts(recipe: Recipe) -> list[str]:
     """Return warnings about settings of a training run that can work, but hardly as meant."""
     data, size = recipe.data, recipe.train.batch_size

@@ -14,7 +14,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards, Part, RolloutConfig
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.adapter_config import ADAPTER
-from agentfactory.rollout.sequence_lengths import check_lengths
+from agentfactory.rollout.inference.sequence_lengths import check_lengths
 from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.http.addresses import is_http_address
 from agentfactory.tools.user_code.import_path import is_installed

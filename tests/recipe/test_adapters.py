@@ -13,7 +13,8 @@ from transformers import Qwen3Config
 
 from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.recipe.checks import doubts, try_targets
+from agentfactory.placement.meta_model import check_targets
+from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.tools.errors import SettingError
@@ -358,7 +359,7 @@ def test_targets_that_fit_no_module_are_refused(project: Path) -> None:
     Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1).save_pretrained(folder)
 
     def look(path: str, targets: str) -> None:
-        try_targets(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: {targets}}}"))
+        check_targets(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: {targets}}}"))
 
     with pytest.raises(SettingError, match="'nope_proj' and 'oj' fits no module of the network; fix: use names such"):
         look(str(folder), "[q_proj, nope_proj, oj]")

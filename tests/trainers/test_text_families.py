@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from agentfactory.rollout.sequence_lengths import check_lengths, position_limit
+from agentfactory.rollout.inference.sequence_lengths import check_lengths, position_limit
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainConfig

@@ -96,7 +96,7 @@ def encode_group(group: Group, offset: int = 0) -> EncodedGroup:
         chains.append({**vars(chain), "rows": rows})
     line = {**vars(group), "trajectories": chains}
     if group.judged is None:
-        del line["judged"]
+        line.pop("judged", None)
     arrays = {name: np.concatenate(parts) for name, parts in streams.items() if any(map(len, parts))}
     record = save(arrays) if arrays else b""
     if record:

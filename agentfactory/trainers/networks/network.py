@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from agentfactory.rollout.sequence_lengths import check_lengths
+from agentfactory.rollout.inference.sequence_lengths import check_lengths
 from agentfactory.tools.errors import SettingError
 from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.rollout.sequence_lengths import position_limit
+from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.token_row import Row
 from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter

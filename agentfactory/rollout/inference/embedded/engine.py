@@ -27,7 +27,7 @@ from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample, score_prompt
 from agentfactory.rollout.inference.embedded.start_check import check_last_position, proofs
 from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
-from agentfactory.rollout.sequence_lengths import position_limit, proof_length
+from agentfactory.rollout.inference.sequence_lengths import position_limit, proof_length
 from agentfactory.tools.processes.memory import give_back_freed
 
 if TYPE_CHECKING:
