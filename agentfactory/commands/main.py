@@ -261,11 +261,11 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                         found = try_template(part.recipe)
                     comment(f"tool calls in {stage.name}{of}: {found['parser']}; rows: {found['choice']}")
         if options.command == "train":
-            # imports transformers
-            from agentfactory.placement.meta_model import check_targets
-
             for stage in stages_of(recipe):
                 if stage.model.lora is not None:
+                    # it imports transformers
+                    from agentfactory.placement.meta_model import check_targets
+
                     check_targets(stage)
                 for doubt in doubts(stage):
                     comment(f"warning: {doubt}")

@@ -9,8 +9,9 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from agentfactory.placement.model_config import load_config
+from agentfactory.placement.model_config import NoConfigError, load_config
 from agentfactory.placement.server_memory import meta_network
+from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
 from agentfactory.trainers.networks.fp8 import fp8_linears
@@ -51,13 +52,17 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
 
 
 def check_targets(recipe: TrainRecipe) -> None:
-    """Raise SettingError if model.lora.target_modules fits no module of the network, if its configuration is in a
-    folder."""
-    lora = recipe.model.lora
-    if lora is None or lora.target_modules == "all-linear" or not (Path(recipe.model.path) / "config.json").is_file():
+    """Raise SettingError if model.lora.target_modules fits no module of the network, or if transformers has no causal
+    language model of the configuration, which must be in the folder model.path: otherwise nothing is checked."""
+    lora, path = recipe.model.lora, recipe.model.path
+    if lora is None or lora.target_modules == "all-linear" or not (Path(path) / "config.json").is_file():
         return
-    config, _ = load_config(recipe.model.path)
-    network = meta_network(config, torch.float32, whole=sees(config))
+    try:
+        config, _ = load_config(path)
+        network = meta_network(config, torch.float32, whole=sees(config))
+    except (NoConfigError, ValueError) as error:
+        problem = f"no network can be made of {path}: {str(error).splitlines()[0]}"
+        raise SettingError("model.path", problem, "name a causal language model in the transformers format") from error
     adapted_modules(network, lora.target_modules, recipe.train.trains_vision)
 
 

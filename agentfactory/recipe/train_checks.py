@@ -175,11 +175,10 @@ def _check_vision(recipe: Recipe) -> None:
 def _check_lengths(recipe: Recipe) -> None:
     """Check that no sequence of the server or the trainer is too long for the positions of a model that is on this
     machine."""
-    lengths = {
-        "server.max_model_len": recipe.server.max_model_len,
-        "rollout.max_total_tokens": recipe.rollout.max_total_tokens,
-    }
-    for path in (recipe.model.path, recipe.teacher.model if recipe.teacher is not None else None):
+    trained = {"rollout.max_total_tokens": recipe.rollout.max_total_tokens}
+    served = {"server.max_model_len": recipe.server.max_model_len} | trained
+    teacher = recipe.teacher.model if recipe.teacher is not None else None
+    for path, lengths in ((recipe.model.path, served), (teacher, trained)):
         if path is None or (text := _configuration(path)) is None:
             continue
         try:
@@ -187,7 +186,8 @@ def _check_lengths(recipe: Recipe) -> None:
         except ValueError:
             # named when the model is loaded
             continue
-        check_lengths(config, lengths)
+        if isinstance(config, dict):
+            check_lengths(config, lengths)
 
 
 def has_vision_tower(path: str) -> bool | None:

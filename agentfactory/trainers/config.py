@@ -220,8 +220,8 @@ class LossConfig(Choice):
     """Options of the policy loss; for your own function, its additional arguments."""
     normaliser: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: mean over each chain's tokens, then over chains (GRPO);
-    sequence_sum: sum over tokens, mean over chains; constant: sum divided by chains x max_total_tokens (Dr.
-    GRPO)."""
+    sequence_sum: sum over tokens, mean over chains; constant: sum divided by max_total_tokens, mean over chains
+    (Dr. GRPO)."""
     kl: KlConfig = KlConfig()
     behaviour_kl: float = Field(default=0.3, ge=0)
     """Weight of KL(policy || behaviour), the divergence from the weights that sampled. It keeps the policy close to

@@ -43,7 +43,8 @@ def chain(name: str, reward: float, malformed: bool = False, outcome: Outcome = 
 
 
 def findings(recipe: Recipe, group: Group, change: Change = lambda values: values) -> list[Finding]:
-    """What the check finds in a group whose credit is the trainer's, with `change` applied to each chain's."""
+    """Return the findings of the check for a group with the trainer's credit, after `change` of each row's
+    advantages."""
     credit = Credit([group], recipe)
     rows = credit.rows
     for number, row in enumerate(rows):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import save_file
-from transformers import Qwen3Config
+from transformers import Qwen3Config, ViTConfig
 
 from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
@@ -368,5 +368,12 @@ def test_targets_that_fit_no_module_are_refused(project: Path) -> None:
     for targets in ("[q_proj, self_attn.q_proj]", "'.*layers.*q_proj'", "all-linear"):
         look(str(folder), targets)
     look("hub/name", "[nope_proj]")
+    ViTConfig().save_pretrained(project / "eyes")
+    for name, text in (("eyes", None), ("broken", "{")):
+        (project / name).mkdir(exist_ok=True)
+        if text is not None:
+            (project / name / "config.json").write_text(text)
+        with pytest.raises(SettingError, match=f"model.path: no network can be made of .*{name}: "):
+            look(str(project / name), "[q_proj]")
     with pytest.raises(SettingError, match=r"target_modules: got \[\]: no module would get an adapter; fix: use all"):
         look(str(folder), "[]")

@@ -167,6 +167,33 @@ def test_chains_longer_than_the_models_positions_allow(project: Path) -> None:
     assert caught.value.field == "server.max_model_len"
     short = ["server.max_model_len=4096", "rollout.max_total_tokens=4096"]
     load_recipe("recipe.yaml", short, purpose="train")
-    # named when the model is loaded
-    config.write_text("{")
+    # a teacher reads chains, and is on another server
+    (project / "teacher").mkdir()
+    (project / "teacher" / "config.json").write_text(config.read_text())
+    config.write_text("{}")
+    taught = ["server.max_model_len=8192", "teacher.model=teacher"]
+    load_recipe("recipe.yaml", [*taught, "rollout.max_total_tokens=4096"], purpose="train")
+    with pytest.raises(SettingError, match=r"rollout.max_total_tokens: got 8192: .*; fix: use rollout.max_total_token"):
+        load_recipe("recipe.yaml", [*taught, "rollout.max_total_tokens=8192"], purpose="train")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        '{"rope_scaling": "dynamic"}',
+        '{"rope_scaling": {"type": 3}}',
+        '{"rope_scaling": {"type": "dynamic"}}',
+    ],
+)
+def test_a_damaged_configuration_is_named_when_the_model_is_loaded(project: Path, text: str) -> None:
+    (project / "model" / "config.json").write_text(text)
     load_recipe("recipe.yaml", ["server.max_model_len=8192"], purpose="train")
+
+
+def test_a_variable_of_accelerate_is_refused_with_the_recipe(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    with pytest.raises(SettingError, match=r"ACCELERATE_DYNAMO_BACKEND: got 'inductor' .*, set train.compile$"):
+        load_recipe("recipe.yaml", [], purpose="train")
+    load_recipe("recipe.yaml", [], purpose="eval")

@@ -82,11 +82,13 @@ class GroupCheck(Check):
         )
         expected = None if whole_batch else _by_the_rule(seen.group, recipe)
         self._compared += len(seen.credit)
-        if expected is not None and all(
-            _agrees(rows, expected.get(name, []), recipe.train.loss.top_entropy < 1.0)
-            for name, rows in seen.credit.items()
-        ):
-            return
+        differing = None
+        if expected is not None:
+            may_be_0 = recipe.train.loss.top_entropy < 1.0
+            pairs = ((name, _difference(rows, expected.get(name, []), may_be_0)) for name, rows in seen.credit.items())
+            differing = next(((name, text) for name, text in pairs if text is not None), None)
+            if differing is None:
+                return
         found = self._chain_advantages(seen, chains)
         ranked = sorted(found)
         for low, high in pairwise(ranked):
@@ -94,10 +96,9 @@ class GroupCheck(Check):
                 text = f"reward {high[0]:g} has the advantage {high[1]:g}, and reward {low[0]:g} has {low[1]:g}"
                 self._disordered.add(Evidence(text, seen.group.id, high[2], file=seen.file))
                 break
-        if expected is not None:
-            text = "the rewards " + ", ".join(f"{reward:.4g}" for reward, _, _ in ranked[:8])
-            text += " have the advantages " + ", ".join(f"{advantage:.4g}" for _, advantage, _ in ranked[:8])
-            self._formula.add(Evidence(text, seen.group.id, ranked[0][2] if ranked else "", file=seen.file))
+        if differing is not None:
+            name, text = differing
+            self._formula.add(Evidence(text, seen.group.id, name, file=seen.file))
         elif len(ranked) > 1 and abs(ranked[0][1] - ranked[-1][1]) < NEAR:
             gap, spread = ranked[-1][0] - ranked[0][0], max(self._rewards) - min(self._rewards)
             if gap > FLAT * spread:
@@ -171,8 +172,9 @@ def _by_the_rule(group: Group, recipe: Recipe) -> dict[str, list[dict[str, Any]]
     return found
 
 
-def _agrees(noted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], may_be_0: bool) -> bool:
-    """Return whether the noted advantages are those of `rows`, which may have more tokens."""
+def _difference(noted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], may_be_0: bool) -> str | None:
+    """Return the first difference of noted advantages from those of `rows`, which may have more tokens; None if there
+    is none."""
     expected = {
         (row["row"], target): advantage
         for row in rows
@@ -185,5 +187,5 @@ def _agrees(noted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]
             if right is None or (may_be_0 and advantage == 0.0):
                 continue
             if abs(advantage - right) > NEAR * max(1.0, abs(right)):
-                return False
-    return True
+                return f"a token has the advantage {advantage:.4g}; the rewards of its group give {right:.4g}"
+    return None

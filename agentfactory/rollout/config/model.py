@@ -24,14 +24,6 @@ class LoraConfig(Section):
     target_modules: str | list[str] = "all-linear"
     """Linear modules that get an adapter: all-linear, a list of names, or a regular expression that matches full module
     names. In a multimodal model, all-linear covers only the language model, unless train.vision is trained."""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _names_some(cls, targets: str | list[str]) -> str | list[str]:
-        if not targets:
-            raise SettingError("", f"got {targets!r}: no module would get an adapter", "use all-linear, or names")
-        return targets
-
     trainable_tokens: Literal["auto"] | list[str] | None = None
     """Tokens whose rows of head and embedding are trained, too. auto: the tokens of the format that the network cannot
     tell from others, because they were never trained. Null: none; such tokens are then refused."""
@@ -44,6 +36,13 @@ class LoraConfig(Section):
     merge: bool | None = None
     """Merge the adapter of `from` or of the stage before into the base first, and train a new one. Null: only if they
     differ in rank, alpha or target_modules."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_some(cls, targets: str | list[str]) -> str | list[str]:
+        if not targets:
+            raise SettingError("", f"got {targets!r}: no module would get an adapter", "use all-linear, or names")
+        return targets
 
 
 class ModelConfig(Section):

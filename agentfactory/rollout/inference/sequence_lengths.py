@@ -32,17 +32,18 @@ def position_limit(config: Mapping[str, Any]) -> PositionLimit | None:
     """Return the limit beyond which rotary factors depend on the longest sequence of a pass, as in transformers'
     `dynamic_rope_update`; None if they never do."""
     limits = [limit for part in config.values() if isinstance(part, Mapping) and (limit := position_limit(part))]
-    shared = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    whole: Any
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    shared: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     whole, original = config.get("max_position_embeddings"), config.get("original_max_position_embeddings")
     # some models have factors for each type of layer
     for rope in (shared, *(part for part in shared.values() if isinstance(part, Mapping))):
-        kind = rope.get("rope_type") or rope.get("type") or ""
+        kind = str(rope.get("rope_type") or rope.get("type") or "")
         # "su" is its older name
-        if kind in ("longrope", "su"):
-            limits.append(PositionLimit(kind, original or rope.get("original_max_position_embeddings") or whole))
-        elif "dynamic" in kind:
-            limits.append(PositionLimit(kind, whole))
+        is_long = kind in ("longrope", "su")
+        length = (original or rope.get("original_max_position_embeddings") or whole) if is_long else whole
+        # a file may leave it to the class, whose configuration is checked when it is loaded
+        if (is_long or "dynamic" in kind) and type(length) is int:
+            limits.append(PositionLimit(kind, length))
     return min(limits, key=lambda limit: limit.length, default=None)
 
 

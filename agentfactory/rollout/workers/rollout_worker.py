@@ -205,9 +205,9 @@ class Worker:
             saved, self.trained, self.versions, version, self.recipe.rollout, observes, self.share, configs
         )
         logger.info(
-            "resuming after version %d: %d groups are trained, %d wait to be trained",
+            "resuming after version %d: %d positions are settled, %d groups wait to be trained",
             version,
-            len(self.trained),
+            len(resumed.done),
             len(resumed.pending),
         )
         return resumed

@@ -131,13 +131,13 @@ class Credit:
             for index, keeps in enumerate(_uncertain(chains, loss.top_entropy)):
                 least[index][~keeps] = most[index][~keeps] = 0.0
         teacher = self._recipe.teacher
-        follow = teacher is not None and teacher.is_sampled and any(np.isfinite(bounds).any() for bounds in most)
+        is_bounded = teacher is not None and teacher.is_sampled and any(np.isfinite(bounds).any() for bounds in most)
         done: list[TrainingRow] = []
         for index, weight in zip(trained, weights, strict=True):
             chain = chains[index]
             bounds = {"least": least[index], "most": most[index]}
             streams = {"advantage": arrays[index].clip(*bounds.values()), "weight": np.full(chain.tokens, weight)}
-            if follow:
+            if is_bounded:
                 streams |= bounds
             if values:
                 streams["return"] = np.asarray(values[index])

@@ -415,7 +415,7 @@ class Engine:
             new = F.pad(new, (0, self._head_dim - new.shape[-1]))
             rows.index_copy_(0, self._plan.rows, new[0].transpose(0, 1).reshape(-1, self._head_dim))
         found = attend(self._plan, self.cache[layer], query, scale, window is not None, sinks)[..., :width]
-        # some models need it
+        # some models view it in another shape
         return found.contiguous(), None
 
     # ---- sampling
@@ -455,11 +455,15 @@ class Engine:
 
     # ---- proof
 
+    @property
+    def _language(self) -> PreTrainedModel:
+        """The network whose attention is replaced. Of a text model, `get_decoder` may return the head."""
+        return self.model if self.encoder is None else self.model.get_decoder()
+
     def _prove(self) -> None:
         """Decode a few requests together and compare each with the model's own attention, to reject unsupported model
         features."""
-        # of a text model, the decoder may be its head
-        language = self.model if self.encoder is None else self.model.get_decoder()
+        language = self._language
         own = "sdpa" if self.model._supports_sdpa else "eager"
         beyond = proof_length(self.model.config.get_text_config().to_dict(), self.max_model_len)
         try:
@@ -492,7 +496,6 @@ class Engine:
             self.static = None
             for request in self.requests():
                 self.abort(request)
-            language = self.model if self.encoder is None else self.model.get_decoder()
-            language.set_attn_implementation(self._attention_name)
+            self._language.set_attn_implementation(self._attention_name)
             self.reset_prefix_cache()
             logger.warning("decoding without CUDA graphs, which is slower: %s", error)
