@@ -58,6 +58,8 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
     use_ours(network)
     kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
     if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
+        if attention in ("auto", "sdpa"):
+            return f"{type(network).__name__} does not use transformers' attention interface"
         return f"train.attention={kind} does not support {batching} rows; use sdpa or flex_attention"
     if not measure:
         return None
