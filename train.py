@@ -1,6 +1,6 @@
 """`accelerate launch train.py RECIPE [...]`: the same as `accelerate launch -m agentfactory.train RECIPE [...]`."""
 
-from agentfactory.tools.user_code.import_path import start_folder_last
+from agentfactory.base.user_code.import_path import start_folder_last
 
 if __name__ == "__main__":
     start_folder_last()

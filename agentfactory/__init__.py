@@ -6,10 +6,9 @@ Public names are loaded on first use (PEP 562): `from agentfactory import tool` 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from agentfactory.old_names import install
-
 if TYPE_CHECKING:
     from agentfactory.agent import Agent
+    from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.rollout.chains.agent_hooks import Turn
     from agentfactory.rollout.config import TaskSource
     from agentfactory.rollout.groups.group_files import read_groups
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
     from agentfactory.tools.environments.environment import Environment
     from agentfactory.tools.images.coordinates import ModelView
-    from agentfactory.tools.messages import ToolInfrastructureError
     from agentfactory.tools.tool import finish, tool
 
 __all__ = [
@@ -56,7 +54,7 @@ _HOME = {
     "Parser": "agentfactory.rollout.text.parsers",
     "Reading": "agentfactory.rollout.text.parsers",
     "TaskSource": "agentfactory.rollout.config",
-    "ToolInfrastructureError": "agentfactory.tools.messages",
+    "ToolInfrastructureError": "agentfactory.base.messages",
     "Trajectory": "agentfactory.rollout.trajectory",
     "Turn": "agentfactory.rollout.chains.agent_hooks",
     "finish": "agentfactory.tools.tool",
@@ -64,9 +62,6 @@ _HOME = {
     "reward": "agentfactory.rollout.rewards",
     "tool": "agentfactory.tools.tool",
 }
-
-
-install()
 
 
 def __getattr__(name: str) -> Any:

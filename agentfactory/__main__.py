@@ -1,6 +1,6 @@
 """`python -m agentfactory` is the `agentfactory` command."""
 
-from agentfactory.tools.user_code import import_path
+from agentfactory.base.user_code import import_path
 
 import_path.start_folder_last()
 

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message
 from agentfactory.launching.child_processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.start_server import serve
@@ -30,8 +32,6 @@ from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Trajectory, chain_id
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message
 
 _Reward = Callable[..., Any] | RewardConfig | str
 _RETRY_SECONDS = 30.0

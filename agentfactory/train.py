@@ -6,7 +6,7 @@ rollout worker. `--resume [PATH]` continues the run in `output`. `agentfactory t
 the stages of a staged recipe: it starts this module with an assignment. `launching/trainer_main.py` does the work.
 """
 
-from agentfactory.tools.user_code import import_path
+from agentfactory.base.user_code import import_path
 
 if __name__ == "__main__":
     import_path.start_folder_last()
@@ -30,14 +30,14 @@ from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.endings import Signalled, exited_by
-from agentfactory.tools.processes.supervised import DiedFromInside, supervised
-from agentfactory.tools.files.disk import DiskError
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.proxies import spare_loopback
-from agentfactory.tools.user_code import watch
-from agentfactory.tools.user_code.import_path import append_folders
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.endings import Signalled, exited_by
+from agentfactory.base.processes.supervised import DiedFromInside, supervised
+from agentfactory.base.files.disk import DiskError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.proxies import spare_loopback
+from agentfactory.base.user_code import watch
+from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.trainers.config import Symptom
 
 STOPPED, MOSTLY_DROPPED = 3, 4

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from agentfactory.tools.processes.killable import KillableProcess
+from agentfactory.base.processes.killable import KillableProcess
 from agentfactory.worlds.alfworld.engine import PROCESS, check_python
 from agentfactory.worlds.alfworld.games import GeneratedGames
 from agentfactory.worlds.alfworld.generator import Game, Package

@@ -29,11 +29,11 @@ from typing import Any
 
 import yaml
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.config import LateChains
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candidate
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.user_code.loading import load_object
 
 draw_latency = load_object("slow_treasure_hunt.py:draw_latency", Path(__file__).parent)
 

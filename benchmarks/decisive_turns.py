@@ -24,6 +24,7 @@ from training_runs import only_checkpoint, train_once
 
 from agentfactory.audit.replay.decisive_turns import ranked, turn_effects
 from agentfactory.audit.replay.prefix import tokens_of
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.launching.served_weights import what_is_served
 from agentfactory.launching.start_server import serve
 from agentfactory.recipe.load import load_recipe
@@ -36,7 +37,6 @@ from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.token_row import Span
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.user_code.loading import load_object
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart"
 STEPS = load_object("treasure_hunt.py:STEPS", QUICKSTART)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from placement import SIZES, device, make_model, measure_update, show
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 
 def compare(name: str, quick: bool) -> None:

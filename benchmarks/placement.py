@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import yaml
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart"
 GROUP = 8

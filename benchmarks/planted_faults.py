@@ -116,6 +116,27 @@ FAULTS = (
         "SLOPES = (-0.5, 1.5)",
         "trainers/test_drift.py",
     ),
+    Fault(
+        "sequence-mean",
+        "trainers/update/losses.py",
+        "over_sequence(detached, sequence, mean=True)",
+        "over_sequence(detached, sequence, mean=False)",
+        "trainers/test_losses.py",
+    ),
+    Fault(
+        "low-entropy",
+        "trainers/loop/token_advantages.py",
+        "least[index][~keeps] = most[index][~keeps] = 0.0",
+        "least[index][keeps] = most[index][keeps] = 0.0",
+        "trainers/test_credit.py",
+    ),
+    Fault(
+        "best-checkpoint",
+        "trainers/checkpoints/best_checkpoint.py",
+        "(best.value, best.step)",
+        "(best.step, best.value)",
+        "trainers/test_checkpoint_folder.py",
+    ),
     # rollout
     Fault(
         "turn-limit",
@@ -127,8 +148,8 @@ FAULTS = (
     Fault(
         "staleness",
         "rollout/groups/staleness.py",
-        "self.version + 1 - group.oldest > self.max_staleness",
-        "self.version - group.oldest > self.max_staleness",
+        "max(0, self.max_staleness - self._age(self._begun(group)))",
+        "max(0, self.max_staleness + 1 - self._age(self._begun(group)))",
         "rollout/test_staleness.py",
     ),
     Fault(
@@ -187,6 +208,34 @@ FAULTS = (
         "1.0 - (1.0 - passed / samples) ** k",
         "rollout/test_pass_at_k.py",
     ),
+    Fault(
+        "late-groups",
+        "rollout/groups/staleness.py",
+        "cut.sort(key=lambda group: group.chains, reverse=True)",
+        "cut.sort(key=lambda group: group.chains)",
+        "rollout/test_staleness.py",
+    ),
+    Fault(
+        "success-rate",
+        "rollout/groups/curriculum.py",
+        "before + self.share * (rate - before)",
+        "before + self.share * rate",
+        "rollout/test_curriculum.py",
+    ),
+    Fault(
+        "half-a-stop",
+        "rollout/text/stop_strings.py",
+        "max(len(stop.encode()) for stop in stops) + 4",
+        "max(len(stop) for stop in stops)",
+        "rollout/test_stop_strings.py",
+    ),
+    Fault(
+        "another-row",
+        "rollout/data/order.py",
+        "self._starts[source] + row",
+        "row",
+        "rollout/test_mix.py",
+    ),
     # tools
     Fault(
         "swallowed-error",
@@ -215,6 +264,27 @@ FAULTS = (
         "half, total = most // 2,",
         "half, total = most // 4,",
         "tools/test_truncation.py",
+    ),
+    Fault(
+        "unused-instance",
+        "tools/environments/pool_rules.py",
+        "        self.held.discard(instance)\n        instance.uses -= 1\n",
+        "        self.held.discard(instance)\n",
+        "tools/test_pool.py",
+    ),
+    Fault(
+        "long-tail",
+        "tools/calls/truncation.py",
+        "        del self._tail[: -self._tail_most]\n",
+        "",
+        "tools/test_truncation.py",
+    ),
+    Fault(
+        "warm-instances",
+        "tools/environments/pool_rules.py",
+        "(self._config.warm or 0)",
+        "0",
+        "tools/test_pool.py",
     ),
     Fault("sandbox-network", "tools/sandbox/bubblewrap.py", ' "--unshare-net",', "", "tools/test_shell.py"),
     Fault(

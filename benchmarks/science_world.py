@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 from scienceworld import ScienceWorldEnv
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
 TASKS = (

@@ -30,8 +30,8 @@ from typing import Any
 import psutil
 from playwright.async_api import async_playwright
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.screens.browser import find_chromium
 from agentfactory.worlds.screens.sites import PAGES

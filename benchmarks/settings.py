@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from agentfactory.base.config import Choice
 from agentfactory.recipe.composition import RECIPES
 from agentfactory.recipe.reference import models_in, sections
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.config import Choice
 
 Settings = dict[tuple[type[BaseModel], str], str]
 """(section that declares it, name) -> path."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory import tool
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 
 _QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart"
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", _QUICKSTART)

@@ -129,9 +129,9 @@ async def bare_sdk(target: Any) -> AsyncIterator[Call]:
 @asynccontextmanager
 async def our_side(folder: Path, **fields: Any) -> AsyncIterator[Call]:
     """Open chains of a recipe whose `fields` define where the tool is served."""
+    from agentfactory.base.config import ToolsRecipe
+    from agentfactory.base.messages import ToolCall
     from agentfactory.tools.calls.limits import ChainLimits, Rates
-    from agentfactory.tools.config import ToolsRecipe
-    from agentfactory.tools.messages import ToolCall
     from agentfactory.tools.sessions.toolset import open_toolset
 
     recipe = ToolsRecipe.model_validate({**fields, "limits": every_limit()})
@@ -181,7 +181,7 @@ async def sides(transport: str, folder: Path) -> AsyncIterator[dict[str, Call]]:
     theirs: Any
     async with AsyncExitStack() as stack:
         if transport == "in_process":
-            from agentfactory.tools.user_code.loading import load_object
+            from agentfactory.base.user_code.loading import load_object
 
             theirs = load_object("served.py:theirs", folder)
             fields: tuple[dict[str, Any], ...] = (

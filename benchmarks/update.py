@@ -252,7 +252,7 @@ def run_ours(
     """Run Learner.update, on all weights, or on those of an adapter."""
     from accelerate import Accelerator
 
-    from agentfactory.tools.processes.memory import return_freed_memory
+    from agentfactory.base.processes.memory import return_freed_memory
     from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow
     from agentfactory.trainers.config import TrainRecipe
     from agentfactory.trainers.update.learner import Learner, Targets, Terms

@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.webshop.goals import Goal

@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.tools.messages import ToolSpec
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]]]]
 """A request -> a choice with `usage`, or a status, a text and optionally headers."""

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from agentfactory.base.processes import environment
 from agentfactory.launching.child_processes import Children
-from agentfactory.tools.processes import environment
 from tests.forked import start_engine
 from tests.project import agentfactory, project  # noqa: F401 (fixtures)
 from tests.trained_quickstart import train_once

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from agentfactory.tools.processes import parent_watch
+from agentfactory.base.processes import parent_watch
 
 IMPORTED = [
     *("accelerate", "aiohttp.web", "peft", "torch", "transformers", "trl.chat_template_utils"),

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import torch
 
+from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.tools.http.loopback import is_loopback
-from agentfactory.tools.processes import parent_watch
 from tests.forked import Forked, start_engine
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")

@@ -30,13 +30,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.inference.embedded.__main__ import _decoder
 from agentfactory.rollout.inference.embedded.embedded_server import LOOP_TURNS
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.generate_route import ApiError, make_request
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
 from agentfactory.rollout.inference.embedded.sampling import Request
-from agentfactory.tools.processes import parent_watch
 from tests.sglang_api import load_table
 
 Json = dict[str, Any]

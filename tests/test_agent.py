@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from agentfactory import Agent, Outcome, reward, tool
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.launching.child_processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.rollout.chains.agent_hooks import Turn
@@ -24,8 +26,6 @@ from agentfactory.rollout.config import AgentConfig, RolloutConfig
 from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import QUICKSTART
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]

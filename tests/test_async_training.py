@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory import tool
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 
 SlowTreasureHunt = load_object("slow_treasure_hunt.py:SlowTreasureHunt", Path("{REPOSITORY / "benchmarks"}"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.base.user_code.import_path import is_installed
 from tests.conftest import REPOSITORY
 from tests.worlds.alfworld.engines import HAS_ENGINE
 

@@ -19,6 +19,9 @@ import numpy as np
 import pytest
 import yaml
 
+from agentfactory.base.config import McpServerConfig, ToolsRecipe, fields_of
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolCall
 from agentfactory.commands import main
 from agentfactory.commands.options import make_parser, parse
 from agentfactory.launching.reach_early import check_servers_answer
@@ -47,9 +50,6 @@ from agentfactory.rollout.text.template_and_format import choose_template
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.config import McpServerConfig, ToolsRecipe, fields_of
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolCall
 from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
 from agentfactory.tools.serve import command_line as serve_command_line
 from agentfactory.tools.sessions.toolset import open_toolset

@@ -13,15 +13,15 @@ import pytest
 import yaml
 from mcp import StdioServerParameters
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes import environment
+from agentfactory.base.processes.killable import KillableProcess
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.rewards import math_equal
 from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
-from agentfactory.tools.processes import environment
-from agentfactory.tools.processes.killable import KillableProcess
 from agentfactory.tools.sandbox.confined import start_confined
 from agentfactory.tools.sandbox.script import run_script
 from agentfactory.worlds.game_processes.game_process import GameProcess

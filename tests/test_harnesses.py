@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.groups.group_files import read_groups
-from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import QUICKSTART
 
 HARNESSES = os.environ.get("AGENTFACTORY_HARNESSES", "")

@@ -23,11 +23,11 @@ import psutil
 import pytest
 from starlette.applications import Starlette
 
+from agentfactory.base.http import http_server
+from agentfactory.base.http.server_keys import key_header
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.gateway.gateway_server import Gateway
-from agentfactory.tools.http import http_server
-from agentfactory.tools.http.server_keys import key_header
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import COMMAND, ENGINE, Forked, start_ranks

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.limits import SandboxKind
 from tests.command_line_agents import CHAINS, call, check_completed, left, play
 

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.user_code.entry_points import COMMANDS, SOURCES, WORLDS, registered
+from agentfactory.base.user_code.entry_points import COMMANDS, SOURCES, WORLDS, registered
 from tests.conftest import REPOSITORY
 
 LINKS = ("rollout", "tools", "trainers")
 OTHERS = {
     "CHANGELOG.md",
-    "agentfactory/old_names.py",
-    "tests/test_old_names.py",
     "tests/test_namespace.py",
     "tests/test_users_project.py",
 }
@@ -91,11 +89,11 @@ def test_nothing_installs_the_foreign_package_of_our_name() -> None:
 @pytest.mark.processes
 def test_one_place_says_how_our_python_is_started() -> None:
     spelled = re.compile(r"""["'\s]-P["'\s]""")
-    assert [name for name, text in texts() if spelled.search(text)] == ["agentfactory/tools/user_code/import_path.py"]
+    assert [name for name, text in texts() if spelled.search(text)] == ["agentfactory/base/user_code/import_path.py"]
 
 
 LAYERS = (
-    *("old_names", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
+    *("base", "tools", "rollout", "worlds", "trainers", "recipe", "placement", "launching", "train", "agent"),
     *("__init__", "doctor", "audit", "viewer", "commands", "__main__"),
 )
 """The packages from the lowest to the highest layer; each imports only from itself and earlier ones."""

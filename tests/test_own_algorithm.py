@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import AdvantageConfig, LossConfig
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator
 from agentfactory.trainers.update.losses import PolicyLoss

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.sync.backends import BACKENDS, backend_of
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command

@@ -18,6 +18,12 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.transport_security import TransportSecuritySettings
 from openai import AsyncOpenAI
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http import proxies
+from agentfactory.base.http.proxies import proxy_for, spare_loopback
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.rollout import model_hub
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint
 from agentfactory.rollout.gateway.client_agents import FunctionAgent
@@ -25,12 +31,6 @@ from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http import proxies
-from agentfactory.tools.http.proxies import proxy_for, spare_loopback
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.search.engines.engine import EngineOptions
 from agentfactory.worlds.search.engines.searxng import Searxng

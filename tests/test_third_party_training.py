@@ -11,12 +11,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import Message, ToolCall, text_of
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import Message, ToolCall, text_of
 from agentfactory.tools.sessions.toolset import open_toolset
-from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import QUICKSTART, embedded_server
 from tests.forked import TRAINER, Forked
 from tests.third_party_servers import everything, time_server

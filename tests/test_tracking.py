@@ -23,13 +23,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrackConfig
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
+from agentfactory.base.config import ToolsRecipe
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.conftest import REPOSITORY
 from tests.test_docs import DOCS, FENCE, blocks

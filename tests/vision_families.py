@@ -28,7 +28,7 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.base.user_code.import_path import is_installed
 
 _CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -22,11 +22,11 @@ from agentfactory.audit.checks.weights import WeightCheck
 from agentfactory.audit.finding import READ, Evidence, Finding, Places, Report, Severity, Unchecked
 from agentfactory.audit.opened import Opened, open_part
 from agentfactory.audit.record import RECIPE, Record
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import Part
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
 
 CHECKS: Sequence[type[Check]] = (
     *(EndingCheck, WeightCheck, TokenCheck, TaskCheck, TrainedCheck, RewardCheck, ReplayCheck),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.audit.finding import Report, Severity
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 ABOUT = "check what a run did against its own files: tokens, masks, rewards, weights, tasks"
 EXAMPLES = ["audit runs/mine", "audit runs/mine --html mine.html", "audit runs/mine --json"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfactory.audit.replay.replay_runner import ReplayRunner
+from agentfactory.base.messages import ToolSpec
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.tools.messages import ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from typing import Any
 
 from agentfactory.audit.finding import READ, Evidence, Finding, Severity
 from agentfactory.audit.record import HELD_OUT, METRICS, RECIPE, TRAINED, Record, Seen
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.untrusted_files import lines_of, open_file
 from agentfactory.launching.run_folder import RECIPE as RECIPE_FILE
 from agentfactory.launching.run_folder import RunFolder, is_run
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups, train_files
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.untrusted_files import lines_of, open_file
 from agentfactory.trainers.checkpoints.checkpoint_folder import read_info
 
 KIND = "agentfactory"

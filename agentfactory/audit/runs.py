@@ -5,9 +5,9 @@ from pathlib import Path
 from agentfactory.audit.foreign.formats import read as read_foreign
 from agentfactory.audit.record import Record
 from agentfactory.audit.run_record import records_of
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.run_folder import RECIPE, RunFolderError
 from agentfactory.launching.untrusted_folders import check_run_of
-from agentfactory.tools.errors import SettingError
 
 
 def records_at(path: Path) -> list[Record]:

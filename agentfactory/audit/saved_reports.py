@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.files.disk import append, write_whole
-from agentfactory.tools.files.untrusted_files import lines_of, open_file, read_json
+from agentfactory.base.files.disk import append, write_whole
+from agentfactory.base.files.untrusted_files import lines_of, open_file, read_json
 
 AUDIT = "audit.json"
 REPLAYS = "replays.jsonl"

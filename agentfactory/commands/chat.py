@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message, ToolInfrastructureError, text_of
+from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
 from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import serve
@@ -31,10 +34,7 @@ from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.trajectory import StopReason
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import size_of
-from agentfactory.tools.messages import Message, ToolInfrastructureError, text_of
-from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 NEW = "/new"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.proxies import proxy_for
 from agentfactory.launching.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -16,8 +18,6 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.evaluation.evaluate import open_sources
 from agentfactory.rollout.sources import Loaded, Source, open_all
 from agentfactory.rollout.text.tokenizer import load_tokenizer
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.proxies import proxy_for
 
 __all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_sources_at", "with_samples"]
 

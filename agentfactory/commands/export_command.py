@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import set_usual_modes
 from agentfactory.launching.merging import ONLY_FOR_TRAINING, merge_adapter
 from agentfactory.launching.run_folder import (
     ADAPTER,
@@ -19,8 +21,6 @@ from agentfactory.launching.run_folder import (
 from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.recipe.composition import display
 from agentfactory.rollout.model_hub import HubName, check_answers, check_names, is_hub_name
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import set_usual_modes
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     INFO,
     DamagedCheckpointError,

@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentfactory.base.errors import is_interruption
+from agentfactory.base.http.proxies import spare_loopback
+from agentfactory.base.processes.endings import Signalled, exited_by
+from agentfactory.base.processes.supervised import DiedFromInside, supervised
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
-from agentfactory.tools.errors import is_interruption
-from agentfactory.tools.http.proxies import spare_loopback
-from agentfactory.tools.processes.endings import Signalled, exited_by
-from agentfactory.tools.processes.supervised import DiedFromInside, supervised
 
 if TYPE_CHECKING:
+    from agentfactory.base.errors import SettingError
     from agentfactory.recipe.schema import Recipe, StagedRecipe
-    from agentfactory.tools.errors import SettingError
 
 OK, FAILED, REFUSED, STOPPED, MOSTLY_DROPPED, UNCHECKED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 """Exit statuses: done; something failed; a bad recipe or command line, with nothing written; a symptom of
@@ -113,7 +113,7 @@ def _other_version(error: BaseException) -> str:
     """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
     if not isinstance(error, ImportError):
         return ""
-    from agentfactory.tools.user_code.extras import DISTRIBUTION, unmet
+    from agentfactory.base.user_code.extras import DISTRIBUTION, unmet
 
     problem = unmet(DISTRIBUTION)
     fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
@@ -155,11 +155,11 @@ def _terminable() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     # these imports do not load torch
+    from agentfactory.base.errors import SettingError
     from agentfactory.launching.progress import tell_information
     from agentfactory.launching.run_folder import RunFolderError, is_run
     from agentfactory.launching.untrusted_folders import check_run_of
     from agentfactory.recipe.load import load_recipe
-    from agentfactory.tools.errors import SettingError
 
     if options.command == "eval" and options.url is not None:
         # no server is started, so none needs to be installed
@@ -222,6 +222,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> int:
     """Print the resolved recipe, with comments on missing software and on the actions of the command."""
+    from agentfactory.base.errors import SettingError
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
@@ -237,7 +238,6 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.config import distinct
     from agentfactory.rollout.model_hub import OutOfReach, has_tokenizer
-    from agentfactory.tools.errors import SettingError
 
     def comment(text: str) -> None:
         print("".join(f"# {line}\n" for line in text.splitlines()), end="", flush=True)
@@ -315,10 +315,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
+    from agentfactory.base.errors import SettingError
     from agentfactory.commands.chat import run
     from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
-    from agentfactory.tools.errors import SettingError
 
     try:
         run(options)
@@ -330,7 +330,7 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _view(options: argparse.Namespace) -> int:
-    from agentfactory.tools.errors import SettingError
+    from agentfactory.base.errors import SettingError
     from agentfactory.viewer.runs.run_data import ViewError
     from agentfactory.viewer.view_command import run
 
@@ -359,8 +359,8 @@ def _serve_tools(arguments: Sequence[str]) -> int:
 
 
 def _tools(options: argparse.Namespace) -> int:
+    from agentfactory.base.errors import SettingError
     from agentfactory.commands.tools.tools_command import ToolsCommandError, ToolsFailed, ToolsUnchecked, run
-    from agentfactory.tools.errors import SettingError
 
     try:
         run(options)
@@ -374,10 +374,10 @@ def _tools(options: argparse.Namespace) -> int:
 
 
 def _worlds(options: argparse.Namespace) -> int:
+    from agentfactory.base.errors import SettingError
+    from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.commands.worlds.trial import WorldFailed
     from agentfactory.commands.worlds.worlds_command import run
-    from agentfactory.tools.errors import SettingError
-    from agentfactory.tools.messages import ToolInfrastructureError
 
     try:
         run(options, _say)
@@ -389,8 +389,8 @@ def _worlds(options: argparse.Namespace) -> int:
 
 
 def _registered(options: argparse.Namespace) -> int:
-    from agentfactory.tools.errors import SettingError
-    from agentfactory.tools.files.disk import DiskError
+    from agentfactory.base.errors import SettingError
+    from agentfactory.base.files.disk import DiskError
 
     try:
         status: int | None = options.run(options, _say)

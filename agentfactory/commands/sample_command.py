@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.commands.server_commands import acting, schedule_of
 from agentfactory.doctor.finding import Finding, ok, problem, warning
 from agentfactory.launching.child_processes import ChildFailed, Children
@@ -16,8 +18,6 @@ from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
 
 _SUBJECT = "first look"
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentfactory.base.http.server_keys import key_file_of
+from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
@@ -24,8 +26,6 @@ from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command import address_fault, chat_fault, outside_fault, server_command
-from agentfactory.tools.http.server_keys import key_file_of
-from agentfactory.tools.processes.interruption import run_interruptibly
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor.finding import Finding, Level, ok, problem, warning
 from agentfactory.doctor.machine_checks import (
     check_devices,
@@ -37,8 +39,6 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.model_hub import has_tokenizer
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.memory import memory_room
 
 Check = Callable[[], Iterable[Finding]]
 _COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw
 
 from agentfactory.agent import Agent
+from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.doctor.finding import Finding, ok, problem, warning
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision, view_of, why_no_images
@@ -14,7 +15,6 @@ from agentfactory.rollout.rewards.boxes_and_points import Box, iou, read_box
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule
-from agentfactory.tools.processes.interruption import run_interruptibly
 
 QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
 PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.placement.machine import see_machine
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.user_code.import_path import is_installed
 
 
 def see_devices() -> dict[str, Any]:

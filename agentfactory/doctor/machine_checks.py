@@ -14,15 +14,15 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.user_code.entry_points import WORLDS
+from agentfactory.base.user_code.extras import DISTRIBUTION
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.placement.placement import GPU_DRIVERS
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import Sandbox
-from agentfactory.tools.user_code.entry_points import WORLDS
-from agentfactory.tools.user_code.extras import DISTRIBUTION
-from agentfactory.tools.user_code.import_path import own_python
 
 _LITTLE_MEMORY = 3 * 2**30
 """Bytes that the quickstart's processes take, with some reserve."""

@@ -12,6 +12,12 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
+from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.user_code.entry_points import load_named
+from agentfactory.base.user_code.extras import DISTRIBUTION
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.doctor.machine_checks import existing
 from agentfactory.placement.placement import place
@@ -24,13 +30,7 @@ from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.rollout.inference.server_command import address_fault
 from agentfactory.rollout.model_hub import check_names, is_downloaded
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.tools.prebuilt.registry import prebuilt
-from agentfactory.tools.processes.interruption import run_interruptibly
-from agentfactory.tools.user_code.entry_points import load_named
-from agentfactory.tools.user_code.extras import DISTRIBUTION
-from agentfactory.tools.user_code.import_path import own_python
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server or the hub must answer."""

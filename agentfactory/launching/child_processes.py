@@ -17,10 +17,10 @@ from typing import Self
 
 import psutil
 
-from agentfactory.tools.errors import short
-from agentfactory.tools.files.disk import refusal, writing
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.user_code import watch
+from agentfactory.base.errors import short
+from agentfactory.base.files.disk import refusal, writing
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.user_code import watch
 
 POLL_SECONDS = 0.1
 _LOOK_SECONDS = 5.0
@@ -80,7 +80,7 @@ class Children:
 
     Each child leads its own session, so a terminal's Ctrl-C reaches only this process, which then ends the others in
     order. On Linux, descendants are reparented to this process when their parent dies, so they are found. Children that
-    run our code also end when this process is killed (`agentfactory.tools.processes.parent_watch`).
+    run our code also end when this process is killed (`agentfactory.base.processes.parent_watch`).
 
     `say` gets a line when a descendant is stopped (SIGSTOP), and one when it continues.
     """

@@ -17,6 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import write_whole
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.launching.merging import Merge
 from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resumption import changed_code, check_recipe, choose
@@ -26,9 +29,6 @@ from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import write_whole
-from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 

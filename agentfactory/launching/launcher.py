@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import DiskError
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launch_plan import RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.prepare import run_prepare
@@ -19,8 +21,6 @@ from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command import address_fault, outside_fault
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import DiskError
 
 Say = Callable[[str], None]
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import set_usual_modes
+from agentfactory.base.files.untrusted_files import read_json
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.launching.run_folder import ADAPTER
 from agentfactory.recipe.composition import display
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import set_usual_modes
-from agentfactory.tools.files.untrusted_files import read_json
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.trainers.checkpoints.checkpoint_folder import DIGESTS, INFO, DamagedCheckpointError, digest, verify
 
 if TYPE_CHECKING:

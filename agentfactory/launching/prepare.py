@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import set_usual_modes
-from agentfactory.tools.processes import environment, parent_watch
-from agentfactory.tools.user_code import import_path
-from agentfactory.tools.user_code.import_path import own_python
-from agentfactory.tools.user_code.loading import UserCodeError, load_object
-from agentfactory.tools.user_code.watch import announced
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import set_usual_modes
+from agentfactory.base.processes import environment, parent_watch
+from agentfactory.base.user_code import import_path
+from agentfactory.base.user_code.import_path import own_python
+from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.watch import announced
 
 if TYPE_CHECKING:
     # the child does not need them, and they are slow to import

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentfactory.tools.calls.run_notices import Notices, notice_of
+from agentfactory.base.run_notices import Notices, notice_of
 
 SAY_EVERY_SECONDS = 5.0
 """Seconds between two lines about groups of chains."""

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+from agentfactory.base.config import Isolation, McpServerConfig, ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.recipe.checks import Purpose, hub_names, part_named, parts_of, runs_chains
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.config import RolloutRecipe, distinct
 from agentfactory.rollout.inference.concurrency import check_open_files
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
-from agentfactory.tools.config import Isolation, McpServerConfig, ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.interruption import run_interruptibly
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server must answer."""
@@ -93,8 +93,8 @@ def _open_tools(recipe: RolloutRecipe) -> None:
     if not recipe.tools and not recipe.mcp_servers:
         return
     # imported here, because the MCP SDK is slow to import
+    from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.tools.calls.limits import check_limits
-    from agentfactory.tools.messages import ToolInfrastructureError
     from agentfactory.tools.sessions.toolset import open_toolset
 
     servers = {name: _without_spares(config) for name, config in recipe.mcp_servers.items()}

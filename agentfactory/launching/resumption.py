@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.files.untrusted_files import RefusedFileError
+from agentfactory.base.user_code.source_files import digests_of, source_files
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, next_free
 from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.files.untrusted_files import RefusedFileError
-from agentfactory.tools.user_code.source_files import digests_of, source_files
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     DamagedCheckpointError,
     checkpoints,

@@ -12,12 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentfactory.recipe.composition import display, resolve_saved
-from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_saved
-from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, train_files
-from agentfactory.tools.files.disk import append, refusal, write_whole
-from agentfactory.tools.files.lock_file import holder, open_lock
-from agentfactory.tools.files.untrusted_files import (
+from agentfactory.base.files.disk import append, refusal, write_whole
+from agentfactory.base.files.lock_file import holder, open_lock
+from agentfactory.base.files.untrusted_files import (
     RefusedFileError,
     check_tree,
     entries_of,
@@ -27,6 +24,9 @@ from agentfactory.tools.files.untrusted_files import (
     read_json,
     refused,
 )
+from agentfactory.recipe.composition import display, resolve_saved
+from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_saved
+from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, train_files
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoints, read_info
 
 RECIPE = "recipe.yaml"

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.recipe.composition import display
-from agentfactory.tools.user_code.extras import check_extra
 
 _CURVES = ("reward", "success", "loss")
 _EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greedy/success": "held-out success, greedy"}

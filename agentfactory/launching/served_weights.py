@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter, is_run
 from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
 _NAMED = 8

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.model_hub import check_names, model_names
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.threads import run_in_thread
 
 _END_SECONDS = 10.0
 _SAY_EVERY_SECONDS = 10.0

@@ -17,6 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.processes.memory import return_freed_memory
+from agentfactory.base.run_notices import Notice, Notices, notify
+from agentfactory.base.user_code.source_files import digests_of
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
 from agentfactory.launching.reach_early import check_hub
@@ -38,9 +41,6 @@ from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
-from agentfactory.tools.calls.run_notices import Notice, Notices, notify
-from agentfactory.tools.processes.memory import return_freed_memory
-from agentfactory.tools.user_code.source_files import digests_of
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints

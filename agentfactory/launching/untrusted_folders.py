@@ -4,8 +4,8 @@ import os
 import stat
 from pathlib import Path
 
+from agentfactory.base.files.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
-from agentfactory.tools.files.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO
 
 

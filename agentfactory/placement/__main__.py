@@ -13,6 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from agentfactory.base.config import Section
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes import parent_watch
 from agentfactory.placement.machine import Machine, see_machine
 from agentfactory.placement.memory_table import Need, Plan, table
 from agentfactory.placement.model_config import NoConfigError, difference, load_config
@@ -22,9 +25,6 @@ from agentfactory.placement.suggested_changes import refusal
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.config import Section
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes import parent_watch
 
 
 class Estimates:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.placement.unmeasured_memory import ASKING_CONTEXT
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.user_code.import_path import is_installed
 
 LIBRARIES = 400 * 2**20
 """Bytes of Python and its libraries in a process on a CPU, without mapped files: .31e9 in an embedded server, .45e9 in

@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from agentfactory.base.errors import SettingError
 from agentfactory.placement.model_config import NoConfigError, load_config
 from agentfactory.placement.server_memory import meta_network
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, make_actor_critic
 from agentfactory.trainers.networks.fp8 import fp8_linears

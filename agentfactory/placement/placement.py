@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.inference.server_command import server_command
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.trainers.sync.backends import backend_of
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from agentfactory.base.errors import SettingError
 from agentfactory.placement.machine import Gpu, Machine
 from agentfactory.placement.memory_table import GIB, OFFLOADED, STAYS_ON_GPU, Need, Plan, Sum, gib
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.placement.unmeasured_memory import MARGIN
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.sync.backends import backend_of
 
 VLLM_SHARE = 0.92

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
+from agentfactory.base.errors import SettingError
 from agentfactory.placement.machine import Machine
 from agentfactory.placement.memory_table import Plan, gib
 from agentfactory.placement.plan_choice import Estimate, choose
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.sync.backends import backend_of
 
 Settings = dict[str, Any]

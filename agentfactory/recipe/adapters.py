@@ -8,12 +8,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.files.untrusted_files import read_json
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import MERGED, Recipe
 from agentfactory.rollout.config import LoraConfig
 from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS, unsupported
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.files.untrusted_files import read_json
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoints, read_info
 
 _FROM = "model.lora.from"

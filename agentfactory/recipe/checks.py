@@ -9,6 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.processes.environment import is_setting
+from agentfactory.base.user_code.source_files import source_files, variables_read
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
 from agentfactory.recipe.code_checks import (
     check_anchors,
@@ -32,12 +37,7 @@ from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.model_hub import HubName, is_hub_name, load_fault, model_names, use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.http.addresses import is_http_address
-from agentfactory.tools.http.loopback import is_loopback
 from agentfactory.tools.images.decode import is_path
-from agentfactory.tools.processes.environment import is_setting
-from agentfactory.tools.user_code.source_files import source_files, variables_read
 
 _TRIED_ROWS = 3
 

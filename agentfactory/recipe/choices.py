@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
+from agentfactory.base.config import Choice
 from agentfactory.rollout.config import AgentConfig, ContextConfig
 from agentfactory.rollout.config.server import ServerConfig
-from agentfactory.tools.config import Choice
 from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig, TeacherConfig
 
 CHOICES: dict[str, type[Choice]] = {

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.user_code.loading import UserCodeError, load_object
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Lack
@@ -20,10 +22,8 @@ from agentfactory.tools.environments.environment import (
     gives_anchors,
     reset_schema,
 )
-from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.tool import is_tool
-from agentfactory.tools.user_code.loading import UserCodeError, load_object
 from agentfactory.trainers.config import GigpoOptions
 
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.files.untrusted_files import read_file
 from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
 from agentfactory.recipe.old_fields import MOVED, renew
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.files.untrusted_files import read_file
 
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"

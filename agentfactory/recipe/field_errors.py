@@ -5,12 +5,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from agentfactory.base.config import Choice, fields_of
+from agentfactory.base.errors import SettingError, short
 from agentfactory.recipe.choices import CHOICES, chosen
 from agentfactory.recipe.familiar_names import familiar
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, TaskSource, source_of
-from agentfactory.tools.config import Choice, fields_of
-from agentfactory.tools.errors import SettingError, short
 
 
 def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) -> SettingError:

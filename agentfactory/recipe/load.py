@@ -9,6 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from agentfactory.base.config import Section
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.processes.environment import name_variables
+from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.recipe.adapters import follow, take_over
 from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
@@ -26,10 +30,6 @@ from agentfactory.recipe.familiar_names import familiar
 from agentfactory.recipe.field_errors import did_you_mean, setting_error
 from agentfactory.recipe.old_fields import renew
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.tools.config import Section
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.processes.environment import name_variables
-from agentfactory.tools.user_code.import_path import append_folders
 
 SectionT = TypeVar("SectionT", bound=Section)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

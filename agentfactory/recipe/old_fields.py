@@ -4,8 +4,8 @@ import warnings
 from collections import defaultdict
 from typing import Any
 
+from agentfactory.base.errors import SettingError, short
 from agentfactory.recipe.choices import CHOICES, has_option, value_at
-from agentfactory.tools.errors import SettingError, short
 
 MOVED = {
     f"{section}.{name}": f"{section}.options.{name}"

@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from agentfactory.base.config import Choice, fields_of
+from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.config import source_of
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
-from agentfactory.tools.config import Choice, fields_of
-from agentfactory.tools.user_code.entry_points import SOURCES, registered
 from agentfactory.trainers.config import ALGORITHMS
 from agentfactory.trainers.metrics import METRICS
 

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from agentfactory.base.config import Section
 from agentfactory.recipe.composition import HERE, replace_prefixes
-from agentfactory.tools.config import Section
 from agentfactory.trainers.config import TrainRecipe
 
 MERGED = "merged"

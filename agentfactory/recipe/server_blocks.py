@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from agentfactory.tools.config import WAYS
-from agentfactory.tools.errors import SettingError, short
+from agentfactory.base.config import WAYS
+from agentfactory.base.errors import SettingError, short
 
 _FIELD = "mcp_servers"
 _BLOCKS = ("mcpServers", "servers", "context_servers", "mcp")

@@ -3,14 +3,14 @@
 import os
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.addresses import is_http_address
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import has_vision_tower
 from agentfactory.rollout.config import Inflight
 from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.inference.sglang.sglang_arguments import refused_flag
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.addresses import is_http_address
 
 _VLLM = "or set server.engine=vllm"
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards, Part, RolloutConfig
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.rollout.inference.sequence_lengths import check_lengths
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.http.addresses import is_http_address
-from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
 from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom, TrainConfig
 from agentfactory.trainers.loop.advantages import Estimator

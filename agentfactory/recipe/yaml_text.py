@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from agentfactory.tools.errors import short
+from agentfactory.base.errors import short
 
 RECIPE_BYTES = 1 << 20
 """Maximum size of a recipe file."""

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import get_session
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.proxies import proxy_for
+from agentfactory.base.processes.threads import call_within
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.proxies import proxy_for
-from agentfactory.tools.processes.threads import call_within
 
 _ANSWER_SECONDS = 4.0
 """Time limit of connecting to the hub, and of each part of its answer."""

@@ -5,12 +5,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.config import Part, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task, TaskMix, TaskOrder, load_tasks, notices
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
 
 RunnerT = TypeVar("RunnerT", bound=Runner)
 

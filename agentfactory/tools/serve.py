@@ -5,7 +5,7 @@ free one) until SIGINT or SIGTERM, and prints `ready http://127.0.0.1:PORT/mcp` 
 its key, which only this user can read.
 """
 
-from agentfactory.tools.user_code import import_path
+from agentfactory.base.user_code import import_path
 
 if __name__ == "__main__":
     import_path.start_folder_last()
@@ -28,16 +28,16 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.stdio import stdio_server
 from pydantic import ValidationError
 
-from agentfactory.tools.http import http_server
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.config import PoolConfig
+from agentfactory.base.http import http_server
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.config import PoolConfig
 from agentfactory.tools.environments.environment import Environment, check_machine_for
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.key_guard import KeyGuard, listen, server_key
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.key_guard import KeyGuard, listen, server_key
 from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.tool import is_tool
-from agentfactory.tools.user_code.loading import UserCodeError, load_module, load_object
+from agentfactory.base.user_code.loading import UserCodeError, load_module, load_object
 
 IDLE_SECONDS = 900.0
 """Seconds without a call after which an HTTP server reclaims a chain's instance: the client may have disappeared

@@ -14,8 +14,8 @@ from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from agentfactory.tools.messages import ToolSpec
-from agentfactory.tools.user_code.schema_text import readable, schema_of
+from agentfactory.base.messages import ToolSpec
+from agentfactory.base.user_code.schema_text import readable, schema_of
 
 SUPPORTED_ANNOTATIONS = (
     "a type that JSON can express: str, int, float, bool, None, Literal, Enum, list, tuple, dict, TypedDict, "

@@ -18,10 +18,10 @@ import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
+from agentfactory.base.messages import Message, text_of
 from agentfactory.rollout.images.store import ImageStore, stored_digest
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.images.decode import decode
-from agentfactory.tools.messages import Message, text_of
 from agentfactory.trainers.config import TrackConfig
 
 logger = logging.getLogger(__name__)

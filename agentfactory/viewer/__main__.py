@@ -1,6 +1,6 @@
 """`python -m agentfactory.viewer RUN [RUN ...]`: the same as `agentfactory view`."""
 
-from agentfactory.tools.user_code import import_path
+from agentfactory.base.user_code import import_path
 
 if __name__ == "__main__":
     import_path.start_folder_last()

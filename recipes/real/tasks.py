@@ -3,7 +3,7 @@
 from typing import Any
 
 from agentfactory import reward
-from agentfactory.tools.messages import EnvironmentReward
+from agentfactory.base.messages import EnvironmentReward
 from agentfactory.worlds.reasoning_gym.gym_tasks import ReasoningGymTasks
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.prebuilt.calculator import calculator
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
-from agentfactory.tools.user_code.loading import load_object
 
 HERE = Path(__file__).parent
 add_call = load_object("../quickstart/transcripts.py:add_call", HERE)

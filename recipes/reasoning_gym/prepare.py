@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.reasoning_gym.gym_tasks import INSTRUCTION, ReasoningGymTasks
 
 HERE = Path(__file__).parent

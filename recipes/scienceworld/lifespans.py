@@ -3,7 +3,7 @@
 from typing import Any
 
 from agentfactory import reward
-from agentfactory.tools.messages import EnvironmentReward
+from agentfactory.base.messages import EnvironmentReward
 from agentfactory.worlds.scienceworld.scienceworld import scienceworld_tasks
 
 TASKS = ["lifespan-longest-lived", "lifespan-shortest-lived"]

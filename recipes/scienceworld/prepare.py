@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 
 HERE = Path(__file__).parent

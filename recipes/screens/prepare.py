@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image, ImageColor
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, stating
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.screens.screen import Screen
 from agentfactory.worlds.screens.sites import screens_tasks
 

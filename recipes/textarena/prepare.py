@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.textarena.game import TextArena
 from agentfactory.worlds.textarena.tasks import TextArenaSource
 

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 
 RECIPES = Path(__file__).parents[1]
 TASKS = {"hunt": "quickstart", "code": "code_interpreter", "search": "two_hop"}

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.search.local_index import build_index
 from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.search import Search

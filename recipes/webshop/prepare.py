@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.webshop.goals import Goal
 from agentfactory.worlds.webshop.shop import ShopConfig, open_shop
 from agentfactory.worlds.webshop.webshop import QUESTION, WebShop, webshop_tasks

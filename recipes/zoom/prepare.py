@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, stating
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.images.image_tools import ImageTools
 
 HERE = Path(__file__).parent

@@ -16,11 +16,11 @@ from agentfactory.audit.replay.decisive_turns import TurnEffect, ranked, turn_ef
 from agentfactory.audit.replay.prefix import Change
 from agentfactory.audit.replay.saved_chain import SavedChain, find_chain
 from agentfactory.audit.run_record import records_of
+from agentfactory.base.errors import SettingError
 from agentfactory.commands.main import main
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 
 Found = TypeVar("Found")
 EAST = {

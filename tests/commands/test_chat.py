@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
 from agentfactory.commands import chat
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.launching.served_weights import Served
@@ -21,7 +22,6 @@ from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.tokenizer import load_tokenizer
-from agentfactory.tools.errors import SettingError
 from tests.forked import COMMAND, Forked
 from tests.seeing_server import serve_seeing
 from tests.vision_models import make_vision_model

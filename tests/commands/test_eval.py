@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.commands import eval_target
 from agentfactory.commands.eval_table import tables
 from agentfactory.launching.run_folder import RunFolder
@@ -20,7 +21,6 @@ from agentfactory.rollout.evaluation.first_look import Look, Offer
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.text.parsers import load_parser
-from agentfactory.tools.errors import SettingError
 from tests.chat_server import model_behind, serve_chat
 from tests.project import Command
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from agentfactory.base.errors import SettingError
 from agentfactory.commands.eval_target import named
 from agentfactory.launching import progress
 from agentfactory.launching.progress import follow_groups
@@ -15,7 +16,6 @@ from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.launching.served_weights import what_is_served
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.groups.group_files import read_groups
-from agentfactory.tools.errors import SettingError
 from tests.conftest import QUICKSTART
 from tests.project import Command
 from tests.waiting import wait_for
@@ -99,7 +99,7 @@ def test_chains_are_run_saved_and_told(
 
 BROKEN = f"""
 from agentfactory import tool
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", __import__("pathlib").Path({str(QUICKSTART)!r}))
 

@@ -7,10 +7,10 @@ import jsonschema
 import pytest
 import yaml
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.commands.main import main
 from agentfactory.commands.worlds.random_calls import RandomCalls
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.messages import ToolSpec
 
 GARDEN = '''
 import time
@@ -200,7 +200,7 @@ def test_installed_worlds_are_listed_with_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "agentfactory.tools.user_code.extras.is_installed", lambda package: package != "html_to_markdown"
+        "agentfactory.base.user_code.extras.is_installed", lambda package: package != "html_to_markdown"
     )
     assert main(["worlds", "list", "--json"]) == 0
     entries = {(each["kind"], each["name"]): each for each in json.loads(capsys.readouterr().out)}

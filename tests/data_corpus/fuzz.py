@@ -25,14 +25,14 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import notice_of
 from agentfactory.launching.progress import handled_by
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import conversation_of, load_tasks
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
-from agentfactory.tools.calls.run_notices import notice_of
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.loop.sft import conversation_rows
 from tests.data_corpus.cases import CASES, DEEP, Case, Rows, compressed, lines
 from tests.data_corpus.reference import Talk, Unreadable, decoded, render, rows_of, talk_of, trained, without_nulls

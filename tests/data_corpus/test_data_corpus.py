@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import notice_of
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import conversation_of, load_tasks
-from agentfactory.tools.calls.run_notices import notice_of
-from agentfactory.tools.errors import SettingError
 from tests.conftest import REPOSITORY
 from tests.data_corpus.cases import CASES, CONVERTED, Case, Rows
 

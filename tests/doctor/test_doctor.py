@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
 from agentfactory.doctor.finding import Finding, Level
@@ -22,7 +23,6 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout import model_hub
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
-from agentfactory.tools.processes.memory import memory_room
 from tests.chat_tokenizers import make_tokenizer, trl_template
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

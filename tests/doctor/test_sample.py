@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.commands import sample_command
 from agentfactory.doctor.finding import Finding
 from agentfactory.launching.child_processes import ChildFailed
-from agentfactory.tools.errors import SettingError
 from tests.project import Command
 
 CALLS_NOTHING = "train.steps=3", "train.batch_size=2", "rollout.group_size=4", "rollout.max_tokens=8"

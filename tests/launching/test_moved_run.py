@@ -9,9 +9,9 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, base_of_adapter, check_free
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.errors import SettingError
 from tests.conftest import QUICKSTART
 from tests.project import Command
 

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from agentfactory import train
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes import parent_watch
 from agentfactory.launching.launch_plan import Assignment, RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes import parent_watch
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT
 from tests.launching.test_resume import recipe_of, write_checkpoint
 from tests.project import Command

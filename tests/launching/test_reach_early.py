@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching import launcher
 from agentfactory.launching.launcher import train
 from agentfactory.launching.reach_early import check_tools_open
 from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
 
 TOOLS = '''
 from agentfactory import tool

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
+from agentfactory.base.config import McpServerConfig
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.source_files import digests_of
 from agentfactory.launching.launch_plan import State, resume_stages
 from agentfactory.launching.resumption import changed_code, code_files, content_digests, rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
-from agentfactory.tools.config import McpServerConfig
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.source_files import digests_of
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path, checkpoints, written_aside
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.files.disk import DiskError
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_free, next_free
 from agentfactory.rollout.groups.group_files import append_group, arrays_file, read_groups
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.files.disk import DiskError
 
 
 def test_layout_and_metrics(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.user_code.import_path import own_python
+from agentfactory.base.user_code.import_path import own_python
 from tests.conftest import REPOSITORY
 
 SECONDS = 800

@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from agentfactory.base.messages import ToolSpec
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.parsers import AUTO
-from agentfactory.tools.messages import ToolSpec
-from agentfactory.tools.user_code.loading import load_object
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"

@@ -12,9 +12,9 @@ from own_formats import SIZES, save, write_tasks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory import Reading
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers import Call
 from agentfactory.rollout.text.parsers.formats.react import React
-from agentfactory.tools.messages import ToolSpec
 
 HERE = Path(__file__).parent
 KEEPS, DROPS = HERE / "thinks_and_keeps.jinja", HERE / "thinks_and_drops.jinja"

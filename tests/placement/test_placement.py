@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import constants
 from transformers import Qwen3Config
 
+from agentfactory.base.errors import SettingError
 from agentfactory.commands import main
 from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
@@ -27,7 +28,6 @@ from agentfactory.placement.suggested_changes import refusal
 from agentfactory.placement.unmeasured_memory import MARGIN
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.tools.errors import SettingError
 from tests.conftest import QUICKSTART
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

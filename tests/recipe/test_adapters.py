@@ -11,13 +11,13 @@ import yaml
 from safetensors.numpy import save_file
 from transformers import Qwen3Config, ViTConfig
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.meta_model import check_targets
 from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.tools.errors import SettingError
 
 FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 

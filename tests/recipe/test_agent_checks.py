@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
 
 OUTSIDE = "rollout.agent={name: outside, options: {port: 8100}}"
 

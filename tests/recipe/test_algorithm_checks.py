@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import ALGORITHMS
 
 GIGPO = ["train.advantage.estimator=gigpo", "train.advantage.options.anchors=observation"]

@@ -7,11 +7,11 @@ from typing import get_args
 import pytest
 import yaml
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.checks import Purpose
 from agentfactory.recipe.composition import RECIPES
 from agentfactory.recipe.load import default_name, load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from agentfactory.tools.errors import SettingError
 
 TASK = '{"question": "1 + 1?", "answer": "2"}\n'
 CONVERSATION = '{"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}\n'

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from agentfactory import Agent
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.errors import SettingError
 
 FSDP2 = ["train.strategy=fsdp2", "train.processes=2"]
 NF4 = "model.lora={rank: 8, quantization: nf4}"

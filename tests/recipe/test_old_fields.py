@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from agentfactory.base.config import Choice
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.choices import CHOICES
 from agentfactory.recipe.composition import leaves, resolve_saved
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.old_fields import MOVED, renew
 from agentfactory.recipe.reference import sections
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.config import Choice
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import GaeOptions
 from benchmarks.settings import options, settings
 

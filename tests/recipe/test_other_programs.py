@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.familiar_names import NAMES
 from agentfactory.recipe.field_errors import _all_names
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
 from tests.conftest import REPOSITORY
 
 TIME = {"command": "python", "args": ["-m", "mcp_server_time"]}

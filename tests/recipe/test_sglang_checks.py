@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.errors import SettingError
 
 URL = "http://127.0.0.1:30000"
 REFUSED = {

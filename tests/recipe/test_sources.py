@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.resumption import check_recipe
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
-from agentfactory.tools.errors import SettingError
 
 REWARD = """\
 from agentfactory import Environment, reward, tool

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import GeneratedGames
 from agentfactory.worlds.alfworld.generator import TaskType

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.alfworld.alfworld import QUESTION
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import GeneratedGames

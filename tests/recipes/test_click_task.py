@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.screens.screen import Screen
 from tests.conftest import REPOSITORY
 

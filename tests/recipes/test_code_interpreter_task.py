@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes" / "code_interpreter"

@@ -11,6 +11,7 @@ import datasets
 import pytest
 from PIL import Image, ImageDraw
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
@@ -20,7 +21,6 @@ from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import REPOSITORY
 from tests.project import Command
 from tests.recipes.chains import chain_of

@@ -8,13 +8,13 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.images.decode import decode
-from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import REPOSITORY
 from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model

@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.tool import InvalidArguments
-from agentfactory.tools.user_code.loading import load_object
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.messages import EnvironmentReward
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.reasoning_gym.reasoning_gym import ReasoningGym
 from tests.conftest import REPOSITORY
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
 from tests.worlds.scienceworld.games import needs_java

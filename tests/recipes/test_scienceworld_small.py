@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from agentfactory.base.messages import EnvironmentReward
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
 from tests.worlds.scienceworld.games import needs_java

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.local_index import build_index
 from agentfactory.worlds.search.retrieval_client import RetrievalClient

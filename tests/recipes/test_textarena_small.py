@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.textarena.game import TextArena
 from agentfactory.worlds.textarena.tasks import TextArenaSource
 from tests.conftest import REPOSITORY

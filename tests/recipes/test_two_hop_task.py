@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.user_code.loading import load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.search.local_index import LocalIndex
 from tests.conftest import REPOSITORY
 

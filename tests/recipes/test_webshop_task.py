@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.text.tokenizer import load_tokenizer
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.images.image_tools import ImageTools
 from tests.conftest import REPOSITORY
 

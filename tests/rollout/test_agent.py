@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.messages import ToolCall
 from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import Outcome, StopReason
-from agentfactory.tools.messages import ToolCall
 from tests.chat_tokenizers import STRIPS_REASONING
 from tests.scripted_chains import scripted_chains
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.rewards.code_tests import CodeTests, code_of, read_tests, same_text, same_value
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 
 ADD = "def add(a, b):\n    return a + b\n"
 CALLS = [{"function": "add", "args": [1, 2], "output": 3}, {"function": "add", "args": [[1], [2]], "output": [1, 2]}]

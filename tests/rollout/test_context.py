@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.context import Context, check_context, is_long
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.messages import Message
 from tests.chat_tokenizers import STRIPS_REASONING
 from tests.scripted_chains import Scripted, scripted_chains
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import Place, TaskOrder, load_tasks
 from agentfactory.rollout.data.notices import tell_shared_tasks
-from agentfactory.tools.errors import SettingError
 
 ROWS = [{"question": f"q{i}", "answer": i} for i in range(5)]
 

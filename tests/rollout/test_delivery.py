@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentfactory.base.processes.stacks import Inside
+from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.rollout.data import Place, Share
 from agentfactory.rollout.groups.group_files import encode_group
 from agentfactory.rollout.token_row import Row
@@ -30,8 +32,6 @@ from agentfactory.rollout.workers.worker_socket import (
     encode,
     encode_delivered,
 )
-from agentfactory.tools.calls.run_notices import Notice, notice_of
-from agentfactory.tools.processes.stacks import Inside
 from tests.waiting import wait_for
 
 

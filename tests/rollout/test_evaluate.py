@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.config import DataConfig, RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.evaluate import evaluate, open_sources, run_eval, run_rollout
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.sources import Loaded, Source
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.messages import ToolInfrastructureError
 from tests.conftest import QUICKSTART
 
 

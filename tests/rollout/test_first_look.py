@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, advise
@@ -19,7 +20,6 @@ from agentfactory.rollout.evaluation.other_formats import format_name, formats_t
 from agentfactory.rollout.text.parsers import PARSERS, load_parser
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch, Trajectory
-from agentfactory.tools.messages import ToolSpec
 from tests.scripted_chains import scripted_chains
 
 CALCULATE = ToolSpec(

@@ -15,14 +15,14 @@ import anthropic
 import openai
 import pytest
 
+from agentfactory.base.http import connections
+from agentfactory.base.run_notices import notice_of
 from agentfactory.rollout.gateway import gateway_server as server
 from agentfactory.rollout.gateway import responses
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ChainTools, FunctionAgent
 from agentfactory.rollout.rewards import scoring
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.rollout.workers.worker_socket import encode
-from agentfactory.tools.calls.run_notices import notice_of
-from agentfactory.tools.http import connections
 from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
 from tests.scripted_chains import scripted_chains
 

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, OutsideOptions, Part, RolloutConfig
 from agentfactory.rollout.data import TaskMix, TaskOrder
@@ -23,7 +24,6 @@ from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.sources import Source
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.rollout.workers.worker_socket import Delivered
-from agentfactory.tools.errors import SettingError
 from tests.scripted_chains import Scripted, scripted_chains
 
 TOKEN = "for tests"

@@ -15,6 +15,7 @@ import openai
 import psutil
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import begin
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
@@ -23,7 +24,6 @@ from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.environments import workspaces
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.limits import SandboxKind
 from tests.sandboxed_python import sandboxed_python
 from tests.scripted_chains import scripted_chains
@@ -145,7 +145,7 @@ async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
 
 async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """When a worker is killed, the keeper's stdin closes."""
-    from agentfactory.tools.processes import end_with_parent as keeper
+    from agentfactory.base.processes import end_with_parent as keeper
 
     (tmp_path / "agent.py").write_text(DAEMON)
     command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, str(tmp_path / "agent.py"), "wait", "mark"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.message_equality import ComparedMessage, Delivered, content_text, print_of
 from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
@@ -16,7 +17,6 @@ from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.token_row import Row, Span
-from agentfactory.tools.messages import Message, ToolSpec
 from tests.chat_tokenizers import STRIPS_REASONING, make_tokenizer, trl_template
 
 SPECS = [ToolSpec("move", "Move.", {"type": "object", "properties": {"to": {"type": "string"}}})]

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
+from agentfactory.base.files.disk import DiskError
 from agentfactory.rollout.groups.group_files import append_group, arrays_file, decode_group, encode_group, read_groups
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.batches.batch import training_row
 from tests.saved_groups import old_line, write_groups
 

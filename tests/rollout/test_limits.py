@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.config import Limit
+from agentfactory.base.messages import CallError, text_of
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
@@ -21,8 +23,6 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.tools.config import Limit
-from agentfactory.tools.messages import CallError, text_of
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_server import ScriptedServer, serve_script

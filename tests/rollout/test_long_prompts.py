@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.errors import SettingError
 from tests.scripted_chains import scripted_chains
 
 

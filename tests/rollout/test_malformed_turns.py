@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.parsers import NativeParser
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.tools.messages import Message, ToolSpec
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.scripted_chains import Scripted, scripted_chains
 

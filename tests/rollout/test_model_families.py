@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.chains.prompt_preview import describe_prompt
 from agentfactory.rollout.text.probing.turn_probe import turn_start
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.model_families import FAMILIES, REFUSED, Family, renderer_of, table
 
 by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -14,9 +14,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout import model_hub
 from agentfactory.rollout.model_hub import HubName, check_answers, check_names, use_hub_if_it_answers
-from agentfactory.tools.errors import SettingError
 
 MODEL = HubName("model.path", "an-organisation/a-model", "model")
 ROWS = HubName("data.path", "an-organisation/rows", "dataset")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from agentfactory.base.messages import ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.text.parsers import PARSERS, Call, Parser, Reading, load_parser
 from agentfactory.rollout.text.parsers.values import MAX_LITERAL
-from agentfactory.tools.messages import ToolCall, ToolResult, ToolSpec
 
 
 def spec(name: str, required: list[str] | None = None, /, **properties: Any) -> ToolSpec:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
 from agentfactory.rollout.token_row import Row, Span
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
 
 SPECS = [

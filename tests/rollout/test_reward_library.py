@@ -19,6 +19,9 @@ from aiohttp import web
 from PIL import Image
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.config import RewardConfig, RolloutRecipe
 from agentfactory.rollout.images.parts import data_url, image_part, text_part
 from agentfactory.rollout.images.store import ImageStore, url_of
@@ -30,9 +33,6 @@ from agentfactory.rollout.rewards.math_equal import MathEqual
 from agentfactory.rollout.rewards.text import last_match
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.user_code.loading import load_object
 from tests.conftest import REPOSITORY
 
 

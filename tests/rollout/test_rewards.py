@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward
 from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data.notices import tell_null_fields
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import EnvironmentReward
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "2+2?"},

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
+from agentfactory.base.http.retries import FIRST_DELAY, LONGEST_DELAY, Retries
 from agentfactory.rollout.inference.routing import REMEMBERED, Replica, Router, ServerState
-from agentfactory.tools.http.retries import FIRST_DELAY, LONGEST_DELAY, Retries
 
 A, B = "http://a", "http://b"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.server_command import explain, missing_from, ready_url, server_command, stage
 from agentfactory.rollout.inference.vllm.vllm_server import _cores
-from agentfactory.tools.user_code.import_path import own_python
 
 
 def command(

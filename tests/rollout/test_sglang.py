@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 import torch
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, missing_routes, refusal
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -27,7 +28,6 @@ from agentfactory.rollout.inference.sglang.upstream import ApiError, Sglang
 from agentfactory.rollout.inference.sglang.weight_hashes import sglang_hash
 from agentfactory.rollout.inference.sglang.weight_translation import ON_CPU, ON_GPU, UNKNOWN, WeightUpdates, cut
 from agentfactory.rollout.inference.weight_digest import UNKNOWN as UNKNOWN_THERE
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.content_proof import Content

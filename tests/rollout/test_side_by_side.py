@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.evaluation.side_by_side import Difference, differences, read_other
 from agentfactory.rollout.groups.group_files import append_group
 from agentfactory.rollout.images.parts import image_part
 from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 
 T_QUANTILE = 4.302652729911275
 """Student's t for 97.5 % with 2 degrees of freedom, from a table."""

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.reach_early import check_teacher_answers
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
@@ -26,7 +27,6 @@ from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, w
 from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 from tests.chat_tokenizers import make_tokenizer
 
 LONGEST = 64

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
@@ -25,7 +26,6 @@ from agentfactory.rollout.groups.teacher_context import (
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.trainers.batches.batch import training_row
 from tests.model_families import FAMILIES, Family, renderer_of

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes.threads import call_within, run_in_thread, run_on_loop
 from agentfactory.rollout.chains import chain_runner
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.environments import environment_host, pool
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers import recipe_server
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes.threads import call_within, run_in_thread, run_on_loop
 from agentfactory.tools.sessions import tool_session
 from tests.scripted_chains import scripted_chains
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
@@ -19,7 +20,6 @@ from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
 from tests.model_families import FAMILIES, Family

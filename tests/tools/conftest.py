@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
+from agentfactory.base.config import ToolsRecipe
 from agentfactory.tools.environments import environment_host
 from agentfactory.tools.mcp_servers import recipe_server as tool_server
 

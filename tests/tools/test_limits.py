@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agentfactory.base.config import Limit, LimitsConfig
+from agentfactory.base.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.calls import limits
 from agentfactory.tools.calls.limits import ChainAccount, ChainLimits, Rates, check_limits
-from agentfactory.tools.config import Limit, LimitsConfig
-from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
 from tests.conftest import REPOSITORY
 from tests.waiting import pass_time
 

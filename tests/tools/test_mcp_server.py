@@ -11,12 +11,12 @@ import pytest
 from mcp import Client, MCPError
 from mcp.server.mcpserver import MCPServer
 
+from agentfactory.base.config import PoolConfig
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of
-from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, ROLE_KEY, OwnServer, build_server
-from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool
 from tests.waiting import pass_time, until
 

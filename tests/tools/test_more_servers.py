@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall, ToolSpec, text_of
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall, ToolSpec, text_of
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_chains import scripted_chains

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentfactory.tools.config import PoolConfig
+from agentfactory.base.config import PoolConfig
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.environments import pool as pool_module
 from agentfactory.tools.environments.pool import Pool
-from agentfactory.tools.messages import ToolInfrastructureError
 from tests.waiting import until
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.calls.run_notices import Notice, notice_of
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import CallError, ToolCall, ToolResult
+from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.truncation import cut_bytes
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import CallError, ToolCall, ToolResult
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.tools.conftest import running
 
@@ -182,8 +182,8 @@ async def test_servers_of_other_people(way: str, served: Path) -> None:
 PEAK = """
 import asyncio, json, sys
 from pathlib import Path
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 
 def peak_kib():

@@ -27,6 +27,7 @@ from mcp_types import (
 )
 from pydantic import BaseModel
 
+from agentfactory.base.messages import CallError, text_of
 from agentfactory.tools.calls.mcp_results import (
     ERROR_KEY,
     FINISH_KEY,
@@ -36,7 +37,6 @@ from agentfactory.tools.calls.mcp_results import (
     result_of,
     unread_of,
 )
-from agentfactory.tools.messages import CallError, text_of
 from agentfactory.tools.tool import finish
 
 

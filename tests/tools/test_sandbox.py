@@ -92,7 +92,7 @@ def public_copy() -> Iterator[Path]:
         os.chmod(folder, 0o755)
         root = Path(folder)
         skip = shutil.ignore_patterns("__pycache__")
-        for place in ("agentfactory/__init__.py", "agentfactory/old_names.py", "agentfactory/tools"):
+        for place in ("agentfactory/__init__.py", "agentfactory/base", "agentfactory/tools"):
             source, target = REPOSITORY / place, root / place
             target.parent.mkdir(exist_ok=True)
             shutil.copytree(source, target, ignore=skip) if source.is_dir() else shutil.copy(source, target)

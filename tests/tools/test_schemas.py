@@ -21,8 +21,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 from typing_extensions import TypedDict
 
+from agentfactory.base.user_code.schema_text import inline
 from agentfactory.tools.tool import InvalidArguments, tool
-from agentfactory.tools.user_code.schema_text import inline
 
 DRAFT = jsonschema.Draft202012Validator
 

@@ -13,17 +13,17 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
+from agentfactory.base.http.server_keys import key_header
+from agentfactory.base.user_code.loading import UserCodeError
 from agentfactory.tools.calls.mcp_results import content_of
-from agentfactory.tools.http.server_keys import key_header
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY
 from agentfactory.tools.serve import main, objects_in
-from agentfactory.tools.user_code.loading import UserCodeError
 
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 
 servers = {

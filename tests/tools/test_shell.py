@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox import process, program
 from agentfactory.tools.sandbox.bubblewrap import variables

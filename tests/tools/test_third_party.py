@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port

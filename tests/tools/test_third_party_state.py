@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.third_party_servers import stateful
@@ -122,8 +122,8 @@ async def test_git_with_a_repository_of_the_chain(stateful: dict[str, Any], tmp_
 WORKER = """
 import asyncio, json, sys
 from pathlib import Path
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 
 async def main():

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from pydantic import Field
 
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.tool import InvalidArguments, is_tool, tool
-from agentfactory.tools.user_code.loading import load_object
 
 
 @tool

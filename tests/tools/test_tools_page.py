@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.serve import command_line, objects_in
 from agentfactory.tools.sessions.toolset import open_toolset
-from agentfactory.tools.user_code.loading import load_object
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
 

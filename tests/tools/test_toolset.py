@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from mcp.server.mcpserver import MCPServer
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import (
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import (
     CallError,
     Content,
     EnvironmentReward,
@@ -18,9 +18,9 @@ from agentfactory.tools.messages import (
     ToolInfrastructureError,
     ToolResult,
 )
+from agentfactory.base.user_code.loading import UserCodeError, load_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-from agentfactory.tools.user_code.loading import UserCodeError, load_object
 from tests.tools.conftest import stdio_server
 from tests.waiting import pass_time, until
 

@@ -16,14 +16,14 @@ import pytest
 from mcp import StdioServerParameters
 from pydantic import ValidationError
 
-from agentfactory.tools.calls.run_notices import notice_of
-from agentfactory.tools.config import McpServerConfig
+from agentfactory.base.config import McpServerConfig
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files import removal
+from agentfactory.base.run_notices import notice_of
+from agentfactory.base.user_code.row_files import write_files
 from agentfactory.tools.environments import workspaces
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files import removal
 from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
-from agentfactory.tools.user_code.row_files import write_files
 
 pytestmark = pytest.mark.processes  # the first folder starts the sweeper process
 

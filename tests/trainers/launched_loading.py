@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner

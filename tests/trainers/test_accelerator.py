@@ -18,8 +18,8 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.processes.accelerator import (
     _FSDP_SETTINGS,

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast
 
+from agentfactory.base.files.disk import DiskError
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.checkpoints import checkpoint_writer
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import verify

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.merging import merge_adapter
 from agentfactory.placement.model_config import load_config
 from agentfactory.placement.trainer_memory import trainer_memory
@@ -21,7 +22,6 @@ from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.group_source import SavedGroups

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from agentfactory.tools.http.server_keys import find_key
+from agentfactory.base.http.server_keys import find_key
 from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.full_sync import holds_full_weights
 from agentfactory.trainers.sync.server_control import ServerControl

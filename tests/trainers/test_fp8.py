@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.fp8 import fp8_linears, in_high_precision, use_fp8

@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import copy_processor
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batch, TrainingRow, make_batches, training_row
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentfactory.base.run_notices import notice_of
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.tools.calls.run_notices import notice_of
 from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.server_control import SyncError
 

@@ -20,9 +20,9 @@ from trl.experimental.sdpo.loss_utils import (
     compute_topk_self_distillation_loss,
 )
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module

@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, needed_scores

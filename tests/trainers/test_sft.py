@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.sft import _shuffled, conversation_rows, saved_rows, train_sft

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from agentfactory.tools.processes import endings
+from agentfactory.base.processes import endings
 from agentfactory.trainers.loop.stopping import Stop, name_of
 
 pytestmark = pytest.mark.processes

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentfactory.base.files.disk import DiskError
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.tools.files.disk import DiskError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy, load_policy

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.sequence_lengths import check_lengths, position_limit
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.attention import whole_blocks

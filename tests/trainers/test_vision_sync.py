@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.tools.calls.run_notices import notice_of
+from agentfactory.base.run_notices import notice_of
 from tests.server_process import serve
 from tests.vision_models import KINDS, make_vision_model
 from tests.vision_training import STEPS, SeeingRun

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from agentfactory.base.messages import Message, ToolCall
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.messages import Message, ToolCall
 from agentfactory.viewer.html_export import export
 from tests.saved_groups import write_groups
 from tests.viewer.browsing import asking

@@ -9,11 +9,11 @@ from mcp.server.mcpserver import Image
 from PIL import Image as Pillow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from agentfactory.base.messages import Message, ToolCall, ToolResult
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.mcp_results import content_of, result_of
-from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint_path
 from tests.saved_groups import old_line, write_groups
 

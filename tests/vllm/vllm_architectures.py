@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentfactory.tools.calls.run_notices import notice_of
+from agentfactory.base.run_notices import notice_of
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.sync.canary import Canary, canary_rows

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.reach_early import check_servers_answer
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.server_metrics import Load
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError

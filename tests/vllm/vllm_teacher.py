@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit
 from tests.chat_tokenizers import make_tokenizer

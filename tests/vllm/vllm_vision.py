@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from agentfactory.base.messages import Message, ToolCall, ToolResult
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
@@ -25,7 +26,6 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.token_row import Row
-from agentfactory.tools.messages import Message, ToolCall, ToolResult
 from tests.server_process import VLLM_PYTHON, serve
 from tests.vision_families import FAMILIES, OWN, make_family, params_of
 from tests.vision_models import KINDS, make_vision_model

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentfactory.tools.calls.run_notices import notice_of
+from agentfactory.base.run_notices import notice_of
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.sync.full_sync import FORGET_FEATURES
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from agentfactory.tools.user_code.extras import DISTRIBUTION
+from agentfactory.base.user_code.extras import DISTRIBUTION
 from tests.conftest import REPOSITORY
 
 VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.http.server_keys import key_file
 from agentfactory.commands.worlds.openenv_server import ServedWorld, Session
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.http.server_keys import key_file
 from agentfactory.tools.sessions.toolset import open_toolset
 
 GARDEN = '''

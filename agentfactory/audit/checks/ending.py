@@ -8,8 +8,8 @@ from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Severity
 from agentfactory.audit.record import Record, Seen
 from agentfactory.audit.run_record import KIND
+from agentfactory.base.files.untrusted_files import open_file
 from agentfactory.launching.run_folder import Hold, RunFolderError
-from agentfactory.tools.files.untrusted_files import open_file
 
 LOG_BYTES = 1 << 20
 """End of a log that is read."""

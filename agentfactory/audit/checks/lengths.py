@@ -11,8 +11,8 @@ import numpy as np
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding
 from agentfactory.audit.record import MESSAGES, Record, Seen
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.messages import text_of
 
 ENOUGH_CHAINS = 128
 SHORTER, SIGNIFICANT = 0.85, 4.0

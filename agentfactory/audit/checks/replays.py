@@ -8,8 +8,8 @@ from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.checks.rewards import MODELS
 from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
 from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.messages import ToolInfrastructureError
 
 MOST_CHAINS, MOST_SECONDS = 200, 60.0
 """Chains that are played again, evenly over the run, and the time after which no more are."""

@@ -11,11 +11,11 @@ from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
 from agentfactory.audit.record import MESSAGES, ORDER, Record, Seen
 from agentfactory.audit.run_record import KIND
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.data import Place, TaskMix
 from agentfactory.rollout.sources import load_all, mix_of
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import text_of
 
 ENOUGH_GROUPS, FEW = 64, 0.05
 """Least number of groups, and the share of different tasks in them below which tasks count as repeated."""

@@ -10,11 +10,11 @@ from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.opened import Opened
 from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
 from agentfactory.audit.replay.saved_turns import own_messages
+from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.row_rendering import RowRenderer
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.messages import Message
 
 MOST_CHAINS = 600
 """Chains that are derived again, evenly over the run: each takes milliseconds."""

@@ -8,8 +8,8 @@ from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.record import CALLS, MESSAGES, Record, Seen
 from agentfactory.audit.replay.saved_turns import own_messages
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.messages import text_of
 
 ENOUGH_CHAINS, ENOUGH_CALLS = 64, 32
 _CUT = (Outcome.MAX_TOKENS, Outcome.CONTEXT_OVERFLOW)

@@ -8,8 +8,8 @@ from typing import Any, BinaryIO, cast
 import msgspec
 from pydantic_core import from_json
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.untrusted_files import lines_of, open_file, read_json
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.untrusted_files import lines_of, open_file, read_json
 
 COMPRESSED = ".zst"
 _FIX = "copy the file again, or remove this line"

@@ -11,8 +11,8 @@ from typing import Any
 from agentfactory.audit.finding import Evidence, Finding, Places, Severity
 from agentfactory.audit.foreign.files import malformed
 from agentfactory.audit.record import Seen
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.trajectory import Group, Trajectory
-from agentfactory.tools.errors import SettingError
 
 
 def short_name(text: str) -> str:

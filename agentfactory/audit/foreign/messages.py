@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from agentfactory.tools.messages import Content, Message
+from agentfactory.base.messages import Content, Message
 
 TEXT = "arguments"
 """Name of the only argument of a call whose arguments are no JSON object: their text."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from agentfactory.audit.foreign.files import convert
 from agentfactory.audit.foreign.messages import messages_of, named
+from agentfactory.base.messages import Message
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.tools.messages import Message
 
 _BLAME = {
     "provider_error": Outcome.INFERENCE_ERROR,

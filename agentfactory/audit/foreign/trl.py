@@ -34,10 +34,10 @@ from agentfactory.audit.record import (
     TRAINED,
     Record,
 )
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.untrusted_files import open_file
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.untrusted_files import open_file
-from agentfactory.tools.messages import text_of
 
 KIND = "TRL"
 _TABLES = "completions"

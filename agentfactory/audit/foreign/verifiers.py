@@ -14,7 +14,7 @@ from agentfactory.audit.foreign.results import chain_of as chain_of_result
 from agentfactory.audit.foreign.results import is_result, result_of, task_of
 from agentfactory.audit.foreign.traces import Task, Trace, chain_of, episode_of, failed, is_trace, policies
 from agentfactory.audit.record import HELD_OUT, LOGPROBS, MALFORMED, METRICS, ORDER, RECIPE, TOKENS, TRAINED, Record
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 KIND = "verifiers"
 _TRACES, _RESULTS, _METADATA = "traces.jsonl", "results.jsonl", "metadata.json"

@@ -27,8 +27,8 @@ from agentfactory.audit.record import (
     TRAINED,
     Record,
 )
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 
 KIND = "verl"
 _STEP = re.compile(r"(\d+)\.jsonl")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from agentfactory.audit.replay.prefix import Change, PrefixHooks, anchors_differ
+from agentfactory.base.messages import ToolCall, ToolResult
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
@@ -13,7 +14,6 @@ from agentfactory.rollout.chains.tool_loop import ToolLoop, Turns
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluation.intervals import Interval, Share, of_mean, of_proportion
 from agentfactory.rollout.trajectory import StopReason, Trajectory
-from agentfactory.tools.messages import ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from agentfactory.audit.replay.decisive_turns import TurnEffect
 from agentfactory.audit.replay.saved_turns import own_messages
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.messages import ToolSpec
 
 KINDS = ("preferences", "sft", "credit")
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from agentfactory.audit.replay.saved_turns import DivergedError, was_cut
+from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.messages import Message, ToolSpec
 
 
 @dataclass(frozen=True)

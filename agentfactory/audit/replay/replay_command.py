@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agentfactory.audit.replay.continuations import Results
     from agentfactory.audit.replay.saved_chain import SavedChain
+    from agentfactory.base.messages import Message, ToolSpec
     from agentfactory.rollout.chains.chain_runner import ChainRunner
     from agentfactory.rollout.trajectory import Trajectory
-    from agentfactory.tools.messages import Message, ToolSpec
 
 ABOUT = "play a saved chain again up to a turn, and sample what follows; or rank its turns"
 EXAMPLES = [
@@ -59,10 +59,10 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from agentfactory.audit.replay.saved_chain import find_chain
     from agentfactory.audit.replay.saved_turns import own_messages
     from agentfactory.audit.runs import records_at
+    from agentfactory.base.messages import ToolInfrastructureError
+    from agentfactory.base.processes.interruption import run_interruptibly
     from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.run_folder import RunFolderError
-    from agentfactory.tools.messages import ToolInfrastructureError
-    from agentfactory.tools.processes.interruption import run_interruptibly
 
     saved = find_chain(records_at(options.folder), options.chain)
     if options.result is not None and options.turn <= saved.chain.turns:
@@ -290,6 +290,6 @@ def _interval(found: "Results") -> str:
 
 
 def _append(file: Path, row: dict[str, Any]) -> None:
-    from agentfactory.tools.files.disk import append
+    from agentfactory.base.files.disk import append
 
     append(file, json.dumps(row, ensure_ascii=False) + "\n")

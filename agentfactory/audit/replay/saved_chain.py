@@ -6,13 +6,13 @@ from pathlib import Path
 
 from agentfactory.audit.record import RECIPE, Record
 from agentfactory.audit.run_record import version_of
+from agentfactory.base.errors import SettingError
 from agentfactory.launching.served_weights import what_is_served
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import Part
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, step_of
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.context import Context
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.tool_loop import TakenTurn
 from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.messages import Message
 
 
 class DivergedError(Exception):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from agentfactory.audit.finding import Report
-from agentfactory.tools.files.untrusted_files import printable
+from agentfactory.base.files.untrusted_files import printable
 
 
 def lines_of(report: Report, conclusion: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from agentfactory.tools.messages import ToolCall, ToolSpec, properties_of, required_of, text_of
+from agentfactory.base.messages import ToolCall, ToolSpec, properties_of, required_of, text_of
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
 

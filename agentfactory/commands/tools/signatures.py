@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from agentfactory.tools.messages import ToolSpec, properties_of, required_of
+from agentfactory.base.messages import ToolSpec, properties_of, required_of
 
 
 def signature_of(spec: ToolSpec) -> str:

@@ -15,6 +15,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentfactory.base.config import McpServerConfig, ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import (
+    Content,
+    EnvironmentReward,
+    EnvironmentRewardError,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolSpec,
+    properties_of,
+    text_of,
+)
+from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.processes.threads import run_in_thread
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.commands.options import json_object
 from agentfactory.commands.tools.isolation_check import seen_of_another_chain
 from agentfactory.commands.tools.signatures import signature_of
@@ -29,26 +44,11 @@ from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name, use_hub_if_it_answers
 from agentfactory.tools.calls.limits import check_limits
-from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import check_template
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating
-from agentfactory.tools.messages import (
-    Content,
-    EnvironmentReward,
-    EnvironmentRewardError,
-    ToolCall,
-    ToolInfrastructureError,
-    ToolSpec,
-    properties_of,
-    text_of,
-)
 from agentfactory.tools.prebuilt.registry import prebuilt
-from agentfactory.tools.processes.interruption import run_interruptibly
-from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-from agentfactory.tools.user_code.loading import load_object
 
 TRIED_ROWS = 3
 """Number of tasks that `check` calls the rewards on."""

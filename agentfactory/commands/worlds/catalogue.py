@@ -10,12 +10,12 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.entry_points import SOURCES, WORLDS, load_named, registered
+from agentfactory.base.user_code.extras import check_extra, extras
+from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import TaskSource, source_of
 from agentfactory.tools.environments.environment import Environment, check_machine_for
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.entry_points import SOURCES, WORLDS, load_named, registered
-from agentfactory.tools.user_code.extras import check_extra, extras
-from agentfactory.tools.user_code.watch import announced
 
 
 @dataclass

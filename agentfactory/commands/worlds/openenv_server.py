@@ -21,17 +21,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.http_server import serve_websockets
+from agentfactory.base.http.key_guard import HEALTH, KeyGuard, listen, server_key
+from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, text_of
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening import add_text, opening_messages
 from agentfactory.rollout.data import Task
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.http_server import serve_websockets
-from agentfactory.tools.http.key_guard import HEALTH, KeyGuard, listen, server_key
-from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, text_of
-from agentfactory.tools.processes import parent_watch
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-from agentfactory.tools.user_code.extras import check_extra
 
 END = "end_episode"
 """The tool by which a client ends an episode, which is then judged; worlds may also end it."""

@@ -6,8 +6,8 @@ import re
 import string
 from typing import Any
 
+from agentfactory.base.messages import ToolSpec, properties_of, required_of
 from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
-from agentfactory.tools.messages import ToolSpec, properties_of, required_of
 
 _DRAWS = 200
 _MOST_DEPTH = 6

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.commands.worlds.catalogue import sources_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import source_of
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.prebuilt.registry import prebuilt
 from agentfactory.tools.sessions.toolset import Toolset
-from agentfactory.tools.user_code.entry_points import SOURCES, registered
 
 _RECIPES = Path(__file__).parents[2] / "recipes"
 

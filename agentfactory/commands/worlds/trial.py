@@ -12,12 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentfactory.commands.worlds.random_calls import NoLegalCall, RandomCalls
-from agentfactory.commands.worlds.subject import Subject
-from agentfactory.rollout.chains.opening import opening_messages
-from agentfactory.rollout.data import Task
-from agentfactory.rollout.images.files import with_files
-from agentfactory.tools.messages import (
+from agentfactory.base.messages import (
     CallError,
     Content,
     ToolCall,
@@ -26,7 +21,12 @@ from agentfactory.tools.messages import (
     ToolSpec,
     text_of,
 )
-from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.base.processes.threads import run_in_thread
+from agentfactory.commands.worlds.random_calls import NoLegalCall, RandomCalls
+from agentfactory.commands.worlds.subject import Subject
+from agentfactory.rollout.chains.opening import opening_messages
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.images.files import with_files
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 

@@ -13,6 +13,13 @@ import yaml
 from docstring_parser import DocstringStyle
 from docstring_parser import parse as parse_docstring
 
+from agentfactory.base.config import fields_of
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolSpec
+from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.user_code.entry_points import SOURCES, WORLDS, registered
+from agentfactory.base.user_code.loading import load_object
+from agentfactory.base.user_code.watch import limited
 from agentfactory.commands.tools.signatures import signature_of
 from agentfactory.commands.worlds.catalogue import Registered, catalogue, first_line, sources_of
 from agentfactory.commands.worlds.random_calls import read_calls
@@ -21,17 +28,10 @@ from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.tools.config import fields_of
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.environment_host import gives_reward
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolSpec
 from agentfactory.tools.prebuilt.registry import prebuilt
-from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.tool import is_tool
-from agentfactory.tools.user_code.entry_points import SOURCES, WORLDS, registered
-from agentfactory.tools.user_code.loading import load_object
-from agentfactory.tools.user_code.watch import limited
 
 _FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
 """Folder of a module that needs verifiers, and nothing of AgentFactory."""

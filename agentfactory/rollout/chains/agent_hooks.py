@@ -4,12 +4,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.token_row import Span
-from agentfactory.tools.messages import Message, ToolSpec
 
 
 class AgentError(InferenceError):

@@ -11,6 +11,9 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
+from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
@@ -39,10 +42,7 @@ from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Deadline, Rates, check_limits
-from agentfactory.tools.calls.run_notices import inform, notify
 from agentfactory.tools.calls.truncation import Cut
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
 

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.proxies import proxy_for
+from agentfactory.base.http.retries import Retries, seconds_asked
+from agentfactory.base.http.server_keys import pinned
+from agentfactory.base.messages import Content, Message, ToolSpec, text_of
+from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.rollout.inference.http_transport import (
     ContextOverflowError,
     InferenceError,
@@ -16,12 +22,6 @@ from agentfactory.rollout.inference.http_transport import (
     refusal,
 )
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, InferenceClient
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.proxies import proxy_for
-from agentfactory.tools.http.retries import Retries, seconds_asked
-from agentfactory.tools.http.server_keys import pinned
-from agentfactory.tools.messages import Content, Message, ToolSpec, text_of
-from agentfactory.tools.processes.interruption import run_interruptibly
 
 logger = logging.getLogger(__name__)
 

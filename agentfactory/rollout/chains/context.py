@@ -4,11 +4,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.opening import add_text
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.images.parts import image_urls
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message
 
 if TYPE_CHECKING:
     # row_rendering imports the inference client, which checks of recipes do not need

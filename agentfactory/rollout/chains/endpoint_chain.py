@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.chains.chain_runner import Runner
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint, ChatEndpointError
 from agentfactory.rollout.chains.context import Context
@@ -29,7 +30,6 @@ from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.stop_strings import find_stop
 from agentfactory.rollout.trajectory import Activity
 from agentfactory.tools.calls.truncation import Cut
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentfactory.base.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.timeline import Timeline
 from agentfactory.rollout.chains.tool_errors import ToolErrors
@@ -14,7 +15,6 @@ from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.trajectory import StopReason, Trajectory
 from agentfactory.tools.calls.limits import ChainLimits, Rates
 from agentfactory.tools.calls.truncation import Cut
-from agentfactory.tools.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 
 
 @dataclass(frozen=True)

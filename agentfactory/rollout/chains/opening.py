@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message, text_of
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.data import Task
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message, text_of
 
 MOST_CHARACTERS = 64
 """Characters per token beyond which a text is taken for too long without counting its tokens: some vocabularies have

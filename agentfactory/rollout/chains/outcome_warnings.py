@@ -4,9 +4,9 @@ import logging
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.config import OutcomePolicy, RolloutConfig
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn, TurnBudget
 from agentfactory.rollout.chains.context import Context, is_long, shortened
 from agentfactory.rollout.chains.episode import Episode
@@ -14,7 +15,6 @@ from agentfactory.rollout.inference.http_transport import InferenceError, Server
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.trajectory import Activity
-from agentfactory.tools.messages import Message
 
 logger = logging.getLogger(__name__)
 

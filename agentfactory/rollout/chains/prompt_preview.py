@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.messages import Message, ToolResult, ToolSpec, required_of
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
@@ -13,7 +14,6 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import Call, NativeParser
 from agentfactory.rollout.text.parsers.parser import parameters
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.tools.messages import Message, ToolResult, ToolSpec, required_of
 from agentfactory.tools.sessions.toolset import open_toolset
 
 _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}

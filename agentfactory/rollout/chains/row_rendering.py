@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.token_row import ImageSpan, Row
-from agentfactory.tools.messages import Message, ToolSpec
 
 
 @dataclass(frozen=True)

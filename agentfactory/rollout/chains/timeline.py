@@ -4,8 +4,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from agentfactory.base.messages import ToolCall, ToolResult
 from agentfactory.rollout.trajectory import Activity, Stretch
-from agentfactory.tools.messages import ToolCall, ToolResult
 
 _LEAST_WAIT = 0.001
 """Seconds below which a wait of a call is not recorded."""

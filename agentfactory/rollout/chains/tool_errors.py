@@ -5,8 +5,8 @@ import logging
 import re
 from collections import Counter, defaultdict
 
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.messages import CallError, ToolResult, text_of
+from agentfactory.base.messages import CallError, ToolResult, text_of
+from agentfactory.base.run_notices import notify
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.context import Context
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.opening import opening_messages
 from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import StopReason
-from agentfactory.tools.messages import Message
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
+from agentfactory.base.config import Choice, NoOptions, PositiveInt, Section, TypedOptions
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import Choice, NoOptions, PositiveInt, Section, TypedOptions
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind
-from agentfactory.tools.user_code.entry_points import SOURCES, registered
 
 
 class TruncateOptions(Section):

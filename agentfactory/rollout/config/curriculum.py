@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from agentfactory.tools.config import Section
+from agentfactory.base.config import Section
 
 
 class CurriculumConfig(Section):

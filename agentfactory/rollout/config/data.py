@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from agentfactory.tools.config import Options, PositiveInt, Section
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.entry_points import SOURCES, load_named, registered
+from agentfactory.base.config import Options, PositiveInt, Section
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.entry_points import SOURCES, load_named, registered
 
 
 class TaskSource(Section):

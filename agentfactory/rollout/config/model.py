@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from agentfactory.tools.config import PositiveInt, Section
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.precision import fastest_dtype
+from agentfactory.base.config import PositiveInt, Section
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.precision import fastest_dtype
 
 
 class LoraConfig(Section):

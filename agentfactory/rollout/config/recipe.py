@@ -9,6 +9,8 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from agentfactory.base.config import McpServerConfig, PositiveInt, Section, ToolsRecipe
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config.chains import AgentConfig, ChainConfig, RewardConfig
 from agentfactory.rollout.config.curriculum import CurriculumConfig
 from agentfactory.rollout.config.data import DataConfig
@@ -16,8 +18,6 @@ from agentfactory.rollout.config.model import ModelConfig
 from agentfactory.rollout.config.server import ServerConfig
 from agentfactory.rollout.config.sources import OF_RECIPE, SourceConfig, TasksConfig, names_alone, sections
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import McpServerConfig, PositiveInt, Section, ToolsRecipe
-from agentfactory.tools.errors import SettingError
 
 _VARIABLE = re.compile(r"\$\{?(\w+)")
 _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentfactory.tools.config import Choice, PositiveInt, Section, TypedOptions
+from agentfactory.base.config import Choice, PositiveInt, Section, TypedOptions
 
 EMBEDDED_QUANTIZATIONS = ("int8", "int4")
 """Precisions to which the embedded engine can round weights. Repeated here because

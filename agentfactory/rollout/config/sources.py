@@ -13,11 +13,11 @@ from pydantic import (
     model_validator,
 )
 
+from agentfactory.base.config import LimitsConfig, McpServerConfig
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config.chains import ChainConfig, RewardConfig
 from agentfactory.rollout.config.curriculum import CurriculumConfig
 from agentfactory.rollout.config.data import DataConfig
-from agentfactory.tools.config import LimitsConfig, McpServerConfig
-from agentfactory.tools.errors import SettingError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from agentfactory.base.errors import short
+from agentfactory.base.messages import Message, ToolSpec, text_of
 from agentfactory.rollout.data.layouts import FROM_AND_VALUE, ROLE_FIXES
 from agentfactory.rollout.data.nulls import (
     Nulls,
@@ -17,8 +19,6 @@ from agentfactory.rollout.data.nulls import (
     drop_from_schema,
 )
 from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError, fits_plainly
-from agentfactory.tools.errors import short
-from agentfactory.tools.messages import Message, ToolSpec, text_of
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "weight", "info"}

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import msgspec
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 FORMATS = ".jsonl, .json, .csv or .parquet"
 """The endings of data files, in upper case too; all but parquet may be compressed as .gz."""

@@ -11,16 +11,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.messages import Message, ToolSpec
+from agentfactory.base.user_code.extension import Extension, load_extension
+from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data.conversations import HALF, Findings, Tools, clean_messages, has_half_surrogate, specs_of
 from agentfactory.rollout.data.files import is_columnar, is_data_file, read_file, unreadable
 from agentfactory.rollout.data.layouts import fix_for_conversation, fix_for_task, is_messages
 from agentfactory.rollout.data.notices import tell_findings
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.messages import Message, ToolSpec
-from agentfactory.tools.user_code.extension import Extension, load_extension
-from agentfactory.tools.user_code.watch import announced
 
 Task = dict[str, Any]
 """A row with `question` or `messages`, and any other fields."""

@@ -5,10 +5,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentfactory.base.messages import ToolSpec
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.data.conversations import Findings
 from agentfactory.rollout.data.nulls import Nulls, drop_from_history
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.messages import ToolSpec
 
 logger = logging.getLogger(__name__)
 

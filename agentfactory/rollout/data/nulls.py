@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfactory.tools.messages import Message, ToolSpec
+from agentfactory.base.messages import Message, ToolSpec
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired")
 _VALUES = ("default", "const", "example")

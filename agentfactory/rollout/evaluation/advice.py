@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from agentfactory.base.messages import CallError
 from agentfactory.rollout.evaluation.first_look import Look, plural
 from agentfactory.rollout.groups.group_filter import Worth
 from agentfactory.rollout.text.parsers import load_parser
-from agentfactory.tools.messages import CallError
 
 PAGE = "docs/first-look.md"
 MANY, MOST = 0.25, 0.5

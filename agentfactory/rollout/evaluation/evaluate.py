@@ -11,6 +11,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentfactory.base.http.proxies import Proxy
+from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
@@ -28,8 +30,6 @@ from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sources import Loaded, Source, mix_of, open_all
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
-from agentfactory.tools.http.proxies import Proxy
-from agentfactory.tools.processes.interruption import run_interruptibly
 from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+from agentfactory.base.messages import CallError, Message, ToolSpec, text_of
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read, reads_call
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
 from agentfactory.rollout.trajectory import Activity, Group, Trajectory
-from agentfactory.tools.messages import CallError, Message, ToolSpec, text_of
 
 SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240
 READ_TEXTS = 256

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers import PARSERS, Parser, load_parser
-from agentfactory.tools.messages import ToolSpec
 
 
 def format_name(parser: Parser) -> str | None:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
+from agentfactory.base.messages import EnvironmentReward
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards.scoring import Rewards
-from agentfactory.tools.messages import EnvironmentReward
 
 
 async def try_rewards(

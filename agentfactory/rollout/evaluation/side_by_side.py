@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.evaluation.intervals import Share, of_mean
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.errors import SettingError
 
 OPTION = "--beside"
 MODES = ("sampled", "greedy")

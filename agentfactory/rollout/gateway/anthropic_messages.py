@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
@@ -17,7 +18,6 @@ from agentfactory.rollout.gateway.request_options import (
     unmet,
     wrong,
 )
-from agentfactory.tools.messages import Message
 
 ROUTE = "/v1/messages"
 _REFUSED = {

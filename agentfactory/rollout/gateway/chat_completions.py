@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway.content import assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
@@ -19,7 +20,6 @@ from agentfactory.rollout.gateway.request_options import (
     unmet,
     wrong,
 )
-from agentfactory.tools.messages import Message
 
 ROUTE = "/v1/chat/completions"
 SAMPLED_ONLY = "only the sampled token's logprob is known; remove it"

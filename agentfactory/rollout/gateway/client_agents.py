@@ -15,13 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from agentfactory.rollout.chains.agent_hooks import AgentFailed
-from agentfactory.rollout.chains.timeline import Timeline
-from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
-from agentfactory.tools.calls.limits import ChainLimits
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.messages import (
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.messages import (
     Content,
     EnvironmentReward,
     ToolCall,
@@ -29,7 +24,12 @@ from agentfactory.tools.messages import (
     ToolResult,
     ToolSpec,
 )
-from agentfactory.tools.processes.threads import run_on_loop
+from agentfactory.base.processes.threads import run_on_loop
+from agentfactory.rollout.chains.agent_hooks import AgentFailed
+from agentfactory.rollout.chains.timeline import Timeline
+from agentfactory.rollout.data import Task
+from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
+from agentfactory.tools.calls.limits import ChainLimits
 from agentfactory.tools.sandbox.program import Listening
 from agentfactory.tools.sessions.tool_session import ToolSession
 

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agentfactory.base.messages import Content, Message
 from agentfactory.rollout.gateway.request_options import wrong
 from agentfactory.rollout.images.parts import image_part, text_part
-from agentfactory.tools.messages import Content, Message
 
 Part = dict[str, Any]
 

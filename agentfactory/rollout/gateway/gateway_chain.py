@@ -7,6 +7,8 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
+from agentfactory.base.messages import EnvironmentReward, ToolCall, ToolResult
+from agentfactory.base.user_code.own_copy import own_copy
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
@@ -17,9 +19,7 @@ from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, SampledTu
 from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.trajectory import Activity, StopReason
-from agentfactory.tools.messages import EnvironmentReward, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
-from agentfactory.tools.user_code.own_copy import own_copy
 
 _UNREACHED = re.compile(r"connect|resolution|name or service|api[ _-]?key|\b401\b", re.IGNORECASE)
 """Words in the errors of clients that request turns from another address."""

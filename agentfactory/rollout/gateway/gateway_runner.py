@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
@@ -14,7 +15,6 @@ from agentfactory.rollout.gateway.sampled_turns import RequestedTurns
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.sessions.toolset import Toolset
 
 

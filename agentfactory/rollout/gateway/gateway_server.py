@@ -15,11 +15,11 @@ from typing import Any, Protocol, Self
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from agentfactory.base.http import connections
 from agentfactory.rollout.gateway import anthropic_messages as messages
 from agentfactory.rollout.gateway import chat_completions, responses
 from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key
 from agentfactory.rollout.text.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
-from agentfactory.tools.http import connections
 
 logger = logging.getLogger(__name__)
 connections.log_few(logging.getLogger("aiohttp.server"))

@@ -4,15 +4,15 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.user_code.entry_points import load_named
+from agentfactory.base.user_code.loading import load_object
+from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.config import AgentConfig, source_of
 from agentfactory.rollout.gateway.client_agents import ClientAgent, FunctionAgent
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.user_code.entry_points import load_named
-from agentfactory.tools.user_code.loading import load_object
-from agentfactory.tools.user_code.watch import announced
 
 
 def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from agentfactory.tools.messages import Message
+from agentfactory.base.messages import Message
 
 _SPACE = re.compile(r"\s+")
 

@@ -11,6 +11,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
+from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import OutsideOptions
 from agentfactory.rollout.data import Task
@@ -18,9 +21,6 @@ from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.gateway_server import Gateway, key_of
 from agentfactory.rollout.gateway.request_options import Refusal, foreign_key, wrong
-from agentfactory.tools.calls.run_notices import inform, notify
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import EnvironmentReward, ToolInfrastructureError
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,10 @@ from urllib.parse import urlsplit
 from mcp import StdioServerParameters
 from mcp.client.stdio import get_default_environment
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.http.proxies import spare_loopback
+from agentfactory.base.processes import end_with_parent as keeper
+from agentfactory.base.user_code.row_files import folder_of_files, load_files, names_of, write_files
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.data import Task
@@ -28,15 +32,11 @@ from agentfactory.tools.environments.workspaces import (
     give_to_sandbox,
     in_folder_thread,
 )
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.http.proxies import spare_loopback
 from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
-from agentfactory.tools.processes import end_with_parent as keeper
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sandbox.view import View, check_readable
-from agentfactory.tools.user_code.row_files import folder_of_files, load_files, names_of, write_files
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec
+from agentfactory.base.messages import Message, ToolCall, ToolSpec
 
 MOST_CHOICES = 64
 GRAMMAR = (

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway.chat_completions import SAMPLED_ONLY, error, token_logprobs
 from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
@@ -18,7 +19,6 @@ from agentfactory.rollout.gateway.request_options import (
     unmet,
     wrong,
 )
-from agentfactory.tools.messages import Message
 
 __all__ = ["PING", "ROUTE", "error", "events", "failed", "read", "write"]
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.opening import MOST_CHARACTERS
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.gateway.content import assistant
@@ -20,7 +21,6 @@ from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import StopReason
-from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.chains.row_rendering import RowRenderer, append_turn, note_roles
 from agentfactory.rollout.gateway.message_equality import ComparedMessage, Delivered, print_of
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import ImageSpan, Row
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 
 @dataclass(eq=False)

@@ -24,9 +24,9 @@ from pydantic_core import from_json
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from agentfactory.base.files.disk import append
+from agentfactory.base.files.untrusted_files import lines_of, open_file
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.files.disk import append
-from agentfactory.tools.files.untrusted_files import lines_of, open_file
 
 STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
     "token_ids": (list[int], np.dtype(np.int32)),

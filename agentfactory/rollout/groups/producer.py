@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import (
@@ -26,7 +27,6 @@ from agentfactory.rollout.groups.staleness import Admission, BatchChoice, Candid
 from agentfactory.rollout.inference.weight_versions import Cancellations, Published, WeightVersions
 from agentfactory.rollout.sources import Source
 from agentfactory.rollout.trajectory import Group, Judged, Outcome
-from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 

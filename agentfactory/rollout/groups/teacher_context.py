@@ -14,6 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message, ToolSpec, text_of
+from agentfactory.base.run_notices import notify
+from agentfactory.base.user_code.loading import UserCodeError, load_object
 from agentfactory.rollout.chains.chain_runner import ChainRunner, FirstVerdicts
 from agentfactory.rollout.chains.opening import add_text
 from agentfactory.rollout.chains.row_rendering import RowRenderer
@@ -24,10 +28,6 @@ from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.calls.limits import Deadline
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message, ToolSpec, text_of
-from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 logger = logging.getLogger(__name__)
 

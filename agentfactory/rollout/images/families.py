@@ -13,13 +13,13 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers.utils.hub import cached_file
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.own_processor import OwnProcessor, load_own_processor
 from agentfactory.rollout.images.patches import patch_vision
 from agentfactory.rollout.images.vision import Vision
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.user_code.import_path import is_installed
 
 BY_PATCHES = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}

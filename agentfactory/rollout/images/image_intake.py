@@ -11,6 +11,8 @@ from typing import Any
 
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message, text_of
 from agentfactory.rollout.images.files import is_file
 from agentfactory.rollout.images.parts import (
     data_url,
@@ -25,9 +27,7 @@ from agentfactory.rollout.images.parts import (
 from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.token_row import ImageSpan, Row
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import content_of, decode, size_of
-from agentfactory.tools.messages import Message, text_of
 
 _REMEMBERED = 4096
 """Number of images that are recognised without decoding them again, since the chains of a group share images."""

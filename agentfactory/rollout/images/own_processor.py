@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.model_hub import load_fault
 from agentfactory.rollout.token_row import ImageSpan
-from agentfactory.tools.errors import SettingError
 
 _SMALL = 64
 """Side in pixels of a small image with few tokens; most processors enlarge it to one tile."""

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.messages import Message
 from agentfactory.tools.images.decode import is_path
-from agentfactory.tools.messages import Message
 
 MARK = "<image>"
 """Placeholder of an image in the text of a row with `images` (ms-swift, verl)."""

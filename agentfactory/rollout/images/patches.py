@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.token_row import ImageSpan
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.sizes import SizeRule
 
 

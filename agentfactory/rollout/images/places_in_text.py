@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.parts import parts_of
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.decode import size_of
 

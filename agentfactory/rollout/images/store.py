@@ -9,8 +9,8 @@ from typing import BinaryIO
 
 from PIL import Image
 
-from agentfactory.tools.files.disk import writing
-from agentfactory.tools.files.untrusted_files import open_file, read_file
+from agentfactory.base.files.disk import writing
+from agentfactory.base.files.untrusted_files import open_file, read_file
 
 _SCHEME = "image:"
 _IMAGE_BYTES = 256 << 20

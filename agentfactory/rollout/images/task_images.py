@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import view_of, why_no_images
 from agentfactory.rollout.images.image_intake import Images, ShownImages
 from agentfactory.rollout.images.parts import has_images
 from agentfactory.rollout.images.places_in_text import state_places, unknown_way
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import VIEW_FIELD, stating
-from agentfactory.tools.messages import ToolSpec
 
 Task = dict[str, Any]
 Takes = Callable[[str], bool]

@@ -3,9 +3,9 @@
 import asyncio
 from dataclasses import dataclass
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.connections import raise_open_files
 from agentfactory.rollout.inference.server_metrics import Load
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.connections import raise_open_files
 
 
 class Places:

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import aiohttp
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.proxies import Proxy, open_session, through
+from agentfactory.base.http.server_keys import find_key, key_folder
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, parse_loads
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.proxies import Proxy, open_session, through
-from agentfactory.tools.http.server_keys import find_key, key_folder
 
 # vLLM closes idle connections after 5 s; a connection closed while we write would make the server look dead
 _IDLE_SECONDS = 4.0

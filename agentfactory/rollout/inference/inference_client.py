@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from agentfactory.base.http.proxies import Proxy
+from agentfactory.base.http.retries import Retries
+from agentfactory.base.http.server_keys import pinned
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.http_transport import (
     Connection,
     ContextOverflowError,
@@ -26,10 +30,6 @@ from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combin
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.http.proxies import Proxy
-from agentfactory.tools.http.retries import Retries
-from agentfactory.tools.http.server_keys import pinned
 
 if TYPE_CHECKING:
     from agentfactory.rollout.images.image_requests import RequestImages, SentImages

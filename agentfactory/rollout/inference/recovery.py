@@ -6,11 +6,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from agentfactory.base.http.retries import Retries
 from agentfactory.rollout.inference.http_transport import Connection, LostError, ServerUnreachableError
 from agentfactory.rollout.inference.routing import Replica, Router, ServerState
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import Span
-from agentfactory.tools.http.retries import Retries
 
 logger = logging.getLogger(__name__)
 

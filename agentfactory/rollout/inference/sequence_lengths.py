@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 LONGEST = 512
 """Largest threshold that a proof at the start exceeds. Longer rows would delay the start."""

@@ -6,11 +6,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.inference.sglang.sglang_arguments import sglang_arguments
 from agentfactory.rollout.inference.vllm.vllm_arguments import vllm_arguments
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.import_path import own_python
 
 _MODULES = {
     "vllm": "agentfactory.rollout.inference.vllm.vllm_server",

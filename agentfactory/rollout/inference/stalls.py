@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.http_transport import Connection, LostError
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.inference.server_metrics import Load, combined
-from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 

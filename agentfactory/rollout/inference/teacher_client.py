@@ -17,6 +17,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import write_whole
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.http_transport import (
@@ -30,8 +32,6 @@ from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB
 from agentfactory.rollout.trajectory import Group, Trajectory
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import write_whole
 
 ANSWERS_WITHIN = 10.0
 """Seconds within which the server must describe itself."""

@@ -6,10 +6,10 @@ from typing import Annotated
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, matches
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.messages import text_of
 
 
 @reward

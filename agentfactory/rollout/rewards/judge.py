@@ -15,6 +15,10 @@ import aiohttp
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from agentfactory.base.http.proxies import open_session, proxy_for, through
+from agentfactory.base.http.server_keys import pinned
+from agentfactory.base.messages import Content, Message, text_of
+from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.rollout.images.parts import data_url, image_part, parts_of, text_part
 from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.inference.http_transport import authorization
@@ -23,10 +27,6 @@ from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.http.proxies import open_session, proxy_for, through
-from agentfactory.tools.http.server_keys import pinned
-from agentfactory.tools.messages import Content, Message, text_of
-from agentfactory.tools.processes.threads import run_in_thread
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_PAUSE = 0.5

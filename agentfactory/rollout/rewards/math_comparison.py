@@ -20,7 +20,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy.parsing import sympy_parser
 
-from agentfactory.tools.processes.memory import ENDS, peak_bytes
+from agentfactory.base.processes.memory import ENDS, peak_bytes
 
 MEMORY_BYTES = 2 << 30
 _GROWN_BYTES = 1 << 29

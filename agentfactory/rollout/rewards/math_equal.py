@@ -5,12 +5,12 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agentfactory.base.processes.killable import KillableProcesses
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
-from agentfactory.tools.processes.killable import KillableProcesses
 from agentfactory.tools.sandbox.confined import start_confined
-from agentfactory.tools.user_code.extras import check_extra
 
 _PROCESS = "agentfactory.rollout.rewards.math_comparison"
 

@@ -10,17 +10,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward
+from agentfactory.base.processes.threads import run_in_thread, run_on_loop
+from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.own_copy import own_copy
+from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards.decorator import parameters_of
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.calls.limits import Deadline
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import EnvironmentReward
-from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
-from agentfactory.tools.user_code.loading import UserCodeError, load_object
-from agentfactory.tools.user_code.own_copy import own_copy
-from agentfactory.tools.user_code.watch import announced
 
 PREBUILT = {
     "exact_match": "agentfactory.rollout.rewards.answers:ExactMatch",

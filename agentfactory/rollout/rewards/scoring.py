@@ -10,6 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward, text_of
+from agentfactory.base.processes.threads import call_within
+from agentfactory.base.run_notices import notify
+from agentfactory.base.user_code.own_copy import own_copy
+from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards.reward_spec import (
@@ -24,13 +30,7 @@ from agentfactory.rollout.rewards.reward_spec import (
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Deadline
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
-from agentfactory.tools.messages import EnvironmentReward, text_of
-from agentfactory.tools.processes.threads import call_within
-from agentfactory.tools.user_code.own_copy import own_copy
-from agentfactory.tools.user_code.watch import announced
 
 logger = logging.getLogger(__name__)
 

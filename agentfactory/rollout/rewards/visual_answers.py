@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted, field_of
-from agentfactory.tools.user_code.extras import check_extra
 
 
 def anls(prediction: str, answers: list[str], threshold: float = 0.5) -> float:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Group, Trajectory
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import text_of
 
 _GROUPS = 20
 """Saved groups that are compared."""

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.dialogue import Line
 from agentfactory.rollout.text.encoding import MARK, Encoder, map_strings
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, Tools, cached, shared_length
 from agentfactory.rollout.token_row import Row
-from agentfactory.tools.messages import Message, ToolSpec
 
 Spans = list[tuple[int, int, float]]
 """(start, end, weight) of ranges of a text."""

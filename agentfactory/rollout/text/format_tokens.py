@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.tools.errors import SettingError
 
 
 @dataclass(frozen=True)

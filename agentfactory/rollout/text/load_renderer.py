@@ -11,6 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.image_intake import ShownImages
@@ -22,8 +24,6 @@ from agentfactory.rollout.text.template_and_format import Reasoning, Use, choose
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.errors import SettingError
 
 logger = logging.getLogger(__name__)
 _PAGE = "docs/tool-call-formats.md"

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.token_row import Row
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True)

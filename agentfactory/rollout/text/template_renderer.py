@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.messages import Message, ToolCall, ToolSpec, text_of
 from agentfactory.rollout.images.image_intake import Images, TextOnly
 from agentfactory.rollout.images.parts import for_template, image_urls
 from agentfactory.rollout.text.conversation_rows import ConversationRows
@@ -20,7 +21,6 @@ from agentfactory.rollout.text.template_and_format import Use
 from agentfactory.rollout.text.templates import ChatTemplate, RenderError, cached
 from agentfactory.rollout.text.token_roles import TokenLengths, turn_roles
 from agentfactory.rollout.token_row import Row
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec, text_of
 
 
 class TemplateRenderer:

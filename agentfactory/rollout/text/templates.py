@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from agentfactory.tools.messages import Message, ToolCall
+from agentfactory.base.messages import Message, ToolCall
 
 Tools = list[dict[str, Any]] | None
 _Calls = tuple[tuple[str, str], ...]

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.model_hub import load_fault
-from agentfactory.tools.errors import SettingError
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -14,6 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.files.disk import append
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.stacks import show_stacks
+from agentfactory.base.run_notices import inform, notice_of, notify
+from agentfactory.base.user_code import watch
+from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
@@ -37,13 +44,6 @@ from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
 from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, connect, encode, encode_delivered, receive
-from agentfactory.tools.calls.run_notices import inform, notice_of, notify
-from agentfactory.tools.files.disk import append
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.stacks import show_stacks
-from agentfactory.tools.user_code import watch
-from agentfactory.tools.user_code.import_path import append_folders
 
 # the module runs as __main__; under its real name, its notices are forwarded like those of other modules
 logger = logging.getLogger("agentfactory.rollout.workers.rollout_worker")

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
-from agentfactory.tools.calls.run_notices import notify
 
 logger = logging.getLogger(__name__)
 

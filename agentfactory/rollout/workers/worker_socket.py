@@ -23,17 +23,17 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.processes import environment, parent_watch
+from agentfactory.base.processes.endings import HOLDS_LOCK, ended_by
+from agentfactory.base.processes.stacks import Inside
+from agentfactory.base.run_notices import Notice, inform, log, notify
+from agentfactory.base.user_code.import_path import own_python
+from agentfactory.base.user_code.watch import BLOCKS_LOOP, QUIET_SECONDS, growing
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.groups.group_files import Delivered, decode_group
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.calls.run_notices import Notice, inform, log, notify
-from agentfactory.tools.processes import environment, parent_watch
-from agentfactory.tools.processes.endings import HOLDS_LOCK, ended_by
-from agentfactory.tools.processes.stacks import Inside
-from agentfactory.tools.user_code.import_path import own_python
-from agentfactory.tools.user_code.watch import BLOCKS_LOOP, QUIET_SECONDS, growing
 
 logger = logging.getLogger(__name__)
 

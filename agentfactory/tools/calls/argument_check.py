@@ -28,7 +28,7 @@ from jsonschema.protocols import Validator
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012, specification_with
 
-from agentfactory.tools.errors import short
+from agentfactory.base.errors import short
 
 _PATTERN_SECONDS = 0.5
 """Time limit for matching one pattern, which can backtrack for an exponentially long time."""

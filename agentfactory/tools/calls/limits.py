@@ -31,10 +31,10 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+from agentfactory.base.config import BreachConfig, Limit, LimitsConfig
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import CallError, Content, Message, ToolCall, ToolResult
 from agentfactory.tools.calls.truncation import Cut, truncated
-from agentfactory.tools.config import BreachConfig, Limit, LimitsConfig
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import CallError, Content, Message, ToolCall, ToolResult
 
 
 @dataclass(frozen=True)

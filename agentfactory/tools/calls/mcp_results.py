@@ -24,9 +24,9 @@ from mcp_types import (
 )
 from pydantic_core import from_json, to_json, to_jsonable_python
 
+from agentfactory.base.messages import CallError, Content, text_of
 from agentfactory.tools.calls.message_bounds import BINARY_BYTES, passing
 from agentfactory.tools.calls.truncation import cut_bytes, left_out_of, size_of
-from agentfactory.tools.messages import CallError, Content, text_of
 from agentfactory.tools.tool import Finish
 
 ERROR_KEY = "agentfactory/error"

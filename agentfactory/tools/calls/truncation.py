@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from agentfactory.tools.messages import Content
+from agentfactory.base.messages import Content
 
 Cut = Callable[[str, int], str | None]
 """(text, most) -> the text cut in the middle, with a visible marker; None if it fits."""

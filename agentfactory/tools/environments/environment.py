@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.watch import announced
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.watch import announced
 
 
 class Environment:

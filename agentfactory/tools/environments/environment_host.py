@@ -11,13 +11,13 @@ from typing import Any
 
 import anyio
 
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.config import PoolConfig
+from agentfactory.base.config import PoolConfig
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes.threads import run_in_thread, run_on_loop
+from agentfactory.base.run_notices import notify
+from agentfactory.base.user_code.extension import check_types
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Labels, Lease, Pool
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
-from agentfactory.tools.user_code.extension import check_types
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from agentfactory.tools.calls.run_notices import inform, notify
-from agentfactory.tools.config import PoolConfig
+from agentfactory.base.config import PoolConfig
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.run_notices import inform, notify
 from agentfactory.tools.environments.pool_rules import Act, Instance, Ledger, Step
-from agentfactory.tools.messages import ToolInfrastructureError
 
 logger = logging.getLogger(__name__)
 

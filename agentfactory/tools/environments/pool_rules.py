@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from agentfactory.tools.config import PoolConfig
+from agentfactory.base.config import PoolConfig
 
 T = TypeVar("T")
 

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 
 from mcp import StdioServerParameters
 
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.config import CHAIN
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files import removal
-from agentfactory.tools.files.disk import refusal
-from agentfactory.tools.files.tree_copy import TreeCopy
-from agentfactory.tools.files.untrusted_files import RefusedFileError, opened_folder
+from agentfactory.base.config import CHAIN
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files import removal
+from agentfactory.base.files.disk import refusal
+from agentfactory.base.files.tree_copy import TreeCopy
+from agentfactory.base.files.untrusted_files import RefusedFileError, opened_folder
+from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox.limits import sandbox_user
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from PIL import Image
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.tools.images.sizes import SizeRule
-from agentfactory.tools.messages import ToolSpec
 
 Size = tuple[int, int]
 """Width and height in pixels."""

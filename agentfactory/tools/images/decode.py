@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from agentfactory.tools.files.untrusted_files import open_file
+from agentfactory.base.files.untrusted_files import open_file
 
 _LONGEST_PATH = 1024
 """Maximum characters of a path; longer text is an image in base64."""

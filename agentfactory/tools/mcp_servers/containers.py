@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mcp import StdioServerParameters
 
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
 
 PROGRAMS = ("docker", "podman")
 """Programs that can run a container, in the order in which they are tried."""

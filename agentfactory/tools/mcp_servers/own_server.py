@@ -24,10 +24,14 @@ from mcp_types import (
     Tool,
 )
 
+from agentfactory.base.config import PoolConfig
+from agentfactory.base.errors import short
+from agentfactory.base.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
+from agentfactory.base.processes.threads import run_in_thread, run_on_loop
+from agentfactory.base.run_notices import notify
+from agentfactory.base.user_code.watch import loop_watched
 from agentfactory.tools.calls.mcp_results import failure, result_of
-from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.calls.truncation import cut_bytes, size_of
-from agentfactory.tools.config import PoolConfig
 from agentfactory.tools.environments.environment import (
     ANCHOR_KEY,
     Environment,
@@ -45,11 +49,7 @@ from agentfactory.tools.environments.environment_host import (
     gives_reward,
     is_async,
 )
-from agentfactory.tools.errors import short
-from agentfactory.tools.messages import CallError, EnvironmentReward, ToolInfrastructureError, ToolSpec
-from agentfactory.tools.processes.threads import run_in_thread, run_on_loop
 from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
-from agentfactory.tools.user_code.watch import loop_watched
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from mcp_types import Tool
 
+from agentfactory.base.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
+from agentfactory.base.messages import ToolInfrastructureError, text_of
+from agentfactory.base.processes.memory import memory_of
+from agentfactory.base.run_notices import notify
 from agentfactory.tools.calls.mcp_results import content_of
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
 from agentfactory.tools.mcp_servers.call_cache import CallCache
@@ -17,8 +19,6 @@ from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_servers.server_entry import Target
 from agentfactory.tools.mcp_servers.server_messages import REPAIR
-from agentfactory.tools.messages import ToolInfrastructureError, text_of
-from agentfactory.tools.processes.memory import memory_of
 
 logger = logging.getLogger(__name__)
 

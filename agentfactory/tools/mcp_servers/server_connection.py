@@ -36,14 +36,15 @@ from mcp_types import (
 )
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
+from agentfactory.base.config import RESULT_BYTES
+from agentfactory.base.errors import short
+from agentfactory.base.http.proxies import Proxy, proxy_for, through
+from agentfactory.base.http.server_keys import key_header, pinned
+from agentfactory.base.messages import CallError, ToolInfrastructureError
+from agentfactory.base.run_notices import inform, notify
 from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
-from agentfactory.tools.calls.run_notices import inform, notify
-from agentfactory.tools.config import RESULT_BYTES
 from agentfactory.tools.environments.workspaces import ChainProgram
-from agentfactory.tools.errors import short
-from agentfactory.tools.http.proxies import Proxy, proxy_for, through
-from agentfactory.tools.http.server_keys import key_header, pinned
 from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.http_refusals import name_refusal
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, NOT_FOR_MODELS, SECONDS_KEY, OwnServer
@@ -59,7 +60,6 @@ from agentfactory.tools.mcp_servers.server_messages import (
     servers_own,
 )
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
-from agentfactory.tools.messages import CallError, ToolInfrastructureError
 
 logger = logging.getLogger(__name__)
 

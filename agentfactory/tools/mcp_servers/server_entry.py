@@ -13,14 +13,14 @@ from mcp import StdioServerParameters
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
-from agentfactory.tools.config import CHAIN, Isolation, McpServerConfig
+from agentfactory.base.config import CHAIN, Isolation, McpServerConfig
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.user_code.import_path import own_python, user_folders
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
-from agentfactory.tools.errors import SettingError, short
 from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt.registry import prebuilt
-from agentfactory.tools.user_code.import_path import own_python, user_folders
-from agentfactory.tools.user_code.loading import load_object
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def program_of(command: str, args: list[str], cwd: Path) -> list[str]:
     if args[:1] != ["-m"]:
         return [sys.executable, *args]
     folders = json.dumps([*dict.fromkeys([str(cwd), *user_folders()])])
-    return own_python("-m", "agentfactory.tools.user_code.run_module", folders, *args[1:])
+    return own_python("-m", "agentfactory.base.user_code.run_module", folders, *args[1:])
 
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")

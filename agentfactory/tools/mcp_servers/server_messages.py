@@ -27,8 +27,8 @@ from mcp_types import (
     jsonrpc_message_adapter,
 )
 
+from agentfactory.base.errors import short
 from agentfactory.tools.calls.mcp_results import SEEN_BY_MODELS
-from agentfactory.tools.errors import short
 
 Tell = Callable[[str], None]
 """Reports a repair to the user."""

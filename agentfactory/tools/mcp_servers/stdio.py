@@ -18,8 +18,8 @@ from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 
+from agentfactory.base.run_notices import notify
 from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
-from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.mcp_servers.server_messages import parsed
 
 logger = logging.getLogger(__name__)

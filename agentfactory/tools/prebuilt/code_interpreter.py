@@ -7,12 +7,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from agentfactory.base.user_code.row_files import folder_of_files, load_files
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
 from agentfactory.tools.tool import tool
-from agentfactory.tools.user_code.row_files import folder_of_files, load_files
 
 
 @dataclass(frozen=True)

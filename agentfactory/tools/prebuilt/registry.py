@@ -1,7 +1,7 @@
 """The prebuilt tools, by their names in a recipe's `tools:` and `module:`."""
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.entry_points import WORLDS, registered
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.entry_points import WORLDS, registered
 
 _OURS = {
     "calculator": "agentfactory.tools.prebuilt.calculator:calculator",

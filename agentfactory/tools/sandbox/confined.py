@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.processes import parent_watch
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox.bubblewrap import find_bwrap, reading_command, refusal
 from agentfactory.tools.sandbox.limits import SandboxUnavailable
 from agentfactory.tools.sandbox.process import starter

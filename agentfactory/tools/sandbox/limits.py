@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
 
 
 def sandbox_user() -> int | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.files import removal
+from agentfactory.base.files import removal
 from agentfactory.tools.sandbox import bubblewrap, seccomp
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
 from agentfactory.tools.sandbox.limits import (

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from signal import Signals
 
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.user_code.row_files import is_inside
 from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.inside_worker import DATA_BYTES
 from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.process import SandboxProcess
-from agentfactory.tools.user_code.row_files import is_inside
 
 _START_SECONDS = 60.0
 _FILE_SECONDS = 30.0

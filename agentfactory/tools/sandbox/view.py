@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.untrusted_files import resolved
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.untrusted_files import resolved
 from agentfactory.tools.sandbox.interpreter import is_public
 from agentfactory.tools.sandbox.limits import NO_SANDBOX, sandbox_user
 

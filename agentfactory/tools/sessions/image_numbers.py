@@ -6,8 +6,8 @@ from typing import Any
 
 from mcp_types import CallToolResult
 
+from agentfactory.base.messages import Content, ToolCall, ToolResult
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
-from agentfactory.tools.messages import Content, ToolCall, ToolResult
 
 ROLE = "take_images"
 """Role of the environment's tool that takes images and returns a label for each."""

@@ -12,17 +12,8 @@ from typing import Any
 
 from mcp_types import CallToolResult
 
-from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
-from agentfactory.tools.calls.limits import Deadline
-from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of, unread_of
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.calls.truncation import left_out_of
-from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
-from agentfactory.tools.environments.pool import Lease
-from agentfactory.tools.errors import short
-from agentfactory.tools.mcp_servers.recipe_server import ToolServer
-from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection
-from agentfactory.tools.messages import (
+from agentfactory.base.errors import short
+from agentfactory.base.messages import (
     CallError,
     Content,
     EnvironmentReward,
@@ -34,6 +25,15 @@ from agentfactory.tools.messages import (
     required_of,
     text_of,
 )
+from agentfactory.base.run_notices import notify
+from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
+from agentfactory.tools.calls.limits import Deadline
+from agentfactory.tools.calls.mcp_results import ERROR_KEY, FINISH_KEY, INFO_KEY, content_of, unread_of
+from agentfactory.tools.calls.truncation import left_out_of
+from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
+from agentfactory.tools.environments.pool import Lease
+from agentfactory.tools.mcp_servers.recipe_server import ToolServer
+from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection
 from agentfactory.tools.sessions.image_numbers import ImageNumbers
 
 logger = logging.getLogger(__name__)

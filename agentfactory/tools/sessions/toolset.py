@@ -8,20 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.config import McpServerConfig, ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolSpec, properties_of, required_of
+from agentfactory.base.processes.memory import memory_room
+from agentfactory.base.run_notices import notify
+from agentfactory.base.user_code.watch import limited, loop_watched
 from agentfactory.tools.calls.argument_check import ArgumentCheck
 from agentfactory.tools.calls.limits import Deadline
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.config import McpServerConfig, ToolsRecipe
 from agentfactory.tools.environments.environment import check_data_rows
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, build_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_connection import Log
 from agentfactory.tools.mcp_servers.server_entry import target_of
-from agentfactory.tools.messages import ToolSpec, properties_of, required_of
-from agentfactory.tools.processes.memory import memory_room
 from agentfactory.tools.sessions.tool_session import Route, ToolSession
-from agentfactory.tools.user_code.watch import limited, loop_watched
 
 logger = logging.getLogger(__name__)
 

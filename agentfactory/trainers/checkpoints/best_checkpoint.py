@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.files.untrusted_files import RefusedFileError
+from agentfactory.base.files.untrusted_files import RefusedFileError
 from agentfactory.trainers.checkpoints.checkpoint_folder import read_info, step_of
 
 AUTO = "auto"

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.files.disk import set_usual_modes, writing
-from agentfactory.tools.files.untrusted_files import check_tree, entries_of, open_file, read_json, refused
+from agentfactory.base.files.disk import set_usual_modes, writing
+from agentfactory.base.files.untrusted_files import check_tree, entries_of, open_file, read_json, refused
 
 INFO = "trainer_state.json"
 DIGESTS = "digests.json"

@@ -14,8 +14,8 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.files.disk import DiskError, writing
 from agentfactory.rollout.images.families import copy_processor
-from agentfactory.tools.files.disk import DiskError, writing
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     INFO,
     checkpoint_path,

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.user_code.extension import load_extension
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.user_code.extension import load_extension
 from agentfactory.trainers.config import AdvantageConfig
 
 Scale = Literal["none", "group", "batch"]

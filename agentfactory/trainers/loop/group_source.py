@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Protocol
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.errors import SettingError
 
 
 class GroupSource(Protocol):

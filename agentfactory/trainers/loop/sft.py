@@ -10,6 +10,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.data import conversation_of
 from agentfactory.rollout.data.load import TOO_DEEP
 from agentfactory.rollout.data.notices import tell_nulls
@@ -18,8 +20,6 @@ from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import Row
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow, training_row
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe

@@ -11,9 +11,9 @@ import psutil
 from accelerate import Accelerator
 from torch import distributed as dist
 
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.endings import Signalled
-from agentfactory.tools.user_code import watch
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.endings import Signalled
+from agentfactory.base.user_code import watch
 from agentfactory.trainers.config import Symptom
 
 Result = TypeVar("Result")

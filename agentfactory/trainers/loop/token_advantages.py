@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import torch
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Trajectory
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, only_targets, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty

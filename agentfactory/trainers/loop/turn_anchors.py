@@ -4,8 +4,8 @@ import logging
 from statistics import fmean
 from typing import Any, Literal
 
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.calls.run_notices import notify
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.loop.advantages import Groups, step_groups
 

@@ -14,7 +14,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.trainers.batches.packing import RUN_LENGTH
 
 BY_RUNS = "sdpa_by_runs"

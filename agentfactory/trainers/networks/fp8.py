@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from agentfactory.tools.calls.run_notices import inform
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import inform
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.trainers.config import Precision
 
 logger = logging.getLogger(__name__)

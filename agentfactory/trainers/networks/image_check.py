@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.store import ImageStore, digest_of
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.policy import BAN, Policy
 

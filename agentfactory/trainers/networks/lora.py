@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agentfactory.base.errors import SettingError, short
 from agentfactory.rollout.config import LoraConfig
 from agentfactory.rollout.inference.adapter_config import ADAPTER
-from agentfactory.tools.errors import SettingError, short
 
 if TYPE_CHECKING:
     from peft import PeftModel

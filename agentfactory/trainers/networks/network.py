@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.rollout.inference.sequence_lengths import check_lengths
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.networks.attention import selects_keys
 from agentfactory.trainers.networks.fp8 import use_fp8

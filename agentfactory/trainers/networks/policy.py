@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import set_usual_modes, writing
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import set_usual_modes, writing
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.sequence_lengths import LONGEST, position_limit, proof_length
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.packing import grow
 from agentfactory.trainers.config import TrainConfig

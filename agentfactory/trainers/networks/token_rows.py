@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.text.format_tokens import FormatTokens, pieces_of, token_id
-from agentfactory.tools.calls.run_notices import inform, notify
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.lora import POLICY_ADAPTER
 

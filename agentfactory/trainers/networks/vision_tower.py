@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import BY_PATCHES, supports_images
 from agentfactory.rollout.images.families import banned_token_ids as banned_in
-from agentfactory.tools.errors import SettingError
 
 _LANGUAGE = ("language_model", "text_model")
 """Names of the language model in transformers' multimodal networks; everything else in them is for images."""

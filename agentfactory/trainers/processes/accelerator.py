@@ -17,7 +17,7 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from agentfactory.tools.http.loopback import has_foreign_peer, own_sockets
+from agentfactory.base.http.loopback import has_foreign_peer, own_sockets
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
 from agentfactory.trainers.processes.launch_variables import check_launch_variables
 from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method

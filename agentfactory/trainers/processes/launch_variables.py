@@ -5,7 +5,7 @@ Its launcher sets them from its own options and configuration file.
 
 import os
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 _STRATEGY = "set train.strategy to single, ddp or fsdp2"
 _WITHOUT_EFFECT = {

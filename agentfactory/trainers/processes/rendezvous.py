@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from torch.distributed import FileStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.http.loopback import is_loopback, loopback_interface
-from agentfactory.tools.processes.supervised import starter
+from agentfactory.base.http.loopback import is_loopback, loopback_interface
+from agentfactory.base.processes.supervised import starter
+from agentfactory.base.run_notices import notify
 from agentfactory.trainers.config import PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
 logger = logging.getLogger(__name__)

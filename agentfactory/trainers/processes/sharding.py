@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoConfig, PreTrainedModel
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 Decision = TypeVar("Decision")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.extension import Extension, load_extension
 from agentfactory.rollout.config import Inflight
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.extension import Extension, load_extension
 from agentfactory.trainers.config import TrainRecipe
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentfactory.tools.files.disk import set_usual_modes, writing
+from agentfactory.base.files.disk import set_usual_modes, writing
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, Served, served_checksums

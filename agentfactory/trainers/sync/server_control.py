@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.http.server_keys import pinned
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.addresses import is_http_address
-from agentfactory.tools.http.server_keys import pinned
 
 logger = logging.getLogger(__name__)
 

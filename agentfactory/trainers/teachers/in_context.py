@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.trajectory import Group
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.token_row import Row
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TeacherConfig
 

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
 from agentfactory.trainers.networks.frozen_policy import CurrentPolicy, FrozenPolicy, freeze
 from agentfactory.trainers.networks.network import load_network

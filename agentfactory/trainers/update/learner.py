@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.token_row import Row
-from agentfactory.tools.errors import SettingError
 from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, make_batches, scatter
 from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe

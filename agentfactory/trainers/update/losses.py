@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.extension import load_extension
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.extension import load_extension
 from agentfactory.trainers.config import LossConfig
 
 SMALLEST_COMPLEMENT = 1e-6

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig
 from agentfactory.trainers.networks.critic import Role, role_of
 from agentfactory.trainers.networks.vision_tower import tower_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentfactory.tools.messages import CallError
+from agentfactory.base.messages import CallError
 from agentfactory.viewer.runs.query import Query
 from agentfactory.viewer.runs.saved_groups import calls_of, outline, task_text
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfactory.tools.files.untrusted_files import LINE_BYTES, RefusedFileError, open_file
+from agentfactory.base.files.untrusted_files import LINE_BYTES, RefusedFileError, open_file
 
 _MARK = 256
 

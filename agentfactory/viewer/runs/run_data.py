@@ -12,11 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from pydantic_core import from_json
 
-from agentfactory.launching.run_folder import RECIPE, RunFolder
-from agentfactory.recipe.composition import resolve_saved
-from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
-from agentfactory.rollout.groups.group_files import CREDIT_FILE
-from agentfactory.tools.files.untrusted_files import (
+from agentfactory.base.files.untrusted_files import (
     RefusedFileError,
     entries_of,
     has_few_values,
@@ -24,6 +20,10 @@ from agentfactory.tools.files.untrusted_files import (
     printable,
     refused,
 )
+from agentfactory.launching.run_folder import RECIPE, RunFolder
+from agentfactory.recipe.composition import resolve_saved
+from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
+from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints
 from agentfactory.viewer.runs.growing_file import GrowingFile

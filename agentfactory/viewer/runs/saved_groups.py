@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from agentfactory.base.files.untrusted_files import JSON_VALUES, has_few_values, open_file
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.groups.group_files import read_record, restore_streams
-from agentfactory.tools.files.untrusted_files import JSON_VALUES, has_few_values, open_file
-from agentfactory.tools.messages import text_of
 
 # a quote within a string is escaped, so no text of a message can match
 _STREAM = re.compile(

@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image
 
+from agentfactory.base.files.untrusted_files import read_json
 from agentfactory.rollout.images.families import STATED
-from agentfactory.tools.files.untrusted_files import read_json
 from agentfactory.tools.images.coordinates import Coordinates
 from agentfactory.viewer.runs.run_data import Run
 from agentfactory.viewer.runs.saved_groups import calls_of

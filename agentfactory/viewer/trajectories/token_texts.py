@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from agentfactory.tools.files.untrusted_files import open_file, read_json
+from agentfactory.base.files.untrusted_files import open_file, read_json
 from agentfactory.viewer.runs.run_data import Run
 
 _FILE = "tokenizer.json"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.audit.saved_reports import REPLAYS, read_replays
+from agentfactory.base.files.untrusted_files import open_file
 from agentfactory.rollout.trajectory import Activity, Stretch
-from agentfactory.tools.files.untrusted_files import open_file
 from agentfactory.viewer.runs.chain_index import Line, source_of
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.run_data import Run

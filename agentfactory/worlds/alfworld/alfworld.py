@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from agentfactory.base.errors import SettingError
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.alfworld.engine import Engine, GameError, Play, Scene, found_python
 from agentfactory.worlds.alfworld.games import Games, GeneratedGames, PublishedGames, Split

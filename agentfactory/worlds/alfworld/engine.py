@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes import environment
-from agentfactory.tools.processes.killable import KillableProcess
-from agentfactory.tools.user_code.extras import install_command
-from agentfactory.tools.user_code.import_path import is_installed, own_python
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes import environment
+from agentfactory.base.processes.killable import KillableProcess
+from agentfactory.base.user_code.extras import install_command
+from agentfactory.base.user_code.import_path import is_installed, own_python
 from agentfactory.worlds.alfworld.generator import Package
 from agentfactory.worlds.alfworld.paths import expanded_path
 

@@ -6,8 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.row_files import is_inside
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.row_files import is_inside
 from agentfactory.worlds.alfworld.generator import Game, Package, TaskType, make_game
 from agentfactory.worlds.alfworld.paths import expanded_path
 

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 
 _VARIABLE = re.compile(r"\$\{?(\w+)")
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import write_whole
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import write_whole
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.alfworld.engine import Engine, found_python
 from agentfactory.worlds.alfworld.games import COUNTS, FOLDER, GAME, TRAJECTORY, GeneratedGames, Split
 from agentfactory.worlds.alfworld.generator import Game, TaskType

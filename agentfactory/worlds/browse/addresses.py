@@ -9,8 +9,8 @@ from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.documents import PageError
 
 _MOST_CHARACTERS = 2000

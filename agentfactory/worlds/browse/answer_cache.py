@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.worlds.search.database import Database
 
 _DAY = 86400.0

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import tool
-from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.browse.web_pages import Pages
 from agentfactory.worlds.browse.window import WINDOW_CHARACTERS, Page
 

@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.addresses import AllowedHosts, CheckedResolver, parse_address
 from agentfactory.worlds.browse.documents import Document, PageError
 

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 
-from agentfactory.tools.processes import parent_watch
+from agentfactory.base.processes import parent_watch
 from agentfactory.worlds.browse.documents import Document, PageError
 from agentfactory.worlds.browse.markdown import read_document
 

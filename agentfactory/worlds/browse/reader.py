@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes.killable import KillableProcesses
-from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes.killable import KillableProcesses
+from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.tools.sandbox.confined import start_confined
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 

@@ -9,10 +9,10 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes import environment
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.tools.environments.shared import Shared
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes import environment
-from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.worlds.game_processes.refused import Refused
 
 CALL_SECONDS = 50.0

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.game_processes.game_process import GameProcess
 from agentfactory.worlds.game_processes.refused import Refused
 

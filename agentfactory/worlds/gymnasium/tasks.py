@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from agentfactory.base.config import Options, PositiveInt, Section
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import TaskSource
-from agentfactory.tools.config import Options, PositiveInt, Section
-from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.gymnasium.gym import Gym
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.environment import name_variables
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.environment import name_variables
 from agentfactory.worlds.harbor.harbor import Harbor
 from agentfactory.worlds.harbor.harbor_task import Image
 from agentfactory.worlds.harbor.tasks import load_rows

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from agentfactory.tools.files.untrusted_files import entries_of, refused
+from agentfactory.base.files.untrusted_files import entries_of, refused
 from agentfactory.worlds.harbor.dockerfile import Copy, joined
 
 

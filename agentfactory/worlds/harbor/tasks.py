@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
-from agentfactory.rollout.config import TaskSource
-from agentfactory.tools.config import Section
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.files.tree_copy import TreeCopy
-from agentfactory.tools.files.untrusted_files import (
+from agentfactory.base.config import Section
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.files.tree_copy import TreeCopy
+from agentfactory.base.files.untrusted_files import (
     RefusedFileError,
     entries_of,
     printable,
     read_file,
 )
-from agentfactory.tools.processes.environment import is_named
+from agentfactory.base.processes.environment import is_named
+from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.sandbox.view import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
 from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from agentfactory.tools.processes.environment import is_named, named
+from agentfactory.base.processes.environment import is_named, named
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 _SHORTEST_SECRET = 8

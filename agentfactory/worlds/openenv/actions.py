@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from agentfactory.tools.messages import properties_of, required_of
-from agentfactory.tools.user_code.schema_text import inline
+from agentfactory.base.messages import properties_of, required_of
+from agentfactory.base.user_code.schema_text import inline
 
 _BOUNDS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),

@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool
-from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.openenv.observations import digest, shown
 from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
 

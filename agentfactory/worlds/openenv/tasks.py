@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import Field
 
+from agentfactory.base.config import Options, PositiveFloat, PositiveInt
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import properties_of
+from agentfactory.base.processes.threads import call_within
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.config import TaskSource
-from agentfactory.tools.config import Options, PositiveFloat, PositiveInt
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import properties_of
-from agentfactory.tools.processes.threads import call_within
-from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.openenv.actions import calls_tools, in_words, tools_in_words
 from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
 

@@ -33,8 +33,8 @@ from reasoning_gym.coaching.base_curriculum import BaseCurriculum
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
 
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.memory import ENDS, peak_bytes
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.memory import ENDS, peak_bytes
 from agentfactory.worlds.reasoning_gym import answers
 
 MEMORY_BYTES = 4 << 30

@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
+from agentfactory.base.config import PositiveInt, Section
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.killable import KillableProcess
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.config import TaskSource
-from agentfactory.tools.config import PositiveInt, Section
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.killable import KillableProcess
-from agentfactory.tools.user_code.extras import check_extra
 
 PROCESS = "agentfactory.worlds.reasoning_gym.gym_process"
 VARIABLES = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}

@@ -4,12 +4,12 @@ import logging
 import os
 from typing import Any
 
-from agentfactory.tools.calls.run_notices import notify
+from agentfactory.base.processes.killable import KillableProcesses
+from agentfactory.base.run_notices import notify
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
-from agentfactory.tools.processes.killable import KillableProcesses
 from agentfactory.tools.sandbox.confined import start_confined
-from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.reasoning_gym.gym_tasks import PROCESS, VARIABLES
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes import environment
-from agentfactory.tools.user_code.extras import check_extra
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes import environment
+from agentfactory.base.user_code.extras import check_extra
 
 T = TypeVar("T")
 

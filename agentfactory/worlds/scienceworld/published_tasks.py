@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from agentfactory.tools.errors import SettingError, short
+from agentfactory.base.errors import SettingError, short
 
 TASKS = {
     "boil": ("1-1", 30),

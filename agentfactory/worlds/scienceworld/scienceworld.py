@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.scienceworld.jvm import Step, check_engine
 from agentfactory.worlds.scienceworld.jvms import Jvms, Play, close_jvms, open_jvms

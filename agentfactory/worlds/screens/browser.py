@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes import environment
-from agentfactory.tools.user_code.extras import check_extra
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes import environment
+from agentfactory.base.user_code.extras import check_extra
 
 if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Browser as Chromium

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from PIL import Image
 from pydantic import Field
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import ModelView
-from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
 from agentfactory.worlds.screens.iframes import AT, FOCUSED, frame_with

@@ -5,8 +5,8 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.run_notices import notify
 from agentfactory.worlds.search.database import Database
 
 logger = logging.getLogger(__name__)

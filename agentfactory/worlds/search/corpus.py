@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError, short
 from agentfactory.rollout.data.files import RowFile, has_known_ending
 from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name
-from agentfactory.tools.errors import SettingError, short
 from agentfactory.worlds.search.passage import Passage
 
 

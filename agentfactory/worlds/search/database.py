@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import writing
-from agentfactory.tools.files.lock_file import locked, open_lock, private_mode
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import writing
+from agentfactory.base.files.lock_file import locked, open_lock, private_mode
+from agentfactory.base.messages import ToolInfrastructureError
 
 _BUSY_SECONDS = 30.0
 """Seconds that a process waits for other writers."""

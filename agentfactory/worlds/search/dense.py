@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import write_whole
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import write_whole
-from agentfactory.tools.user_code.extras import check_extra
 from agentfactory.worlds.search.local_index import VECTORS, LocalIndex
 from agentfactory.worlds.search.passage import Passage, encodable
 

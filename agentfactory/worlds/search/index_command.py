@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.extras import DISTRIBUTION, check_extra
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.extras import DISTRIBUTION, check_extra
 
 ABOUT = "build an index of passages for the tool `search`, or serve one to other programs"
 EXAMPLES = [

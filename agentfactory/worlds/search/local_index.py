@@ -14,9 +14,9 @@ from typing import Any
 import regex
 import tantivy
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import write_whole, writing
-from agentfactory.tools.files.lock_file import holder, open_lock
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import write_whole, writing
+from agentfactory.base.files.lock_file import holder, open_lock
 from agentfactory.worlds.search.passage import Passage, encodable
 
 MANIFEST = "index.json"

@@ -6,8 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.extras import check_extra
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.extras import check_extra
 from agentfactory.worlds.search.passage import Passage
 
 _CONSTANT = 60

@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.addresses import is_http_address
-from agentfactory.tools.http.proxies import open_session, proxy_for, through
-from agentfactory.tools.http.retries import Retries, seconds_asked
-from agentfactory.tools.http.server_keys import key_header, pinned
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.http.proxies import open_session, proxy_for, through
+from agentfactory.base.http.retries import Retries, seconds_asked
+from agentfactory.base.http.server_keys import key_header, pinned
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.fetch import content_of
 from agentfactory.worlds.search.passage import Passage, encodable
 

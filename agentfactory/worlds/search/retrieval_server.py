@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.http_server import serve_http
-from agentfactory.tools.http.key_guard import HEALTH, KeyGuard, listen, server_key
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.threads import run_in_thread
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.http_server import serve_http
+from agentfactory.base.http.key_guard import HEALTH, KeyGuard, listen, server_key
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.ranking import Index
 

@@ -7,10 +7,10 @@ from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.environments.shared import Shared
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.user_code.loading import load_object
 from agentfactory.worlds.search.engines.engine import Engine, EngineOptions
 from agentfactory.worlds.search.passage import Passage, Source
 from agentfactory.worlds.search.ranking import Index, open_index

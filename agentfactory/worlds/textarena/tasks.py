@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from agentfactory.base.config import Options, PositiveInt
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import TaskSource
-from agentfactory.tools.config import Options, PositiveInt
-from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.textarena.game import TextArena
 from agentfactory.worlds.textarena.games import players
 

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from agentfactory.base.config import Options, PositiveInt
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import TaskSource
-from agentfactory.tools.config import Options, PositiveInt
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.watch import announced
 from agentfactory.worlds.verifiers.verifiers_process import load_rows
 
 

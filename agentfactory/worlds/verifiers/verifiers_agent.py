@@ -5,11 +5,11 @@ import json
 import logging
 from collections.abc import Sequence
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import EnvironmentReward
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import EnvironmentReward
 from agentfactory.worlds.verifiers.verifiers_process import VerifiersProcess
 
 logger = logging.getLogger(__name__)

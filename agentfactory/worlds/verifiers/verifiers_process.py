@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.proxies import spare_loopback
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes import end_with_parent as keeper
+from agentfactory.base.processes import environment
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.proxies import spare_loopback
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes import end_with_parent as keeper
-from agentfactory.tools.processes import environment
-from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.worlds.verifiers import bridge
 
 LOAD_SECONDS = 600.0

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.worlds.webshop.products import Instruction, Listing, Product
 
 NO_BOUND = 1_000_000.0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import ijson
 import msgspec
 
-from agentfactory.tools.errors import SettingError, short
+from agentfactory.base.errors import SettingError, short
 
 NO_ATTRIBUTES = ["DUMMY_ATTR"]
 """The attributes of a product that the attributes file does not list."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.files.disk import writing
-from agentfactory.tools.files.lock_file import locked, open_lock
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.disk import writing
+from agentfactory.base.files.lock_file import locked, open_lock
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.search.local_index import LocalIndex, build_index
 from agentfactory.worlds.search.passage import Passage, encodable
 from agentfactory.worlds.webshop.catalogue import write_catalogue

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.threads import run_in_thread
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.webshop import shop_pages as pages
 from agentfactory.worlds.webshop.goals import GoalKind, Split

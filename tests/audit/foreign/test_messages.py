@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agentfactory.audit.foreign.messages import TEXT, messages_of, named
-from agentfactory.tools.messages import text_of
+from agentfactory.base.messages import text_of
 
 
 def call(**fields: Any) -> dict[str, Any]:

@@ -19,9 +19,9 @@ import pytest
 from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import HELD_OUT, LOGPROBS, METRICS, TOKENS, TRAINED, Seen
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.token_row import Span
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.errors import SettingError
 from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
 
 RUNS = ["prime_rl/steps", "prime_rl/stream", "prime_rl/annotated"]

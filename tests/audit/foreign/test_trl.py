@@ -9,7 +9,7 @@ import pytest
 from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS, OUTCOMES, REWARDS, TOKENS, TRAINED
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
 
 

@@ -11,8 +11,8 @@ import pytest
 from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import HELD_OUT, METRICS, TOKENS, TRAINED
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.errors import SettingError
 from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
 
 

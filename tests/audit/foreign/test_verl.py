@@ -11,7 +11,7 @@ import pytest
 from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from tests.audit.foreign.reading import audited, copied, groups_of, record_of
 
 

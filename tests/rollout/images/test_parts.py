@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.parts import clean_row, image_urls, place_images, show_in_user_turns
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.decode import decode
-from agentfactory.tools.messages import text_of
 
 BASE = Path("/data")
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule
 from tests.seeing_chains import seeing

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from PIL import Image
 
+from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.messages import text_of
 from tests.seeing_chains import seeing
 from tests.third_party_servers import playwright
 from tests.vision_models import KINDS, make_vision_model

@@ -12,6 +12,7 @@ from aiohttp import web
 from PIL import Image
 from transformers import Qwen3Config
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
@@ -21,7 +22,6 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Outcome, StopReason
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_chains import seeing

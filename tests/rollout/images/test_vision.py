@@ -12,11 +12,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision, view_of_model, why_no_images
 from agentfactory.rollout.images.features import PixelMaker
 from agentfactory.rollout.images.patches import PatchVision
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.sizes import SizeRule
 from tests.vision_models import KINDS, make_vision_model
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from agentfactory.tools.messages import CallError, Content
+from agentfactory.base.messages import CallError, Content
 from tests.tools.roughness.raw_server import ID, message_of
 
 

@@ -15,12 +15,12 @@ from jsonschema.validators import validator_for
 from mcp_types import CallToolResult
 from pydantic import ValidationError
 
+from agentfactory.base.messages import ToolCall, ToolInfrastructureError, ToolResult, properties_of
 from agentfactory.commands.tools.isolation_check import _example
 from agentfactory.commands.tools.signatures import signature_of
 from agentfactory.rollout.text.parsers.parser import describe, parameter_schema, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert
 from agentfactory.tools.calls.argument_check import ArgumentCheck, fits_plainly
-from agentfactory.tools.messages import ToolCall, ToolInfrastructureError, ToolResult, properties_of
 from tests.mutants import JUNK, Mutants, keys_of
 from tests.tools.roughness.answers import ANSWERS
 from tests.tools.roughness.raw_server import ID

@@ -13,9 +13,9 @@ from mcp import StdioServerParameters
 from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.message_bounds import MessageFilter
-from agentfactory.tools.calls.run_notices import Notice, notice_of
-from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.mcp_servers import server_connection
 from agentfactory.tools.mcp_servers.stdio import messages_of
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.tools.roughness.answers import ANSWERS, Answer
 from tests.tools.roughness.raw_server import __file__ as raw_server

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
 from agentfactory.tools.mcp_servers import server_connection
-from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.tools.changing_server import __file__ as changing_program

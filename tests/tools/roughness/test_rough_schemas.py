@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import CallError, ToolCall
 from agentfactory.tools.calls.argument_check import ArgumentCheck, fits_plainly
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import CallError, ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.mutants import JUNK, Mutants, keys_of
 from tests.tools.roughness.raw_server import __file__ as raw_server

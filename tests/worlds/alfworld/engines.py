@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from agentfactory.tools.user_code.import_path import is_installed
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.worlds.alfworld.engine import PACKAGES
 
 PYTHON = os.environ.get("AGENTFACTORY_ALFWORLD_PYTHON")

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.tool import Finish

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code.import_path import own_python
 from agentfactory.worlds.alfworld.alfworld import AlfWorld, alfworld_tasks
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import FOLDER, Split

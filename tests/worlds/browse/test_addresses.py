@@ -4,7 +4,7 @@ import ipaddress
 
 import pytest
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.worlds.browse.addresses import AllowedHosts, is_public, parse_address
 from agentfactory.worlds.browse.documents import PageError
 

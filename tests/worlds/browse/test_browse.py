@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.browse.browse import Browse

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import Fetcher
 from tests.worlds.browse.site import PRIVATE, PUBLIC, NameServer, redirect, site, status

@@ -8,10 +8,10 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.rollout.config import DataConfig
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.game_processes import game_process

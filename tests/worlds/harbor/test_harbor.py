@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes import environment
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes import environment
 from agentfactory.worlds.harbor.check import play
 from agentfactory.worlds.harbor.dockerfile import parse
 from agentfactory.worlds.harbor.harbor import Harbor

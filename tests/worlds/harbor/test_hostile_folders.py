@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes import environment
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes import environment
 from agentfactory.worlds.harbor.harbor import Harbor
 from tests.command_line_agents import call
 from tests.scripted_chains import scripted_chains

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import Content, ToolCall, ToolResult
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.config import ToolsRecipe
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.messages import Content, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_chains import seeing

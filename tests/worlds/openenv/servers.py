@@ -9,10 +9,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.http.http_server import serve_websockets
+from agentfactory.base.http.key_guard import KeyGuard, listen
 from agentfactory.commands.worlds.openenv_server import ServedWorld, make_app
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.http.http_server import serve_websockets
-from agentfactory.tools.http.key_guard import KeyGuard, listen
 from agentfactory.tools.sessions.toolset import open_toolset
 
 ACTION = {

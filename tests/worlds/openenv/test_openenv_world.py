@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.config import McpServerConfig, ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.rollout.config import DataConfig
-from agentfactory.tools.config import McpServerConfig, ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.openenv import server as server_module

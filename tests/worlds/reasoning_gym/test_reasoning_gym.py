@@ -15,9 +15,9 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.processes.killable import KillableProcess
-from agentfactory.tools.processes.memory import memory_of
+from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.killable import KillableProcess
+from agentfactory.base.processes.memory import memory_of
 from agentfactory.worlds.reasoning_gym import gym_tasks
 from agentfactory.worlds.reasoning_gym.gym_tasks import INSTRUCTION, ReasoningGymTasks
 from agentfactory.worlds.reasoning_gym.reasoning_gym import ReasoningGym, VerifierError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.messages import ToolCall, ToolResult
+from agentfactory.base.messages import ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.worlds.scienceworld.jvms import Jvms
 from agentfactory.worlds.scienceworld.published_tasks import resolved

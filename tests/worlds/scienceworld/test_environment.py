@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolCall, ToolInfrastructureError
+from agentfactory.base.user_code import extras
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.tool import Finish
-from agentfactory.tools.user_code import extras
 from agentfactory.worlds.scienceworld import jvm as jvm_module
 from agentfactory.worlds.scienceworld import jvms as jvms_module
 from agentfactory.worlds.scienceworld.jvm import GameLost

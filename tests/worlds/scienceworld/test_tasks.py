@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.worlds.scienceworld.published_prompt import instruction
 from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, check_variation, named, resolved
 from agentfactory.worlds.scienceworld.scienceworld import in_brief, scienceworld_tasks

@@ -19,11 +19,11 @@ import psutil
 import pytest
 from playwright.async_api import Error
 
+from agentfactory.base.config import McpServerConfig, ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.recipe.load import load_recipe
-from agentfactory.tools.config import McpServerConfig, ToolsRecipe
-from agentfactory.tools.errors import SettingError
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.messages import ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.number_marks import MOST_MARKS

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.answer_cache import DiskCache
 from agentfactory.worlds.search.budget import Budget, BudgetUsedUp, Spending
 

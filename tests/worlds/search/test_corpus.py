@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.passage import Passage
 from tests.worlds.search.corpora import write_jsonl

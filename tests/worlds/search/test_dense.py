@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.commands.main import main
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.import_path import is_installed
 from agentfactory.worlds.search import dense
 from agentfactory.worlds.search.dense import EncoderSpec
 from agentfactory.worlds.search.local_index import LocalIndex, build_index

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolCall, ToolInfrastructureError
-from agentfactory.tools.processes import environment
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolCall, ToolInfrastructureError
+from agentfactory.base.processes import environment
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.search.budget import BudgetUsedUp
 from agentfactory.worlds.search.engines import engine as engine_module

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentfactory.tools.errors import SettingError
+from agentfactory.base.errors import SettingError
 from agentfactory.worlds.search import local_index
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.local_index import LocalIndex, build_index

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.retrieval_client import RetrievalClient
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.http.server_keys import key_header
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.http.server_keys import key_header
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.search.retrieval_client import RetrievalClient
 from tests.waiting import wait_for
 from tests.worlds.search.corpora import PLAYS, index_of

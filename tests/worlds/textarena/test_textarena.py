@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.textarena.games import MOVES, SINGLE, family, players
 from agentfactory.worlds.textarena.tasks import TextArenaSource

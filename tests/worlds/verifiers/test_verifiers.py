@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, RolloutRecipe
 from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.errors import SettingError
 from agentfactory.worlds.verifiers.tasks import VerifiersSource
 from agentfactory.worlds.verifiers.verifiers_agent import VerifiersAgent
 from tests.scripted_chains import Scripted, scripted_chains

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.config import ToolsRecipe
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolCall
+from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.webshop.nouns import load_tagger, small_tagger

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.webshop import shop as shop_module
 from agentfactory.worlds.webshop.catalogue import write_catalogue
 from agentfactory.worlds.webshop.goals import NO_BOUND, GoalKind, Split, shuffled

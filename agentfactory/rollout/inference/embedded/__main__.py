@@ -12,13 +12,13 @@ import sys
 from functools import partial
 from typing import Any, NoReturn
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.http.server_keys import published_key
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.memory import give_back_freed, keep_freed_memory
 from agentfactory.rollout.config.server import EMBEDDED_QUANTIZATIONS
 from agentfactory.rollout.text.stop_strings import Decode
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.loopback import is_loopback
-from agentfactory.tools.http.server_keys import published_key
-from agentfactory.tools.processes import parent_watch
-from agentfactory.tools.processes.memory import give_back_freed, keep_freed_memory
 
 
 def _arguments() -> argparse.Namespace:
@@ -66,6 +66,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from aiohttp import web
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from agentfactory.base.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
     from agentfactory.rollout.inference.embedded.adapters import AdapterError
     from agentfactory.rollout.inference.embedded.embedded_server import Server
     from agentfactory.rollout.inference.embedded.engine import Engine
@@ -73,7 +74,6 @@ async def _serve(args: argparse.Namespace, bound: socket.socket, api_key: str) -
     from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
     from agentfactory.rollout.model_hub import load_fault
     from agentfactory.rollout.text.tokenizer import stop_ids
-    from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from agentfactory.base.processes.memory import give_back_freed
 from agentfactory.rollout.inference.embedded.adapters import AdapterLayers, Segment, segments
 from agentfactory.rollout.inference.embedded.cuda_graphs import StaticDecoder
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
@@ -28,7 +29,6 @@ from agentfactory.rollout.inference.embedded.sampling import Request, Unsupporte
 from agentfactory.rollout.inference.embedded.start_check import check_last_position, proofs
 from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
 from agentfactory.rollout.inference.sequence_lengths import position_limit, proof_length
-from agentfactory.tools.processes.memory import give_back_freed
 
 if TYPE_CHECKING:
     from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder

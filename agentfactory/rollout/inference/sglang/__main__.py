@@ -16,16 +16,16 @@ from typing import NoReturn
 
 from aiohttp import web
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
+from agentfactory.base.http.key_guard import listen, server_key
+from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.http.server_keys import key_of_environment
+from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.inference.sglang.attach import attach
 from agentfactory.rollout.inference.sglang.front import Front
 from agentfactory.rollout.inference.sglang.sglang_process import SglangProcess
 from agentfactory.rollout.inference.sglang.upstream import Sglang
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
-from agentfactory.tools.http.key_guard import listen, server_key
-from agentfactory.tools.http.loopback import is_loopback
-from agentfactory.tools.http.server_keys import key_of_environment
-from agentfactory.tools.processes import parent_watch
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:

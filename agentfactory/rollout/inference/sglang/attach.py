@@ -3,8 +3,8 @@
 import asyncio
 from dataclasses import dataclass
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.sglang.upstream import ApiError, Json, Sglang, SglangGoneError
-from agentfactory.tools.errors import SettingError
 
 FIELD = "server.options.attach"
 _CANDIDATES = [0, 1, 2, 3]

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.loopback import listeners_users
+from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.inference.sglang.upstream import ApiError, Sglang
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.loopback import listeners_users
-from agentfactory.tools.user_code.import_path import own_python
 
 _POLL_SECONDS = 0.2
 _END_SECONDS = 5.0

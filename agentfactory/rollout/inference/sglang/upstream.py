@@ -6,7 +6,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from agentfactory.tools.http.proxies import open_session
+from agentfactory.base.http.proxies import open_session
 
 Json = dict[str, Any]
 

@@ -27,9 +27,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from agentfactory.base.http.loopback import is_loopback
 from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS_VARIABLE
 from agentfactory.rollout.inference.weight_digest import UNKNOWN, weight_digest
-from agentfactory.tools.http.loopback import is_loopback
 
 BACKEND = "file"
 

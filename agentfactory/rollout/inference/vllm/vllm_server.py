@@ -19,13 +19,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.loopback import is_loopback, listeners_users, loopback_interface
+from agentfactory.base.http.server_keys import published_key
+from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
 from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS, TABLE_ADAPTERS_VARIABLE
 from agentfactory.rollout.inference.vllm.vllm_guard import KEY_VARIABLE
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.http.loopback import is_loopback, listeners_users, loopback_interface
-from agentfactory.tools.http.server_keys import published_key
-from agentfactory.tools.processes import parent_watch
 
 _POLL_SECONDS = 0.2
 _HEALTH = "/health"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.loading import UserCodeError, load_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Parser, Reading
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.user_code.loading import UserCodeError, load_object
 
 __all__ = ["AUTO", "PARSERS", "Arguments", "Call", "FormatError", "NativeParser", "Parser", "Reading", "load_parser"]
 

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import KINDS, read_json, skip_space
-from agentfactory.tools.messages import ToolSpec
 
 
 def read_blocks(

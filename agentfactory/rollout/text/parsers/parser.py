@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from agentfactory.base.messages import Content, Message, ToolCall, ToolResult, ToolSpec, properties_of, required_of
 from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
-from agentfactory.tools.messages import Content, Message, ToolCall, ToolResult, ToolSpec, properties_of, required_of
 
 Arguments = dict[str, Any]
 Call = tuple[str, Arguments]

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.text.templates import Closings
-from agentfactory.tools.messages import Message
 
 
 @dataclass

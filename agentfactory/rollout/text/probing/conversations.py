@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.images.parts import image_part, show_in_user_turns
 from agentfactory.rollout.text.parsers import Call, Parser
 from agentfactory.rollout.text.probing.behaviour import Behaviour
-from agentfactory.tools.messages import Message, ToolCall, ToolSpec
 
 _TURNS, _CHARACTERS = 24, 20_000
 """Length of the longest probe conversation, and of its longest text."""

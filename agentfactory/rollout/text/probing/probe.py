@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.images.parts import for_template
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.reasoning_tags import reasoning_tags
@@ -16,7 +17,6 @@ from agentfactory.rollout.text.probing.conversations import (
 from agentfactory.rollout.text.probing.tool_probe import check_tools, fit_tools, shows_tools
 from agentfactory.rollout.text.probing.turn_probe import closing_of_words, find_reasoning, shows, turn_start
 from agentfactory.rollout.text.templates import ChatTemplate, Closings, RenderError, Tools, shared_length
-from agentfactory.tools.messages import Message
 
 _RENDERS = 5
 """Number of renders of one conversation that check that the text is deterministic."""

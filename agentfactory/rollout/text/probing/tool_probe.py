@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.text.parsers import PARSERS, Call, NativeParser, Parser, load_parser
 from agentfactory.rollout.text.parsers.reasoning_tags import reasoning_tags
 from agentfactory.rollout.text.probing.behaviour import Behaviour
@@ -19,7 +20,6 @@ from agentfactory.rollout.text.probing.turn_probe import (
     turn_start,
 )
 from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError, Tools
-from agentfactory.tools.messages import Message
 
 _TAG = re.compile(r"<[^<>/\s][^<>\s]*>|\[[A-Z_]+\]")
 _EXAMPLE = re.compile(r"\s*(?:[{\[(]|<[^/])")

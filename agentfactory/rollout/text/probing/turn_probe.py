@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable
 
+from agentfactory.base.messages import Message
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.templates import ChatTemplate, Closing, RenderError, Tools, shared_length
-from agentfactory.tools.messages import Message
 
 _TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
 

@@ -15,15 +15,15 @@ from typing import Any, ClassVar
 
 import aiohttp
 
+from agentfactory.base.errors import SettingError, short
+from agentfactory.base.http.proxies import Proxy, open_session, proxy_for, through
+from agentfactory.base.http.retries import Retries, seconds_asked
+from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes.environment import may_be_read
+from agentfactory.base.processes.threads import run_in_thread
+from agentfactory.base.run_notices import notify
+from agentfactory.base.user_code.extension import check_types
 from agentfactory.tools.calls.limits import Rates
-from agentfactory.tools.calls.run_notices import notify
-from agentfactory.tools.errors import SettingError, short
-from agentfactory.tools.http.proxies import Proxy, open_session, proxy_for, through
-from agentfactory.tools.http.retries import Retries, seconds_asked
-from agentfactory.tools.messages import ToolInfrastructureError
-from agentfactory.tools.processes.environment import may_be_read
-from agentfactory.tools.processes.threads import run_in_thread
-from agentfactory.tools.user_code.extension import check_types
 from agentfactory.worlds.browse.answer_cache import DiskCache
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import content_of

@@ -3,7 +3,7 @@ fields from its clients. The instance must have `json` in its `search.formats`."
 
 from typing import Any
 
-from agentfactory.tools.errors import SettingError, short
+from agentfactory.base.errors import SettingError, short
 from agentfactory.worlds.search.engines.engine import Engine, EngineOptions, Request, Results, passage, variable
 
 _ADDRESS = "SEARXNG_URL"

@@ -4,7 +4,7 @@ generated help, the shape of the answer from clients."""
 
 from typing import Any
 
-from agentfactory.tools.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.search.engines.engine import Engine, Request, Results, passage
 
 

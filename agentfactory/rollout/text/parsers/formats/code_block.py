@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec, required_of
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, join_results, parameters
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec, required_of
 
 CODE = "code"
 _FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)

@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Sequence
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import skip_space
-from agentfactory.tools.messages import ToolSpec
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

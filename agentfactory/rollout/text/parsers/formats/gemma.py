@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import MAX_DEPTH, skip_space
-from agentfactory.tools.messages import ToolSpec
 
 _NAME = re.compile(r"\s*call:([^\s{}:]+)\s*(?=\{)")
 _KEY = re.compile(r"\s*([^\s:,{}\[\]]+)\s*:")

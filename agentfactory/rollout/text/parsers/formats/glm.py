@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading, find_spec, parameter_schema
 from agentfactory.rollout.text.parsers.values import convert, skip_space, write_value
-from agentfactory.tools.messages import ToolSpec
 
 
 class Glm(NativeParser):

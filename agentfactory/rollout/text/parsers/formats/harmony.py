@@ -9,10 +9,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import read_object
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import skip_space
-from agentfactory.tools.messages import ToolSpec
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

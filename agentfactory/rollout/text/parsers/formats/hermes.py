@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from typing import ClassVar
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object
 from agentfactory.rollout.text.parsers.parser import Call, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
-from agentfactory.tools.messages import ToolSpec
 
 
 class Hermes(NativeParser):

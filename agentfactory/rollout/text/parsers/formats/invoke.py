@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading, find_spec, parameter_schema
 from agentfactory.rollout.text.parsers.values import convert, read_json, skip_space, write_value
-from agentfactory.tools.messages import ToolSpec
 
 
 class Invoke(NativeParser):

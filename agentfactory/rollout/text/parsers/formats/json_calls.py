@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.text.parsers.blocks import read_call_object
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec, join_results
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 _KEYS = ("arguments", "parameters")
 _RESULT = "[result of "

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import JsonList, read_call_object
 from agentfactory.rollout.text.parsers.formats.glm import Glm
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, Reading
 from agentfactory.rollout.text.parsers.values import KINDS
-from agentfactory.tools.messages import ToolSpec
 
 
 class Apertus(JsonList):

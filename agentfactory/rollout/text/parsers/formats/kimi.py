@@ -8,10 +8,10 @@ import json
 import re
 from collections.abc import Sequence
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_object
 from agentfactory.rollout.text.parsers.parser import Call, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import skip_space
-from agentfactory.tools.messages import ToolSpec
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

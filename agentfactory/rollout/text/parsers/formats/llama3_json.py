@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object, read_object
 from agentfactory.rollout.text.parsers.parser import (
     Call,
@@ -19,7 +20,6 @@ from agentfactory.rollout.text.parsers.parser import (
     sole_parameter,
 )
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
-from agentfactory.tools.messages import ToolSpec
 
 TAG = "<|python_tag|>"
 _ALONE = "Malformed tool call: a turn with a call has nothing beside it"

@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Sequence
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import JsonList, expect, read_blocks, read_object
 from agentfactory.rollout.text.parsers.parser import Call, NativeParser, Reading
-from agentfactory.tools.messages import ToolSpec
 
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*")

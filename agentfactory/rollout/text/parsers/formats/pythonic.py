@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_json, skip_space
-from agentfactory.tools.messages import ToolSpec
 
 TAGS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
 _NAME = r"[A-Za-z_][\w./-]*"

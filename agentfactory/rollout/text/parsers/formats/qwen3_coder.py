@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import read_blocks
 from agentfactory.rollout.text.parsers.parser import (
     Arguments,
@@ -19,7 +20,6 @@ from agentfactory.rollout.text.parsers.parser import (
     parameter_schema,
 )
 from agentfactory.rollout.text.parsers.values import convert, skip_space, write_value
-from agentfactory.tools.messages import ToolSpec
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.text.parsers.parser import (
     Arguments,
     Call,
@@ -18,7 +19,6 @@ from agentfactory.rollout.text.parsers.parser import (
     sole_parameter,
 )
 from agentfactory.rollout.text.parsers.values import convert, read_json
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 _LABEL = re.compile(r"^[ \t]*+(Thought|Action Input|Action|Observation|Final Answer)[ \t]*+:", re.MULTILINE)
 _ANSWER_FORM = "Thought: ...\nFinal Answer: the answer"

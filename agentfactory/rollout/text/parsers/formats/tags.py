@@ -5,6 +5,8 @@ import json
 import re
 from collections.abc import Sequence
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.text.parsers.parser import (
     Arguments,
     Call,
@@ -18,8 +20,6 @@ from agentfactory.rollout.text.parsers.parser import (
     sole_parameter,
 )
 from agentfactory.rollout.text.parsers.values import convert, read_json
-from agentfactory.tools.errors import SettingError
-from agentfactory.tools.messages import Message, ToolCall, ToolResult, ToolSpec
 
 ANSWER, RESULT = "answer", "information"
 

@@ -1,0 +1,93 @@
+"""Key authentication for our HTTP servers, because other users of a machine reach its loopback addresses too."""
+
+import base64
+import hmac
+import socket
+from binascii import Error
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.server_keys import key_file, key_of_environment, published_key
+
+HEALTH = "/health"
+"""The only route without a key."""
+
+
+class KeyGuard:
+    """ASGI middleware that answers requests without the key with status 401, before their bodies are read. It answers
+    WebSockets without the key with status 403.
+
+    Clients send `Authorization: Bearer KEY`. Clients that only accept a URL send the key as its password,
+    `http://:KEY@HOST:PORT`. A web page in a browser does not know the key, even if its host name maps to this address.
+    """
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and scope["path"] != HEALTH:
+            given = _key_in(Headers(scope=scope).get("authorization", ""))
+            if not hmac.compare_digest(given, self._key):
+                await _refuse(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request with status 401, and the opening of a WebSocket with 403; close the connection."""
+    if scope["type"] == "websocket":
+        await WebSocketClose()(scope, receive, send)
+        return
+    error = "this server takes requests only with its key, as Authorization: Bearer KEY"
+    await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
+
+
+def _key_in(authorization: str) -> bytes:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode("utf-8", "replace")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except (Error, ValueError):
+            return b""
+    return b""
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """Listen on an address; port 0 takes a free one. Raises SettingError, for the option `option` of the port, if the
+    address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        problem = f"{host}:{port} cannot be used: {error}"
+        raise SettingError(option, problem, "choose another; 0 takes a free one") from None
+    listener.listen(1024)
+    return listener
+
+
+@contextmanager
+def server_key(host: str, port: int, variable: str | None) -> Iterator[tuple[str, str]]:
+    """Yield a server's key and a line with its location: the environment variable `variable`, or a file that only this
+    user can read. Raises SettingError if the variable is not set, or the file cannot be written."""
+    if variable is not None:
+        yield key_of_environment("--api-key-env", variable), f"its key is in the variable {variable}"
+        return
+    try:
+        with published_key(host, port) as key:
+            yield key, f"its key is in {key_file(host, port)}, where your recipes find it"
+    except OSError as error:
+        problem = f"the key file for this server's clients cannot be written: {error}"
+        raise SettingError("--api-key-env", problem, "name a variable that holds one") from error

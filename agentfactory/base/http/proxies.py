@@ -1,0 +1,136 @@
+"""Proxies from the environment: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, in capitals or not.
+
+Servers on this machine are always reached directly: a proxy would look for them on its own machine.
+"""
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from agentfactory.base.errors import SettingError
+from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.http.server_keys import has_loopback_address
+from agentfactory.base.user_code.extras import install_command
+from agentfactory.base.user_code.import_path import is_installed
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_SCHEMES = ("http", "https", "socks5", "socks5h")
+_SPARED = re.compile(r"(?:\*?\.)?(?P<host>\*|\[[^\]]+\]|[^:]+|[\da-f:/]+)(?::(?P<port>\d+))?")
+"""An entry of NO_PROXY: a host, a domain, an address or a network, each with or without a port; or *."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """The proxy in the environment variable `variable`. `url` may contain a password; `str` omits it."""
+
+    variable: str
+    url: str
+
+    def __str__(self) -> str:
+        parts = urlsplit(self.url)
+        return f"the proxy {parts.scheme}://{parts.netloc.rpartition('@')[2]} ({self.variable})"
+
+    @property
+    def is_socks(self) -> bool:
+        """True if it speaks SOCKS instead of HTTP."""
+        return self.url.startswith("socks")
+
+
+def proxy_for(url: str) -> Proxy | None:
+    """Return the proxy for requests to `url`; None for servers on this machine, hosts in NO_PROXY, or if there is no
+    proxy. Raises SettingError if the variable holds no address of a proxy, or the library for SOCKS is missing."""
+    parts = urlsplit(url)
+    found = next(filter(None, map(_variable, (f"{parts.scheme}_proxy", "all_proxy"))), None)
+    if found is None or parts.hostname is None or _spared(parts.hostname, parts.port):
+        return None
+    if is_loopback(parts.hostname) or has_loopback_address(url):
+        return None
+    variable, value = found
+    proxy = Proxy(variable, value if "://" in value else f"http://{value}")
+    _check(proxy)
+    return proxy
+
+
+def through(proxy: Proxy | None) -> str:
+    """Return the end of an error about a request: the proxy that it took, if any."""
+    return "" if proxy is None else f"; it went through {proxy}: list the host in NO_PROXY if it needs none"
+
+
+def open_session(proxy: Proxy | None, idle_seconds: float = 15.0, **options: Any) -> "aiohttp.ClientSession":
+    """Open a session whose requests all take `proxy`, if any. It has no limit on connections, and closes those that
+    are idle for `idle_seconds`."""
+    # imported here, because every command imports this module, and aiohttp takes 0.3 s
+    import aiohttp
+
+    if proxy is None or not proxy.is_socks:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_seconds)
+        return aiohttp.ClientSession(connector=connector, proxy=None if proxy is None else proxy.url, **options)
+    from aiohttp_socks import ProxyConnector
+
+    # the proxy resolves names, which may have no address on this machine
+    url = proxy.url.replace("socks5h://", "socks5://", 1)
+    socks = ProxyConnector.from_url(url, rdns=True, limit=0, keepalive_timeout=idle_seconds)
+    return aiohttp.ClientSession(connector=socks, **options)
+
+
+def spare_loopback(environment: MutableMapping[str, str]) -> None:
+    """Add this machine to NO_PROXY if a proxy is set, for the libraries and child processes that read it."""
+    if not any(_variable(f"{scheme}_proxy", environment) for scheme in ("http", "https", "all")):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        entries = _entries(environment, name)
+        if "*" not in entries:
+            environment[name] = ",".join([*entries, *(host for host in _LOOPBACK if host not in entries)])
+
+
+def _entries(environment: Mapping[str, str], name: str) -> list[str]:
+    other = name.upper() if name.islower() else name.lower()
+    text = environment.get(name, environment.get(other, ""))
+    return [entry for each in text.lower().split(",") if (entry := each.strip())]
+
+
+def _variable(name: str, environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
+    """Return the variable `name`, and its value unless it is empty. As in other programs, small letters win."""
+    for spelled in (name, name.upper()):
+        if spelled in environment:
+            value = environment[spelled].strip()
+            return (spelled, value) if value else None
+    return None
+
+
+def _check(proxy: Proxy) -> None:
+    try:
+        parts = urlsplit(proxy.url)
+        valid = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port above 65,535
+        valid = False
+    if not valid:
+        shown = proxy.url.rpartition("@")[2]
+        raise SettingError(proxy.variable, f"{shown!r} is no address of a proxy", "write http://HOST:PORT, or unset it")
+    missing = [name for name in ("aiohttp_socks", "socksio") if not is_installed(name)] if proxy.is_socks else []
+    if missing:
+        problem = f"SOCKS needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed"
+        fix = f"{install_command('socks')}, or give an HTTP proxy in HTTPS_PROXY and HTTP_PROXY"
+        raise SettingError(proxy.variable, problem, fix)
+
+
+def _spared(host: str, port: int | None) -> bool:
+    """Return whether NO_PROXY has the host, a domain above it, or a network with its address."""
+    for entry in filter(None, map(_SPARED.fullmatch, _entries(os.environ, "no_proxy"))):
+        name = entry["host"].strip("[]")
+        if entry["port"] is not None and int(entry["port"]) != port:
+            continue
+        if name in ("*", host) or host.endswith(f".{name}"):
+            return True
+        with suppress(ValueError):  # a name, not an address or a network
+            if ipaddress.ip_address(host) in ipaddress.ip_network(name, strict=False):
+                return True
+    return False

@@ -1,0 +1,42 @@
+"""Names registered by entry points, of this package and of other installed packages."""
+
+import importlib
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from agentfactory.base.errors import SettingError
+from agentfactory.base.user_code.extras import missing_extra
+
+WORLDS = "agentfactory.worlds"
+"""Group of environments and tools, by their names in a recipe's `tools:` and `module:`."""
+SOURCES = "agentfactory.sources"
+"""Group of sources of tasks (`agentfactory.TaskSource`), by their names below `data`."""
+COMMANDS = "agentfactory.commands"
+"""Group of modules, each with a command of `agentfactory`: `ABOUT`, `EXAMPLES`, `add_options(parser)` and
+`run(options, say)`."""
+
+
+@cache
+def registered(group: str) -> dict[str, str]:
+    """Return the entry points of a group: name -> `package.module:NAME`, which is loaded on first use. Raises
+    SettingError if two packages register one name."""
+    found: dict[str, str] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        # a checkout on the import path repeats the entry points of its installed package
+        if found.setdefault(point.name, point.value) != point.value:
+            problem = f"two packages register {point.name!r} in {group}: {found[point.name]} and {point.value}"
+            raise SettingError("", problem, "uninstall one of them")
+    return found
+
+
+def load_named(place: str) -> Any:
+    """Return the object at `package.module:NAME`. Raises SettingError if it cannot be imported."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and (lacking := missing_extra(error, place)):
+            raise lacking from error
+        fix = "install what it needs, or the package that registers it again"
+        raise SettingError("", f"{place} cannot be loaded: {error}", fix) from error

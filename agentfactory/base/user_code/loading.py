@@ -1,0 +1,195 @@
+"""Loading of objects that a recipe names: from a user's files as `FILE.py:NAME`, or prebuilt ones by name alone."""
+
+import ast
+import filecmp
+import hashlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentfactory.base.errors import SettingError, is_interruption
+from agentfactory.base.user_code.entry_points import load_named
+from agentfactory.base.user_code.extras import OWN_ENVIRONMENT, unmet_below
+from agentfactory.base.user_code.import_path import append_folders, user_folders
+from agentfactory.base.user_code.watch import announced
+
+
+class UserCodeError(SettingError):
+    """A `FILE.py:NAME` that cannot be loaded: `problem` names the invalid part and the existing alternatives."""
+
+    def __init__(self, problem: str, fix: str = "name an object that a file defines, as FILE.py:NAME") -> None:
+        super().__init__("", problem, fix)
+
+
+def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
+    """Load `NAME` from `FILE.py`, a path relative to `base`, or from `prebuilt` (name -> `package.module:NAME`).
+
+    The file is executed once per process. It may import installed libraries and the modules in its folder, which is
+    appended to the import path. If `import FILE` finds this file, the module has that name; otherwise it gets a private
+    name, so that it neither shadows another module nor is shadowed by one.
+
+    Raises:
+        UserCodeError: malformed reference, no such file, the file fails when executed, or it does not define the name.
+    """
+    if prebuilt is not None and reference in prebuilt:
+        return load_named(prebuilt[reference])
+    file, separator, name = reference.rpartition(":")
+    if prebuilt is not None and not separator:
+        problem = f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME"
+        if close := get_close_matches(reference, prebuilt, 1):
+            raise UserCodeError(problem, f"write {close[0]}, or name an object that a file defines, as FILE.py:NAME")
+        raise UserCodeError(problem)
+    if not separator or not file.endswith(".py") or not name.isidentifier():
+        raise UserCodeError(f"{reference!r} is not of the form FILE.py:NAME")
+    path = (base / file).resolve()
+    if not path.is_file():
+        raise UserCodeError(f"{reference}: there is no file {path}")
+    module = load_module(path)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise UserCodeError(f"{reference}: {path} defines no {name}; it defines {_defined_names(module)}") from None
+
+
+def load_module(path: Path) -> ModuleType:
+    """Execute the file `path` like `load_object`. Raises UserCodeError if it fails."""
+    append_folders([path.parent], of_file=True)
+    private = f"_agentfactory_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = path.stem if _is_same(_origin(path.stem), path) else private
+    if name in sys.modules:
+        return sys.modules[name]
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None  # a path that ends in .py always has one, and a loader
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # dataclasses and get_type_hints look it up
+    try:
+        with announced(f"importing {path.name}"):
+            specification.loader.exec_module(module)
+        _check_neighbours(path)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, UserCodeError):
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if is_interruption(error):
+            raise KeyboardInterrupt from error
+        problem = f"{path} fails on import: {type(error).__name__}: {error}{_place(error, path)}"
+        raise UserCodeError(problem, _fix(error, path)) from error
+    return module
+
+
+def _origin(name: str) -> str | None:
+    """Return the file from which the module `name` is or would be imported; None if there is none."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None)
+    # this imports parent packages, which may fail
+    with suppress(Exception):
+        specification = importlib.util.find_spec(name)
+        return specification.origin if specification and specification.has_location else None
+    return None
+
+
+def _is_same(file: str | None, path: Path) -> bool:
+    return file is not None and Path(file).exists() and path.samefile(file)
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """Return the last location of the error in the file `path` or a helper of it; "" if the message has it."""
+    if isinstance(error, SyntaxError):
+        # its message ends with the line number and the file's name, without its folder
+        file, line = error.filename, error.lineno
+        is_helper = file is not None and file != str(path) and str(Path(file).parent) in user_folders()
+        return f" ({file}, line {line})" if is_helper else ""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    users = [(file, line) for file, line in frames if file == str(path) or str(Path(file).parent) in user_folders()]
+    if not users:
+        return ""
+    file, line = users[-1]
+    return f" (line {line})" if file == str(path) else f" ({file}, line {line})"
+
+
+def _fix(error: BaseException, path: Path) -> str:
+    if isinstance(error, SystemExit):
+        return "do not end the program when the file is imported"
+    if problem := unmet_below(path, error):
+        return f"{problem}; {OWN_ENVIRONMENT}"
+    if not isinstance(error, ImportError):
+        return "correct the file"
+    if "no known parent package" in str(error):
+        return "write `import NAME` for a file beside it"
+    first = (error.name or "").partition(".")[0]
+    beside = [each for each in (path.parent / f"{first}.py", path.parent / first / "__init__.py") if each.is_file()]
+    if beside and not isinstance(error, ModuleNotFoundError) and not _is_users(_origin(first)):
+        return f"give {beside[0]} another name: the library {first} comes before it"
+    if first == "mcp":
+        return f"AgentFactory needs the installed mcp {version('mcp')}: change the import, or {OWN_ENVIRONMENT}"
+    if not isinstance(error, ModuleNotFoundError):
+        return "correct the file"
+    places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
+    fix = f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
+    return fix + (f"; AgentFactory's own is agentfactory.{first}" if first in ("rollout", "tools", "trainers") else "")
+
+
+def _check_neighbours(path: Path) -> None:
+    """Check that imports of neighbouring modules find the neighbours.
+
+    Python has only one module per name, so a file in another folder may have taken it. Checks `path` and the imported
+    modules of its folder. Raises UserCodeError.
+    """
+    files, folder = [path], f"{path.parent}{os.sep}"
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None)
+        # thousands of modules may be loaded: no Path for each
+        if file and file.startswith(folder) and file.endswith(".py") and os.sep not in file[len(folder) :]:
+            files += [Path(file)] if file != str(path) else []
+    for file in files:
+        for name in sorted(_imports(file.read_bytes())):
+            place = path.parent.joinpath(*name.split("."))
+            own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
+            found = _origin(name) if own else None
+            # either works if it is a copy
+            if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
+                raise UserCodeError(
+                    f"{file} imports {name} from its own folder, but Python finds {found} under that name",
+                    "give one of the two another name",
+                )
+
+
+@lru_cache
+def _imports(source: bytes) -> set[str]:
+    """Return every module that a file may import by its full name, at its beginning or later."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    # importing a module imports its parent packages
+    return {".".join(name.split(".")[: end + 1]) for name in found for end in range(name.count(".") + 1)}
+
+
+def _is_users(file: str | None) -> bool:
+    # libraries take precedence by design; a user's folder may contain a virtual environment
+    if file is None or "site-packages" in Path(file).parts:
+        return False
+    return any(Path(file).is_relative_to(folder) for folder in user_folders())
+
+
+def _defined_names(module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    return ", ".join(names) or "no function and no class"

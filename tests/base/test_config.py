@@ -1,0 +1,59 @@
+"""Tests of invalid `mcp_servers:` and `limits:`: each is refused with a fix."""
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentfactory.base.config import LimitsConfig, McpServerConfig
+
+
+def test_the_usual_block_is_taken_as_it_is() -> None:
+    everything = {"type": "stdio", "command": "npx", "args": ["-y", "some-server"], "env": {"TOKEN": "${TOKEN}"}}
+    assert McpServerConfig.model_validate(everything).command == "npx"
+    http = {"type": "http", "url": "http://127.0.0.1:1/mcp", "headers": {"Authorization": "Bearer ${TOKEN}"}}
+    assert McpServerConfig.model_validate(http).url == "http://127.0.0.1:1/mcp"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "got none; fix: give exactly one of command, url, module, container"),
+        ({"command": "x", "url": "http://a"}, "got ['command', 'url']"),
+        ({"command": "x", "type": "http"}, "type: got 'http' with command"),
+        ({"url": "http://a", "type": "stdio"}, "type: got 'stdio' with url"),
+        (
+            {"url": "http://a", "args": ["x"]},
+            "args: got ['x']: it applies to command and container, and this server uses url",
+        ),
+        ({"url": "http://a", "env": {"A": "b"}}, "env: got ['A']: it applies to command"),
+        ({"command": "x", "headers": {"A": "b"}}, "headers: got ['A']: it applies to url"),
+        ({"command": "x", "options": {"a": 1}}, "options: got ['a']: it applies to module"),
+        ({"container": "image", "cwd": "/"}, "cwd: got '/': it applies to command"),
+        ({"command": "x", "isolation": "session"}, "isolation: got session with command; fix: use shared or process"),
+        ({"url": "http://a", "isolation": "process"}, "isolation: got process with url; fix: use shared or session"),
+        ({"module": "a.py:B", "isolation": "process"}, "each chain has an instance of its own"),
+        ({"command": "x", "isolation": "process", "cache": 3}, "cache: got 3, but the server keeps state per chain"),
+        ({"command": "x", "environment": {}, "cache": 3}, "cache: got 3"),
+        ({"command": "x", "pool": {"capacity": 0}}, "greater than 0"),
+        ({"command": "x", "comand": "y"}, "comand"),
+    ],
+)
+def test_servers_that_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        McpServerConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"on_breach": {"calls": {"action": "stop"}}}, "calls"),
+        ({"cost": 1.0}, "cost_per_call"),
+        ({"calls": 3, "on_breach": {"calls": {"penalty": -1}}}, "greater than or equal to 0"),
+        ({"calls": 3, "on_breach": {"cals": {}}}, "calls_per_turn"),
+    ],
+)
+def test_limits_that_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        LimitsConfig.model_validate(fields)

@@ -1,0 +1,159 @@
+"""Tests of loading objects that a recipe names as FILE.py:NAME."""
+
+from pathlib import Path
+
+import pytest
+
+from agentfactory.base.user_code import extras
+from agentfactory.base.user_code.import_path import append_folders, user_folders
+from agentfactory.base.user_code.loading import UserCodeError, load_object
+
+
+def test_loads_once_under_a_private_name(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("import json\nloads = json.loads\nclass Thing: pass\n")
+    thing = load_object("json.py:Thing", tmp_path)
+    assert load_object(str(tmp_path / "json.py") + ":Thing", Path("elsewhere")) is thing
+    assert load_object("json.py:loads", tmp_path)("[1]") == [1]
+    assert thing.__module__.startswith("_agentfactory_user_json_")
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("tools.py", "'tools.py' is not of the form FILE.py:NAME"),
+        ("tools:search", "not of the form"),
+        ("tools.py:", "not of the form"),
+        ("tools.py:a.b", "not of the form"),
+        ("missing.py:search", "missing.py:search: there is no file .*missing.py"),
+        ("mine.py:serach", "defines no serach; it defines search, Index"),
+        ("empty.py:x", "it defines no function and no class"),
+        ("broken.py:x", "broken.py fails on import: ZeroDivisionError: division by zero"),
+        ("broken.py:x", r"division by zero \(line 1\); fix: correct the file$"),
+        (
+            "syntax.py:x",
+            r"SyntaxError: .*syntax.py, line 1\); fix: correct the file$",
+        ),
+        (
+            "bare.py:f",
+            r"@tool f: parameter x has no annotation; write x: str.*\(line 2\); fix: correct",
+        ),
+    ],
+)
+def test_errors(tmp_path: Path, reference: str, reason: str) -> None:
+    (tmp_path / "mine.py").write_text("import os\ndef search(): pass\nclass Index: pass\n_hidden = 1\n")
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "syntax.py").write_text("def (\n")
+    (tmp_path / "bare.py").write_text("from agentfactory import tool\n@tool\ndef f(x): pass\n")
+    with pytest.raises(UserCodeError, match=reason):
+        load_object(reference, tmp_path)
+
+
+def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
+    """Check that neighbouring files come after installed packages: `json.py` does not hide the library."""
+    (tmp_path / "beside.py").write_text("VALUE = 1\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('taken for the library')\n")
+    (tmp_path / "mine.py").write_text("import json\nfrom beside import VALUE\n")
+    assert load_object("mine.py:VALUE", tmp_path) == 1
+    assert user_folders()[-1] == str(tmp_path)
+
+
+def test_a_framework_for_another_mcp_is_named_with_the_way_to_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be imported beside AgentFactory, but an agent can be a program of another environment."""
+    (tmp_path / "framework").mkdir()
+    (tmp_path / "framework" / "__init__.py").write_text("from mcp import types\ntypes.OfMcp1\n")
+    (tmp_path / "old_framework-1.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: old-framework\nVersion: 1.0\nRequires-Dist: pytest\nRequires-Dist: mcp<2\n"
+    (tmp_path / "old_framework-1.0.dist-info" / "METADATA").write_text(metadata)
+    (tmp_path / "old_framework-1.0.dist-info" / "top_level.txt").write_text("framework\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "agent.py").write_text("import framework\n\nasync def run(client): pass\n")
+    with pytest.raises(
+        UserCodeError,
+        match=r"old-framework 1\.0 needs mcp<2, and mcp 2\..* is installed; .* \(rollout\.agent\.command\)",
+    ):
+        load_object("agent.py:run", tmp_path)
+    (tmp_path / "old_tools.py").write_text("from mcp.server.fastmcp import FastMCP\n")
+    with pytest.raises(
+        UserCodeError, match=r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"
+    ):
+        load_object("old_tools.py:tools", tmp_path)
+    # what has not run for the file is not to blame, nor the library mcp for a file of that name
+    monkeypatch.setattr(extras, "unmet", lambda distribution: "agentfactory needs another version")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(UserCodeError, match=r"division by zero \(line 1\); fix: correct the file$"):
+        load_object("broken.py:run", tmp_path)
+    (tmp_path / "mcp.py").write_text("mine = 1\n")
+    (tmp_path / "mistaken.py").write_text("from mcp import mine\n")
+    with pytest.raises(UserCodeError, match=r"fix: give .*mcp\.py another name: the library mcp comes before it"):
+        load_object("mistaken.py:run", tmp_path)
+
+
+IMPORTS = {
+    "at its beginning": "from {name} import VALUE\n",
+    "later": "def value():\n    from {name} import VALUE\n    return VALUE\nVALUE = 0\n",
+    "of a folder": "from {name}.inner import VALUE\n",
+    "by another": "from by_{name} import VALUE\n",
+}
+
+
+@pytest.mark.parametrize("kind", IMPORTS)
+def test_of_two_modules_of_one_name_the_second_is_told(tmp_path: Path, kind: str) -> None:
+    name = f"helpers_{[*IMPORTS].index(kind)}"
+    for folder in ("one", "two"):
+        (tmp_path / folder / name).mkdir(parents=True)
+        (tmp_path / folder / f"by_{name}_{folder}.py").write_text(f"from {name} import VALUE\n")
+        (tmp_path / folder / name / "inner.py").write_text(f"VALUE = '{folder}'\n")
+        if kind != "of a folder":
+            (tmp_path / folder / f"{name}.py").write_text(f"VALUE = '{folder}'\n")
+        text = IMPORTS[kind].format(name=name)
+        (tmp_path / folder / "mine.py").write_text(text.replace(f"by_{name}", f"by_{name}_{folder}"))
+    assert load_object("one/mine.py:VALUE", tmp_path) in ("one", 0)
+    told = (
+        rf"two/.*\.py imports {name}.* from its own folder, but Python finds .*one/{name}.* under that name; "
+        "fix: give one of the two"
+    )
+    with pytest.raises(UserCodeError, match=told):
+        load_object("two/mine.py:VALUE", tmp_path)
+
+
+def test_a_files_own_folder_comes_before_the_recipes(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    for folder in ("", "tasks"):
+        (tmp_path / folder / "nearest.py").write_text(f"VALUE = '{folder}'\n")
+    (tmp_path / "tasks" / "mine.py").write_text("from nearest import VALUE\n")
+    append_folders([tmp_path])
+    assert load_object("tasks/mine.py:VALUE", tmp_path) == "tasks"
+
+
+def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
+    (tmp_path / "world_of.py").write_text("LIMIT = 3\nclass World: pass\nfrom helps_world import make\n")
+    text = "import world_of\nfrom world_of import LIMIT\ndef make(): return world_of.World()\n"
+    (tmp_path / "helps_world.py").write_text(text)
+    world, make = (load_object(f"world_of.py:{name}", tmp_path) for name in ("World", "make"))
+    assert isinstance(make(), world)
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        (
+            "import no_such_module",
+            r"No module named 'no_such_module' \(line 1\); fix: install it, or .* import_path; .* in .*/",
+        ),
+        ("from no_such.place import x", r"No module named 'no_such' \(line 1\); fix: install it"),
+        ("1 / 0", r"division by zero \(line 1\); fix: correct the file"),
+        ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
+        ("from . import broken_helper", "fix: write `import NAME` for a file beside it"),
+        ("from yaml import mine", "give .*yaml.py another name: the library yaml comes before it"),
+        ("raise SystemExit(3)", r"SystemExit: 3 \(line 1\); fix: do not end the program"),
+    ],
+)
+def test_what_a_file_lacks_is_told_with_the_fix(tmp_path: Path, line: str, fix: str) -> None:
+    (tmp_path / "lacks.py").write_text(f"{line}\n")
+    (tmp_path / "broken_helper.py").write_text("def (\n")
+    (tmp_path / "yaml.py").write_text("mine = 1\n")
+    with pytest.raises(UserCodeError, match=fix):
+        load_object("lacks.py:x", tmp_path)
