@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic.fields import FieldInfo
 
 from agentfactory.base.errors import SettingError, short
+from agentfactory.base.messages import LARGEST_REWARD
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
@@ -21,6 +22,7 @@ CHAIN = "${chain}"
 WAYS = ("command", "url", "module", "container")
 """The mutually exclusive fields that define how an MCP server is started or reached."""
 PositiveFloat = Annotated[float, Field(gt=0)]
+Penalty = Annotated[float, Field(ge=0, le=LARGEST_REWARD)]
 
 
 class Section(BaseModel):
@@ -270,7 +272,7 @@ class BreachConfig(Section):
     action: Literal["tell", "stop"] = "tell"
     """tell: the model reads an explanation instead of the result, and the chain continues. stop: the chain ends as
     tool_limit."""
-    penalty: float = Field(default=0.0, ge=0)
+    penalty: Penalty = 0.0
     """Subtracted from the chain's reward at each breach."""
 
 

@@ -1,6 +1,7 @@
 """Messages, tool calls and results: the data exchanged between an agent and its tools."""
 
 import math
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -120,6 +121,12 @@ MOST_METRICS = 100
 """Metrics of one chain: each is a column of metrics.jsonl, of trackers and of the viewer."""
 LONGEST_NAME = 100
 _TOGETHER = "all rewards of the chain together"
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value is an int or a float, and finite as a float; 10**400 is not, and neither is True."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 @dataclass

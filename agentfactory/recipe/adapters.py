@@ -1,6 +1,5 @@
 """Adapters that training continues or merges first: that of the stage before, or of `model.lora.from`."""
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_json
+from agentfactory.base.messages import is_finite_number
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import MERGED, Recipe
 from agentfactory.rollout.config import LoraConfig
@@ -227,7 +227,7 @@ def _read(folder: Path) -> dict[str, Any]:
         problem = f"{where} holds an adapter of another kind: peft_type: {config.get('peft_type')}"
         raise SettingError(_FROM, problem, "name a LoRA adapter")
     for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), int | float) or not math.isfinite(config[name]):
+        if not is_finite_number(config.get(name)):
             raise SettingError(_FROM, f"{where}: {name}: {config.get(name)!r} is not a number", "name another adapter")
     if not (folder / WEIGHTS).is_file():
         problem = f"{where} has no {WEIGHTS}"

@@ -14,7 +14,7 @@ from agentfactory.base.http.addresses import is_http_address
 from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.config import EqualRewards, Part, RolloutConfig
+from agentfactory.rollout.config import EqualRewards, Part
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.rollout.inference.sequence_lengths import check_lengths
@@ -369,7 +369,8 @@ def _check_teacher(recipe: Recipe) -> None:
         problem = f"got {kept.value!r}, which drops groups although their chains are graded: only the teacher trains"
         raise SettingError("rollout.equal_rewards", problem, "use keep")
     if teacher.context is not None:
-        _check_one_row(recipe.rollout)
+        for part in recipe.parts():
+            _check_one_row(part)
         if teacher.context == "solution":
             _check_group_size(recipe, "got 1 with teacher.context=solution, which is another chain of the group")
 
@@ -381,13 +382,15 @@ def _check_group_size(recipe: Recipe, problem: str) -> None:
             raise part.located(SettingError("rollout.group_size", problem, "use at least 2"))
 
 
-def _check_one_row(rollout: RolloutConfig) -> None:
+def _check_one_row(part: Part[Recipe]) -> None:
     """Raise SettingError for settings with which a chain may have several rows: teacher.context adds to one prompt."""
     problem = "with teacher.context, which adds to the one prompt of a chain"
-    if rollout.context.policy != "keep":
-        raise SettingError("rollout.context.policy", f"got {rollout.context.policy!r} {problem}", "use keep")
-    if rollout.context.keep_images is not None:
-        raise SettingError("rollout.context.keep_images", f"got {rollout.context.keep_images} {problem}", "set null")
+    context = part.recipe.rollout.context
+    if context.policy != "keep":
+        raise part.located(SettingError("rollout.context.policy", f"got {context.policy!r} {problem}", "use keep"))
+    if context.keep_images is not None:
+        problem = f"got {context.keep_images} {problem}"
+        raise part.located(SettingError("rollout.context.keep_images", problem, "set null"))
 
 
 def _check_teacher_server(recipe: Recipe, server: TeacherServer) -> None:

@@ -1,5 +1,6 @@
 """The part of a recipe that the trainers package owns: train, sync, placement and track."""
 
+import re
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -9,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.base.config import Choice, Options, PositiveFloat, Section, TypedOptions
 from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import LARGEST_REWARD
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.config.sources import SourceConfig, sections
@@ -243,7 +245,7 @@ class OverlongConfig(Section):
 
     buffer: PositiveInt
     """Number of tokens before rollout.max_total_tokens over which the penalty grows."""
-    penalty: float = Field(default=1.0, gt=0)
+    penalty: float = Field(default=1.0, gt=0, le=LARGEST_REWARD)
     """Penalty for a chain of rollout.max_total_tokens."""
 
 
@@ -257,6 +259,18 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(default=None, ge=0)
     """Null uses the optimiser's."""
 
+    @field_validator("match")
+    @classmethod
+    def _is_an_expression(cls, match: str) -> str:
+        try:
+            re.compile(match)
+        except re.error as error:
+            raise SettingError("", f"got {match!r}: {error}", "write a regular expression") from None
+        return match
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Section):
     """The optimiser, which updates weights from gradients."""
@@ -264,7 +278,7 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"] = "adamw"
     """adamw: torch's fused implementation. adamw_8bit and lion: need bitsandbytes on a GPU. muon: for the matrices
     within layers, with adamw for all other weights. fsdp2 supports only adamw and sgd."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of adamw, adamw_8bit and lion; the first is also the momentum of muon and sgd."""
     eps: float = Field(default=1e-8, gt=0)
     """Epsilon of adamw (including muon's) and adamw_8bit."""

@@ -31,13 +31,15 @@ def recipe_of(train: dict[str, Any], rollout: dict[str, Any]) -> Recipe:
     return Recipe.model_validate({**sections, "train": {"steps": 1, **train}, "rollout": rollout})
 
 
-def chain(name: str, reward: float, malformed: bool = False, outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
-    """A chain of two turns of 2 tokens; the first of them may be malformed."""
+def chain(
+    name: str, reward: float, malformed: bool = False, outcome: Outcome = Outcome.COMPLETED, turns: int = 2
+) -> Trajectory:
+    """A chain of turns of 2 tokens; the first of them may be malformed."""
     row = Row()
-    for _ in range(2):
+    for _ in range(turns):
         row.append_context([1, 2])
         row.append_sampled([4 + ord(name), 4], [-1.0, -1.0], [Span("0", 0, 2)])
-    made = Trajectory(name, [], [row], outcome, reward, turns=2)
+    made = Trajectory(name, [], [row], outcome, reward, turns=turns)
     made.malformed_turns = [0] if malformed else []
     return made
 
@@ -92,6 +94,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Trajectory]]] = {
         {"overlong": {"buffer": 4}},
         {"max_total_tokens": 10},
         [chain("a", 1.0), chain("b", 0.0), chain("c", 0.5)],
+    ),
+    "overlong chains over a batch": (
+        {"overlong": {"buffer": 8, "penalty": 3.0}, "advantage": {"options": {"scale": "batch"}}},
+        {"max_total_tokens": 16},
+        [chain("a", 1.0, turns=4), chain("b", 0.0, turns=1), chain("c", 0.5)],
+    ),
+    "overlong chains of reinforce_pp_baseline": (
+        {"overlong": {"buffer": 8, "penalty": 1.0}, "algorithm": "reinforce_pp_baseline"},
+        {"max_total_tokens": 16},
+        [chain("a", 1.0, turns=4), chain("b", 0.0, turns=1), chain("c", 0.0)],
     ),
 }
 

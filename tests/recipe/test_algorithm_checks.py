@@ -43,6 +43,20 @@ REFUSED = {
         "train.loss.mismatch.options",
         "low: 0.99, high: 1.01",
     ),
+    "no expression": (["train.optimizer.groups=[{match: '['}]"], "train.optimizer.groups.0.match", "regular expression"),
+    "moments that never move": (["train.optimizer.betas=[0.9, 1.0]"], "train.optimizer.betas.1", "less than 1"),
+    "an adapter that does nothing": (["model.lora={rank: 4, alpha: 0}"], "model.lora.alpha", "greater than 0"),
+    "a penalty without bound": (["train.overlong={buffer: 1, penalty: 1e308}"], "train.overlong.penalty", "less than"),
+    "a penalty of an outcome": (
+        ["rollout.outcome_penalty={max_turns: 1e308}"],
+        "rollout.outcome_penalty.max_turns",
+        "less than",
+    ),
+    "groups of one chain": (
+        ["rollout.group_size=1", "rollout.equal_rewards=drop", "train.algorithm=reinforce_pp"],
+        "rollout.equal_rewards",
+        "use keep",
+    ),
     "dropout of an adapter": (["model.lora={rank: 4, dropout: 0.1}"], "model.lora.dropout", "use 0"),
     "distance in the reward of a turn": (
         [*GIGPO, "train.loss.kl.coefficient=0.1", "train.loss.kl.place=reward"],

@@ -70,6 +70,14 @@ def seen(call: str) -> dict[str, str]:
     return {**SEEN, "tool_call_id": call}
 
 
+def test_results_come_in_the_order_of_their_calls(tmp_path: Path) -> None:
+    """As chat templates need that write no ids."""
+    rest = [CALL, seen("a"), USER]
+    messages = [USER, CALLS, seen("b"), seen("a"), *rest]
+    (task,) = load_tasks(write(tmp_path / "t.json", json.dumps([{"messages": messages}])))
+    assert task["messages"] == [USER, CALLS, seen("a"), seen("b"), *rest]
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -84,6 +92,15 @@ def seen(call: str) -> dict[str, str]:
             r"messages\.2: it is the result of no call; remove it",
         ),
         ([USER, SEEN], r"messages\.1: it is the result of no call; remove it"),
+        ([USER, CALL, {**seen("a"), "name": "go"}], r"messages\.2\.name: got 'go', but the call is of 'look'"),
+        (
+            [USER, {**CALL, "tool_calls": CALL["tool_calls"] * 2}],
+            r"messages\.1\.tool_calls: two of them have the same id, among 'a', 'a'",
+        ),
+        (
+            [USER, {"role": "assistant", "content": "Hm.", "weight": 10**400}],
+            r"messages\.1\.weight: got 1000.*, not a number of at least 0",
+        ),
     ],
 )
 def test_calls_and_their_results_belong_together(tmp_path: Path, messages: list[Any], message: str) -> None:

@@ -106,9 +106,11 @@ async def test_the_best_of_several_boxes_counts(tmp_path: Path) -> None:
         ("box_iou", {"images": ["a"]}, "needs the field 'box'"),
         ("box_iou", {"images": ["a"], "box": [0, 0, 5]}, r"needs \[left, top, right, bottom\] in the field 'box'"),
         ("box_iou", {"images": ["a"], "box": [5, 0, 5, 9]}, r"not \[5, 0, 5, 9\]"),
+        ("box_iou", {"images": ["a"], "box": [0, 0, 5, 10**400]}, r"needs \[left, top, right, bottom\]"),
         ("point_in_box", {"images": [], "box": [0, 0, 5, 9]}, "needs image 0 of the row, which has 0"),
         ("multiple_choice", {"answer": "yes"}, "needs a letter in the field 'answer', not 'yes'"),
         ("count", {"answer": "many"}, "needs a number in the field 'answer', not 'many'"),
+        ("count", {"answer": 10**400}, "needs a number in the field 'answer', not 1000"),
         ("anls", {"answer": []}, "needs answers in the field 'answer'"),
     ],
 )

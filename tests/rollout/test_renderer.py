@@ -491,6 +491,8 @@ def test_load_from_a_model_folder(model_folder: Path) -> None:
         (None, {"eos_token_id": 2}, [2]),
         (None, {"text_config": {"eos_token_id": [3, 4]}}, [3, 4]),
         ({}, {"eos_token_id": [2, 0]}, []),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": 5}}, [5]),
+        (None, {"eos_token_id": 2, "text_config": None}, [2]),
         ({"eos_token_id": 5}, {"eos_token_id": [2, 0]}, [5]),
     ],
 )
@@ -508,6 +510,15 @@ def test_turns_end_where_transformers_ends_them(
         except OSError:  # as from_pretrained of a network does
             found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_folder)).eos_token_id
         assert (found if isinstance(found, list) else [] if found is None else [found]) == ids
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", ["2", [2, None], -1, 10**30, True])
+def test_ends_that_are_no_tokens_are_named(name: str, ids: Any, model_folder: Path) -> None:
+    (model_folder / "generation_config.json").unlink()
+    (model_folder / name).write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(SettingError, match=rf"model\.path: .* has the end of sequence .* in {name}; fix: write ids"):
+        stop_ids(str(model_folder))
     renderer = load_renderer(ModelConfig(path=str(model_folder)), "hermes")
     assert {*ids} <= {*renderer.stop_token_ids}
 

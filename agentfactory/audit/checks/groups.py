@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from agentfactory.rollout.evaluation.equal_samples import are_equal, could_diffe
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.trainers.config import GrpoOptions
+
+if TYPE_CHECKING:
+    from agentfactory.trainers.loop.token_advantages import Credit
 
 MOST_EQUAL = 0.8
 """Share of groups with equal rewards beyond which there is a warning."""
@@ -80,7 +83,8 @@ class GroupCheck(Check):
         whole_batch = recipe.train.advantage.estimator == "reinforce_pp_baseline" or (
             isinstance(options, GrpoOptions) and options.scale == "batch"
         )
-        expected = None if whole_batch else _by_the_rule(seen.group, recipe)
+        credit = _credit(seen.group, recipe)
+        expected = None if whole_batch else _advantages(credit)
         self._compared += len(seen.credit)
         differing = None
         if expected is not None:
@@ -89,7 +93,7 @@ class GroupCheck(Check):
             differing = next(((name, text) for name, text in pairs if text is not None), None)
             if differing is None:
                 return
-        found = self._chain_advantages(seen, chains)
+        found = self._chain_advantages(seen, chains, credit.rewards)
         ranked = sorted(found)
         for low, high in pairwise(ranked):
             if low[0] < high[0] and low[1] > high[1] + NEAR:
@@ -105,7 +109,9 @@ class GroupCheck(Check):
                 text = f"rewards {ranked[0][0]:g} and {ranked[-1][0]:g} have the advantage {ranked[0][1]:g}"
                 self._flat.add(Evidence(text, seen.group.id, ranked[-1][2], file=seen.file))
 
-    def _chain_advantages(self, seen: Seen, chains: list[Trajectory]) -> list[tuple[float, float, str]]:
+    def _chain_advantages(
+        self, seen: Seen, chains: list[Trajectory], rewards: Mapping[str, float]
+    ) -> list[tuple[float, float, str]]:
         """Return (reward, advantage, id) of the chains without malformed turns; the advantage is the mean of the
         tokens that loss.top_entropy has left."""
         recipe = self.record.recipe
@@ -117,11 +123,10 @@ class GroupCheck(Check):
                 values = [value for value in values if value]
             if chain.malformed_turns or not values:
                 continue
-            assert chain.reward is not None
             if np.ptp(values) > NEAR:
                 text = f"its tokens have advantages from {min(values):.4g} to {max(values):.4g}"
                 self._uneven.add(Evidence(text, seen.group.id, chain.id, file=seen.file))
-            found.append((chain.reward, float(np.mean(values)), chain.id))
+            found.append((rewards[chain.id], float(np.mean(values)), chain.id))
         return found
 
     def findings(self) -> Iterator[Finding]:
@@ -159,14 +164,18 @@ class GroupCheck(Check):
         return f"{self._groups:,} groups of several chains{advantages}" if self._groups else ""
 
 
-def _by_the_rule(group: Group, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Return, by chain, what the trainer would note of the group if it trained all tokens."""
-    # these import torch
+def _credit(group: Group, recipe: Recipe) -> "Credit":
+    """Return the trainer's credit of a group if it trains all tokens."""
+    # this imports torch
     from agentfactory.trainers.loop.token_advantages import Credit
 
     loss = recipe.train.loss.model_copy(update={"top_entropy": 1.0})
     train = recipe.train.model_copy(update={"loss": loss})
-    credit = Credit([group], recipe.model_copy(update={"train": train}))
+    return Credit([group], recipe.model_copy(update={"train": train}))
+
+
+def _advantages(credit: "Credit") -> dict[str, list[dict[str, Any]]]:
+    """Return, by chain, what the trainer would note."""
     (line,) = credit.lines(0, credit.assign(credit.rows).rows) if credit.rows else ['{"chains": {}}']
     found: dict[str, list[dict[str, Any]]] = msgspec.json.decode(line)["chains"]
     return found

@@ -2,11 +2,11 @@
 rewards."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
-from agentfactory.base.config import Choice, NoOptions, PositiveInt, Section, TypedOptions
+from agentfactory.base.config import Choice, NoOptions, Penalty, PositiveInt, Section, TypedOptions
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.rollout.trajectory import Outcome
@@ -193,7 +193,7 @@ class ChainConfig(Section):
     rollout.context do not get it."""
     context: ContextConfig = ContextConfig()
     """Handling of a chain whose context grows long."""
-    outcome_penalty: dict[Outcome, Annotated[float, Field(ge=0)]] = {}
+    outcome_penalty: dict[Outcome, Penalty] = {}
     """Outcome -> amount subtracted from the chain's reward, such as {max_turns: 0.5}."""
     coordinates: Literal["auto", "pixels", "resized", "relative1000", "relative1"] = "auto"
     """Coordinate system of the model's points and boxes in images. Tasks give them in pixels of the file; tools and

@@ -17,7 +17,7 @@ class LoraConfig(Section):
 
     rank: PositiveInt
     """Inner dimension of the two factors. Required for a new adapter."""
-    alpha: float | None = None
+    alpha: float | None = Field(default=None, gt=0)
     """The adapter's output is scaled by alpha / rank. Null: 2 x rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input during training; for train.algorithm=sft only."""

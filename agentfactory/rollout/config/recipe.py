@@ -113,10 +113,6 @@ class RolloutConfig(ChainConfig):
                 raise ValueError(
                     f"on_outcome.{outcome}: got {policy}, but such a chain has no reward; use {' or '.join(possible)}"
                 )
-        if self.equal_rewards is not EqualRewards.KEEP and self.group_size == 1:
-            raise ValueError(
-                f"equal_rewards: got {self.equal_rewards} with group_size=1, which would drop every group; use keep"
-            )
         return self
 
     def outcome_policy(self, outcome: Outcome) -> OutcomePolicy:
@@ -238,6 +234,14 @@ class RolloutRecipe(ToolsRecipe):
             if isinstance(data, SourceConfig) and data.max_total_tokens > most and "max_total_tokens" in data.own:
                 problem = f"got {data.max_total_tokens}, more than rollout.max_total_tokens={most}"
                 raise SettingError(f"{section}.max_total_tokens", problem, "lower it, or raise that of rollout")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_differ(self) -> Self:
+        for part in self.parts() if self.rollout.equal_rewards is not EqualRewards.KEEP else []:
+            if part.recipe.rollout.group_size == 1:
+                problem = f"got {self.rollout.equal_rewards} with groups of one chain in {part.section}"
+                raise SettingError("rollout.equal_rewards", f"{problem}, which would all be dropped", "use keep")
         return self
 
     @model_validator(mode="after")

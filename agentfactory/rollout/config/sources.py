@@ -37,7 +37,7 @@ class SourceConfig(DataConfig, ChainConfig):
 
     name: str
     """Name, for metrics and messages. A source of `eval.data` with the name of one of `data` has its settings."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e9)
     """Share of the groups, relative to the other sources' weights. For `data` only."""
     teacher_url: str | None = None
     """Address of the server that grades its chains. Null: `teacher.url`. For `data` only."""

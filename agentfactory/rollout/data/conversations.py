@@ -1,7 +1,6 @@
 """Messages, tool calls and tools of rows in the OpenAI format, checked and brought to the form of our chains."""
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentfactory.base.errors import short
-from agentfactory.base.messages import Message, ToolSpec, text_of
+from agentfactory.base.messages import Message, ToolSpec, is_finite_number, text_of
 from agentfactory.rollout.data.layouts import FROM_AND_VALUE, ROLE_FIXES
 from agentfactory.rollout.data.nulls import (
     Nulls,
@@ -146,32 +145,45 @@ def clean_messages(messages: Any, tools: Tools | None, findings: Findings) -> li
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages: got {short(messages)}, not a list of {{role: ..., content: ...}}")
     cleaned = [_message(message, f"messages.{number}", tools, findings) for number, message in enumerate(messages)]
-    _check_results(cleaned)
-    return cleaned
+    return _in_the_order_of_calls(cleaned)
 
 
-def _check_results(messages: Sequence[Message]) -> None:
-    """Raise ValueError unless the calls of each turn but the last are followed by their results, one for each."""
-    waiting: list[Any] = []
-    made: str | None = None
+def _in_the_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the results of each turn in the order of its calls, since many chat templates write no ids.
+    Raise ValueError unless the calls of each turn but the last are followed by their results, one for each."""
+    places: list[tuple[int, int]] = []
+    """Per message, the number of its turn, and of its call in the turn."""
+    waiting: dict[int, dict[str, Any]] = {}
+    made: int | None = None
     for number, message in enumerate(messages):
         place = f"messages.{number}"
         if message["role"] == "tool":
             given = message.get("tool_call_id")
-            if not waiting and given is None and made is not None:
-                continue  # tells a model that its call was malformed
-            if not waiting:
+            if not waiting and (given is not None or made is None):
                 raise ValueError(f"{place}: it is the result of no call; remove it, or add the call to the turn before")
-            if given is not None and None not in waiting and given not in waiting:
-                known = ", ".join(map(repr, waiting))
+            if not waiting:  # tells a model that its call was malformed
+                places.append((number, 0))
+                continue
+            ids = {index: call.get("id") for index, call in waiting.items()}
+            if given is not None and None not in ids.values() and given not in ids.values():
+                known = ", ".join(map(repr, ids.values()))
                 raise ValueError(f"{place}.tool_call_id: got {given!r}, but the calls without a result are {known}")
-            waiting.remove(given if given in waiting else waiting[0])
+            index = next((index for index, own in ids.items() if own == given), min(ids))
+            called = waiting.pop(index)["function"]["name"]
+            if message.get("name", called) != called:
+                raise ValueError(f"{place}.name: got {message['name']!r}, but the call is of {called!r}")
+            places.append((made or 0, index + 1))
             continue
         if waiting:
-            left = f"{len(waiting)} of the calls in {made} have no result before {place}"
+            left = f"{len(waiting)} of the calls in messages.{made} have no result before {place}"
             raise ValueError(f"{left}; add messages of the role tool, or remove the calls")
-        made = place if message["role"] == "assistant" else None
-        waiting = [call.get("id") for call in message.get("tool_calls", ())]
+        made = number if message["role"] == "assistant" else None
+        waiting = dict(enumerate(message.get("tool_calls", ())))
+        given = [call["id"] for call in waiting.values() if call.get("id") is not None]
+        if len({*given}) < len(given):
+            raise ValueError(f"{place}.tool_calls: two of them have the same id, among {', '.join(map(repr, given))}")
+        places.append((number, 0))
+    return [message for _, message in sorted(zip(places, messages, strict=True), key=lambda pair: pair[0])]
 
 
 def _message(message: Any, place: str, tools: Tools | None, findings: Findings) -> Message:
@@ -217,7 +229,7 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
 
 def _check_weight(message: Message, place: str) -> None:
     weight = message.get("weight", 0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+    if not is_finite_number(weight) or weight < 0:
         raise ValueError(f"{place}.weight: got {short(weight)}, not a number of at least 0")
 
 

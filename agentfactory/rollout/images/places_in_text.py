@@ -1,10 +1,10 @@
 """Boxes and points in the text of a row: conversion from pixels of the image's file to the model's coordinates."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import is_finite_number
 from agentfactory.rollout.images.parts import parts_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.decode import size_of
@@ -66,7 +66,7 @@ def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
 
 def _said(place: Any, number: Any, images: list[Any], given: ModelView, view: ModelView) -> str:
     ends = place if isinstance(place, list) else ()
-    if len(ends) not in (2, 4) or not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
+    if len(ends) not in (2, 4) or not all(map(is_finite_number, ends)):
         raise ValueError(f"objects.bbox has {place!r}; use [left, top, right, bottom] for a box, [x, y] for a point")
     if len(ends) == 4 and (ends[0] > ends[2] or ends[1] > ends[3]):
         raise ValueError(f"objects.bbox has {place!r}: left must be less than right, and top less than bottom")

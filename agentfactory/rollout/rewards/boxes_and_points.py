@@ -1,7 +1,6 @@
 """Rewards for predicted boxes and points in images. Rows give boxes in pixels of the file; predictions are read in the
 model's coordinates."""
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from agentfactory.base.messages import is_finite_number
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, extracted, field_of
@@ -64,7 +64,7 @@ def _boxes(row: dict[str, Any], field: str) -> list[Box]:
     several = given if given and all(isinstance(box, Sequence) for box in given) else [given]
     boxes = [tuple(box) for box in several if isinstance(box, Sequence) and not isinstance(box, str)]
     for box in boxes:
-        numbers = len(box) == 4 and all(type(edge) in (int, float) and math.isfinite(edge) for edge in box)
+        numbers = len(box) == 4 and all(map(is_finite_number, box))
         if not numbers or box[0] >= box[2] or box[1] >= box[3]:
             boxes = []
             break

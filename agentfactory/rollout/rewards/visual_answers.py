@@ -196,7 +196,7 @@ class Count:
     def _wanted(self, row: dict[str, Any]) -> float:
         try:
             return float(field_of(row, self.field))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             if self.field not in row:
                 raise
             raise ValueError(f"needs a number in the field {self.field!r}, not {row[self.field]!r}") from error

@@ -40,7 +40,18 @@ def stop_ids(path: str) -> list[int]:
     missing."""
     for name in ("generation_config.json", "config.json"):
         if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
-            config = json.loads(Path(file).read_text(encoding="utf-8"))
-            ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-            return ids if isinstance(ids, list) else [] if ids is None else [ids]
+            config = _object(json.loads(Path(file).read_text(encoding="utf-8")))
+            ids = config.get("eos_token_id")
+            if ids is None:
+                ids = _object(config.get("text_config")).get("eos_token_id")
+            found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+            for number in found:
+                if type(number) is not int or not 0 <= number < 2**31:
+                    problem = f"{path} has the end of sequence {number!r:.100} in {name}"
+                    raise SettingError("model.path", problem, "write ids of its tokens as eos_token_id")
+            return found
     return []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,12 +1,12 @@
 """The choice of a run's best checkpoint by the metric of `train.keep_best`. Does not need torch."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentfactory.base.files.untrusted_files import RefusedFileError
+from agentfactory.base.messages import is_finite_number
 from agentfactory.trainers.checkpoints.checkpoint_folder import read_info, step_of
 
 AUTO = "auto"
@@ -58,4 +58,4 @@ def figure(figures: Any, name: str) -> float | None:
     """Return the finite number called `name`, else None. NaN is excluded: no comparison with it is true, so the maximum
     would depend on the order."""
     value = figures.get(name) if isinstance(figures, Mapping) else None
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    return value if is_finite_number(value) else None

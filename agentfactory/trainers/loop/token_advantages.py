@@ -103,6 +103,11 @@ class Credit:
         """The row that each of `rows` was made from."""
         return [source for chain in self._chains() for source in chain.sources]
 
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The reward of each chain that counts, after the penalty of `train.overlong`, by chain."""
+        return {chain.id: chain.reward for chain in self._chains()}
+
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
         """Add advantages and weights to `rows`: the property's rows, with the streams of `needed_scores`.
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.http.addresses import is_http_address
 from agentfactory.base.http.proxies import open_session, proxy_for, through
 from agentfactory.base.http.server_keys import key_header, key_of_environment, pinned
-from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError, is_finite_number
 from agentfactory.worlds.browse.fetch import content_of
 
 MESSAGE_BYTES = 32 << 20
@@ -222,7 +221,7 @@ class Session:
             case {"type": "observation", "data": {"observation": dict(observation)}}:
                 data = answer["data"]
                 reward, done = data.get("reward"), data.get("done", False)
-                if isinstance(done, bool) and (reward is None or _is_number(reward)):
+                if isinstance(done, bool) and (reward is None or is_finite_number(reward)):
                     return Step(observation, None if reward is None else float(reward), done)
         raise ServerFault(f"{self.name} answered a {kind} with {text[:_SHOWN]!r}, which is no observation", _BROKEN)
 
@@ -237,10 +236,6 @@ class Session:
             faults = data.get("errors") if isinstance(data.get("errors"), list) else None
             return RefusedAction("; ".join(map(_told, faults)) if faults else told)
         return ServerFault(f"{self.name} answered a {kind} with {code}: {told[:_SHOWN]}", _BROKEN)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _told(fault: Any) -> str:

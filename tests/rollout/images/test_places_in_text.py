@@ -60,6 +60,7 @@ def test_a_text_without_places_stays() -> None:
     [
         ({"question": "<bbox>"}, "objects.bbox has 2 places, but its text has <bbox> 1 times"),
         ({"objects": {"bbox": [[1, 2], [1, 2, 3]]}}, r"objects.bbox has \[1, 2, 3\]; use \[left"),
+        ({"objects": {"bbox": [[1, 2], [1, 10**400]]}}, r"objects.bbox has \[1, 10+\]; use \[left"),
         ({"objects": {"bbox": [[1, 2], [9, 2, 3, 4]]}}, r"has \[9, 2, 3, 4\]: left must be less than right"),
         ({"objects": {"bbox": [[1, 2], [1, 2]], "image_id": [0, 2]}}, "has 2, but the row has 2 images, numbered from"),
         (

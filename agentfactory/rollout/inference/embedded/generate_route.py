@@ -1,6 +1,5 @@
 """Requests and responses of vLLM's generate route: JSON to engine requests, and sampled tokens back to JSON."""
 
-import math
 import random
 import uuid
 from collections.abc import Callable, Sequence
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from agentfactory.base.messages import is_finite_number
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
@@ -91,7 +91,7 @@ def make_request(
             only = f"; only {' or '.join(map(str, _NEUTRAL[key]))} is" if key in _NEUTRAL else ""
             raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
     temperature = params.get("temperature", 1.0)
-    if not _is_number(temperature) or not 0 <= temperature < float("inf"):
+    if not is_finite_number(temperature) or temperature < 0:
         raise ApiError(400, f"sampling_params.temperature: {temperature!r} is not a number of at least 0")
     max_tokens = params.get("max_tokens")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
@@ -198,9 +198,7 @@ def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
     """Parse {"token id": bias}. Raises ApiError."""
     try:
         bias = {int(token): added for token, added in (value or {}).items()}
-        valid = all(
-            0 <= token < vocab_size and _is_number(added) and math.isfinite(added) for token, added in bias.items()
-        )
+        valid = all(0 <= token < vocab_size and is_finite_number(added) for token, added in bias.items())
     except (AttributeError, ValueError):
         valid = False
     if not valid:
