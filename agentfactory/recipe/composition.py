@@ -12,7 +12,6 @@ from typing import Any
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
 from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
-from agentfactory.recipe.old_fields import MOVED, renew
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
@@ -313,13 +312,6 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "eval.data.path": _hub_or_absolute,
     "train.from_trajectories": _absolute,
 }
-_PATH_FIELDS |= {
-    old: convert
-    for old, new in MOVED.items()
-    for name, convert in _PATH_FIELDS.items()
-    if name.removesuffix(".*") == new
-}
-_PATH_FIELDS["rollout.agent.readable.*"] = _absolute
 _OF_A_SOURCE = {
     "agent": _reference,
     **{
@@ -359,13 +351,9 @@ def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
 
 
 def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Resolve a recipe that a run in `folder` saved: absolute paths, and current fields for old ones."""
+    """Return a recipe that a run in `folder` saved, with absolute paths."""
     output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
     resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
-    stages = resolved.get("stages")
-    for stage in [resolved, *(stages if isinstance(stages, list) else ())]:
-        if isinstance(stage, dict):
-            renew(stage)
     return resolved
 
 

@@ -17,7 +17,6 @@ from agentfactory.recipe.adapters import follow, take_over
 from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
     COMMAND_LINE,
-    HERE,
     Composed,
     compose,
     override,
@@ -26,9 +25,7 @@ from agentfactory.recipe.composition import (
     recipe_file,
     replace_prefixes,
 )
-from agentfactory.recipe.familiar_names import familiar
-from agentfactory.recipe.field_errors import did_you_mean, setting_error
-from agentfactory.recipe.old_fields import renew
+from agentfactory.recipe.field_errors import did_you_mean, familiar, setting_error
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -241,20 +238,9 @@ def _set_output(composed: Composed, file: Path) -> None:
     if not isinstance(output, str):
         return
     composed.data["output"] = os.path.abspath(os.path.expanduser(output))
-    # version 0.1 wrote the absolute path of the run folder into its recipe
-    made = ("checkpoints", "trajectories", "logs")
-    is_a_runs = file.name == "recipe.yaml" and all((file.parent / name).is_dir() for name in made)
-    is_elsewhere = composed.origins.get("output") == composed.source and Path(output).resolve() != file.parent.resolve()
-    if is_a_runs and is_elsewhere:
-        problem = f"got {output}, but this is the recipe of the run in {file.parent}, which has been moved or copied"
-        raise SettingError("output", problem, f"write `output: {HERE}` in it", source=composed.source)
 
 
 def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:
-    try:
-        renew(composed.data, composed.origins)
-    except SettingError as fault:
-        raise fault.at(source=fault.source or composed.origin(fault.field)) from None
     placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
     data = replace_prefixes(composed.data, placeholders)
     try:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.recipe.familiar_names import NAMES
-from agentfactory.recipe.field_errors import _all_names
+from agentfactory.recipe.field_errors import _all_names, familiar_names
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
@@ -240,7 +239,11 @@ def fields_of(text: str) -> list[str]:
 def test_familiar_names_are_refused_with_fields_that_exist() -> None:
     known = {*_all_names(Recipe)}
     assert {
-        field for names in NAMES.values() for ours in names.values() for field in fields_of(ours) if field not in known
+        field
+        for names in familiar_names().values()
+        for ours in names.values()
+        for field in fields_of(ours)
+        if field not in known
     } == set()
 
 
@@ -282,7 +285,7 @@ def sections_of_the_page() -> dict[str, list[tuple[str, str]]]:
     found = {}
     for part in text.split("\n## ")[1:]:
         program = part.splitlines()[0].split("'s ")[0]
-        if program in NAMES:
+        if program in familiar_names():
             rows = re.findall(r"^\| (.*`.*) \| (.*) \|$", part, re.MULTILINE)
             found[program] = [(theirs, ours) for theirs, ours in rows if theirs not in ("here", program)]
     return found
@@ -297,8 +300,8 @@ def test_the_page_and_the_errors_agree() -> None:
             for name in re.findall(r"`([\w.]+)", theirs):
                 if name.startswith("_") or name in Recipe.model_fields:
                     continue  # the end of a name in the same row, or our name too
-                ends = {key.rpartition(".")[2]: value for key, value in NAMES[program].items()}
-                known = NAMES[program].get(name) or ends.get(name.rpartition(".")[2], "missing")
+                ends = {key.rpartition(".")[2]: value for key, value in familiar_names()[program].items()}
+                known = familiar_names()[program].get(name) or ends.get(name.rpartition(".")[2], "missing")
                 fields = fields_of(known)
                 if not all(f"`{field}" in ours or f"`{field.rpartition('.')[2]}" in ours for field in fields):
                     wrong.append(f"{program}: {name}: the errors say {fields}, the page {ours}")
