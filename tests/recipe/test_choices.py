@@ -76,5 +76,5 @@ def test_another_choice_drops_the_options_of_the_earlier_one(project: Path) -> N
 
 def test_the_number_of_settings_does_not_grow_unseen() -> None:
     """Whoever adds a field asks first whether it belongs to the options of one choice, and which field may go."""
-    assert len(settings(Recipe)) <= 186
-    assert len(options(Recipe)) <= 43
+    assert len(settings(Recipe)) <= 182
+    assert len(options(Recipe)) <= 36

@@ -198,9 +198,7 @@ def test_resume_refuses_another_mixture_but_not_another_pool(write: Callable[...
         check_recipe(write([SUMS]), folder, None)
 
 
-def test_an_error_about_the_whole_recipe_names_the_source(
-    write: Callable[..., Recipe],
-) -> None:
+def test_an_error_about_the_whole_recipe_names_the_source(write: Callable[..., Recipe]) -> None:
     with pytest.raises(SettingError, match=r"rewards: empty, .*, in eval.data.sources.0 \(renamed\); fix: "):
         write([{**SUMS, "rewards": ["mine.py:right"]}], [{**SUMS, "name": "renamed"}], rewards=[])
 

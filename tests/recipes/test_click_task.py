@@ -101,7 +101,3 @@ def test_a_colour_and_a_number_are_one_token_each(pages: list[Page]) -> None:
     assert {named(instruction) for instruction, _ in pages} <= set(COLOURS)
     # <|im_start|>, the role, a line's end; colour, call, x, comma, y, end; <|im_end|> and a line's end
     assert {tokens(message) for message in calls} == {11}
-
-
-def test_the_recipe_is_valid() -> None:
-    load_recipe(RECIPES / "click.yaml")
