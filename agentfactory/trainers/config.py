@@ -105,12 +105,7 @@ class AdvantageConfig(Choice):
     """Advantage of each sampled token, computed from the rewards."""
 
     chooser = "estimator"
-    kinds = {
-        "grpo": GrpoOptions,
-        "reinforce_pp": ReturnOptions,
-        "gae": GaeOptions,
-        "gigpo": GigpoOptions,
-    }
+    kinds = {"grpo": GrpoOptions, "reinforce_pp": ReturnOptions, "gae": GaeOptions, "gigpo": GigpoOptions}
 
     estimator: str = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
@@ -217,12 +212,7 @@ class LossConfig(Choice):
     """The loss per sampled token."""
 
     chooser = "policy"
-    kinds = {
-        "clip": ClipOptions,
-        "gspo": ClipOptions,
-        "cispo": CispoOptions,
-        "sapo": SapoOptions,
-    }
+    kinds = {"clip": ClipOptions, "gspo": ClipOptions, "cispo": CispoOptions, "sapo": SapoOptions}
 
     policy: str = "clip"
     """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
