@@ -179,7 +179,7 @@ def test_blocks_of_other_programs_are_taken(program: str, where: str, tmp_path: 
 @pytest.mark.parametrize(
     ("entry", "field", "problem", "fix"),
     [
-        ('"env": {"A": "${input:api-key}"}', "env.A", "got ${input:api-key}", "write the value, or ${NAME} in env or headers"),
+        ('"env": {"A": "${input:api-key}"}', "env.A", "got ${input:api-key}", "write the value, or ${NAME} in env"),
         ('"env": {"A": "${B:-c}"}', "env.A", "got ${B:-c}", "and export NAME"),
         ('"env": {"A": "$HOME"}', "env.A", "got $HOME", "write ${HOME}"),
         ('"args": ["--dir", "${workspaceFolder}/a"]', "args.1", "got ${workspaceFolder}", "write the value"),
