@@ -193,9 +193,11 @@ def check_prepare(reference: str | None, composed: Composed) -> None:
 
 def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
     require = partial(_require, recipe=recipe, made=prepared)
-    models = {"server.model": recipe.server.model, "teacher.model": recipe.teacher and recipe.teacher.model}
-    if after is None:
-        models = {"model.path": recipe.model.path, **models}
+    models = {
+        "model.path": recipe.model.path if after is None else None,
+        "server.model": recipe.server.model,
+        "teacher.model": recipe.teacher.model if recipe.teacher is not None else None,
+    }
     for name, path in models.items():
         # a path that is not absolute is a hub name
         if path and os.path.isabs(path):
