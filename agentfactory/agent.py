@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,9 +15,7 @@ from agentfactory.base.messages import Message
 from agentfactory.launching.child_processes import Child
 from agentfactory.launching.run_folder import ADAPTER, base_of_adapter
 from agentfactory.launching.start_server import serve
-from agentfactory.recipe.composition import leaves
 from agentfactory.recipe.field_errors import setting_error
-from agentfactory.recipe.old_fields import renew
 from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.chains.chain_runner import ENDINGS, ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
@@ -119,8 +116,6 @@ class Agent(AgentHooks):
             "model": {"path": path or "", **recipe.pop("model", {})},
             "server": {**server, "url": self._model} if is_url else server,
         }
-        given = deepcopy(given)
-        renew(given, dict.fromkeys(leaves(given), type(self).__name__))
         try:
             self._recipe = RolloutRecipe.model_validate(given)
         except ValidationError as errors:

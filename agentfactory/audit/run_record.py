@@ -80,7 +80,7 @@ def _record(folder: RunFolder, whole: RunFolder) -> Record:
     files.is_complete = record.summary.get("status") == "completed"
     files.index_credit()
     if not files.credit:
-        lacks[TRAINED] = "there is no trajectories/credit.jsonl (track.credit)"
+        lacks[TRAINED] = "there is no trajectories/credit.jsonl"
     if not files.held_out:
         lacks[HELD_OUT] = "there are no held-out chains"
     record.trained = Counter(lines[-1].step for lines in files.credit.values())

@@ -1,7 +1,7 @@
 """Recipe sections of the tools package: `tools:`, `mcp_servers:` and `limits:`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -188,67 +188,67 @@ class McpServerConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "McpServerConfig":
+        for fault in self._faults():
+            raise SettingError(*fault)
+        return self
+
+    def _faults(self) -> Iterator[tuple[str, str, str]]:
+        """Yield field, problem and fix of each contradiction."""
         given = [name for name in WAYS if getattr(self, name)]
         if len(given) != 1:
-            raise SettingError("", f"got {given or 'none'}", f"give exactly one of {', '.join(WAYS)}")
+            yield "", f"got {given or 'none'}", f"give exactly one of {', '.join(WAYS)}"
         if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise SettingError("url", f"got {self.url!r}", "write an address such as http://127.0.0.1:8000/mcp")
+            yield "url", f"got {self.url!r}", "write an address such as http://127.0.0.1:8000/mcp"
         way = given[0]
         owners = {"args": ("command", "container"), "env": ("command", "container"), "cwd": ("command",)}
         owners |= {"headers": ("url",), "options": ("module",)}
         for name, those in owners.items():
-            if getattr(self, name) and way not in those:
-                got = f"got {_shown(getattr(self, name))}"
-                problem = f"{got}: it applies to {' and '.join(those)}, and this server uses {way}"
-                raise SettingError(name, problem, "remove it")
+            if (value := getattr(self, name)) and way not in those:
+                # of a mapping only the keys: values may be secrets
+                got = short([*value] if isinstance(value, dict) else value)
+                yield name, f"got {got}: it applies to {' and '.join(those)}, and this server uses {way}", "remove it"
         possible = {"command": "process", "container": "process", "url": "session"}.get(way)
         if self.isolation not in (None, Isolation.SHARED) and self.isolation != possible:
             advice = f"use shared or {possible}" if possible else "use shared; each chain has an instance of its own"
-            raise SettingError("isolation", f"got {self.isolation} with {way}", advice)
+            yield "isolation", f"got {self.isolation} with {way}", advice
         if self.cache and (self.environment is not None or self.isolation not in (None, Isolation.SHARED)):
-            raise SettingError("cache", f"got {self.cache}, but the server keeps state per chain", "remove it")
-        self._check_workspace()
-        return self
+            yield "cache", f"got {self.cache}, but the server keeps state per chain", "remove it"
+        yield from self._faults_of_folders()
 
-    def _check_workspace(self) -> None:
+    def _faults_of_folders(self) -> Iterator[tuple[str, str, str]]:
         others = {"command": self.command, "url": self.url, "container": self.container, "workspace": self.workspace}
         # the rest of a header may be a secret, so it is not quoted
         others |= {f"headers.{key}": CHAIN for key, value in self.headers.items() if CHAIN in value}
         for field, text in others.items():
             if CHAIN in (text or ""):
                 problem = f"got {short(text)}: only args, env and cwd of a `command` may refer to {CHAIN}"
-                raise SettingError(field, problem, "remove it there")
+                yield field, problem, "remove it there"
         for field in ("workspace", "keep_workspaces"):
             value = getattr(self, field)
             if value and self.command is None:
                 problem = f"got {short(value)}, but only chains of a `command` have folders"
-                raise SettingError(field, problem, "remove it, or start the server by `command`")
+                yield field, problem, "remove it, or start the server by `command`"
             if value and not self.has_folders:
                 problem = f"got {short(value)}, but no chain has a folder: nothing refers to {CHAIN}"
-                raise SettingError(field, problem, f"put {CHAIN} into args, env or cwd")
+                yield field, problem, f"put {CHAIN} into args, env or cwd"
         if not self.has_folders:
             return
         if self.command is None:
             problem = f"got {short(self.args)}: {CHAIN} is a folder of this machine"
-            raise SettingError("args", problem, "use `command`: docker run -v ...")
+            yield "args", problem, "use `command`: docker run -v ..."
         if self.isolation is Isolation.SHARED or self.cache:
             field, value = ("cache", str(self.cache)) if self.cache else ("isolation", repr(str(self.isolation)))
-            raise SettingError(field, f"got {value}, but {CHAIN} needs a process for each chain", "remove it")
+            yield field, f"got {value}, but {CHAIN} needs a process for each chain", "remove it"
         if self.pool.max_uses not in (None, 1):
             problem = f"got {self.pool.max_uses}, but a process belongs to one chain, as its folder ({CHAIN}) does"
-            raise SettingError("pool.max_uses", problem, "remove it")
+            yield "pool.max_uses", problem, "remove it"
         if CHAIN in (self.cwd or "") and not f"{self.cwd}/".startswith(f"{CHAIN}/"):
-            raise SettingError("cwd", f"got {self.cwd!r}", f"write {CHAIN}, or {CHAIN}/FOLDER")
+            yield "cwd", f"got {self.cwd!r}", f"write {CHAIN}, or {CHAIN}/FOLDER"
 
     @property
     def has_folders(self) -> bool:
         """True if each chain has its own folder."""
         return any(CHAIN in text for text in (*self.args, *self.env.values(), self.cwd or ""))
-
-
-def _shown(value: Any) -> str:
-    """Format a value for a message. Mappings show only their keys, because values may be secrets."""
-    return short([*value] if isinstance(value, dict) else value)
 
 
 class Limit(StrEnum):

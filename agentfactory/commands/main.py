@@ -7,12 +7,11 @@ import signal
 import sys
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.http.proxies import spare_loopback
@@ -37,16 +36,6 @@ _TRACEBACK_LINES = 16
 """Maximum lines of a traceback to print, so that it fits on a screen with the error."""
 
 
-_format_warning = warnings.formatwarning
-
-
-def _formatted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
-    """Format a warning; one about a recipe omits our source line."""
-    if category.__name__ == "OldFieldWarning":
-        return f"agentfactory: {message}\n"
-    return _format_warning(message, category, *where, **more)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. Raises KeyboardInterrupt for Ctrl-C before the command begins."""
     if "_ARGCOMPLETE" in os.environ:
@@ -55,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spare_loopback(os.environ)
     if given[:2] == ["tools", "serve"]:
         return _serve_tools(given[2:])
-    warnings.formatwarning = _formatted
     options = parse(given)
     if arguments is None and options.command not in _WITHOUT_USER_CODE:
         try:

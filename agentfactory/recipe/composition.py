@@ -12,7 +12,6 @@ from typing import Any
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.files.untrusted_files import read_file
 from agentfactory.recipe.choices import CHOICES, chosen, has_option, value_at
-from agentfactory.recipe.old_fields import MOVED, renew
 from agentfactory.recipe.server_blocks import take_server_blocks
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_yaml
 from agentfactory.rollout.config import source_of
@@ -187,10 +186,14 @@ def override(composed: Composed, name: str, value: Any) -> None:
             raise SettingError(
                 name, f"{above} is {short(section)}, not a section", f"set {above} itself", source=COMMAND_LINE
             )
-    nested: dict[str, Any] = {last: value}
-    for key in reversed(parents):
-        nested = {key: nested}
+    nested = _nested([*parents, last], value)
     composed.merge(anchor(_from_here(nested, Path.cwd()), Path.cwd()), COMMAND_LINE)
+
+
+def _nested(keys: list[str], value: Any) -> Any:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
 
 
 _LISTS = ("data.sources", "eval.data.sources")
@@ -206,19 +209,11 @@ def _override_entry(composed: Composed, above: str, keys: list[str], value: Any)
     if number >= len(entries) or not inner:
         known = ", ".join(f"{place} ({name})" for place, name in enumerate(names))
         raise SettingError(f"{above}.{asked}", f"the entries are {known}", "set a field of one", source=COMMAND_LINE)
-    nested: Any = value
-    for key in reversed(inner):
-        nested = {key: nested}
-    root: Any = [nested]
-    for key in reversed(above.split(".")):
-        root = {key: root}
+    root = _nested(above.split("."), [_nested(inner, value)])
     (given,) = value_at(anchor(_from_here(root, Path.cwd()), Path.cwd()), above)
     changed = copy.deepcopy(entries)
     _merge(changed[number], given)
-    whole: Any = changed
-    for key in reversed(above.split(".")):
-        whole = {key: whole}
-    composed.merge(whole, COMMAND_LINE)
+    composed.merge(_nested(above.split("."), changed), COMMAND_LINE)
 
 
 def anchor(data: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -313,13 +308,6 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "eval.data.path": _hub_or_absolute,
     "train.from_trajectories": _absolute,
 }
-_PATH_FIELDS |= {
-    old: convert
-    for old, new in MOVED.items()
-    for name, convert in _PATH_FIELDS.items()
-    if name.removesuffix(".*") == new
-}
-_PATH_FIELDS["rollout.agent.readable.*"] = _absolute
 _OF_A_SOURCE = {
     "agent": _reference,
     **{
@@ -359,14 +347,36 @@ def replace_prefixes(value: Any, prefixes: dict[str, str]) -> Any:
 
 
 def resolve_saved(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Resolve a recipe that a run in `folder` saved: absolute paths, and current fields for old ones."""
+    """Return a recipe that a run in `folder` saved, with absolute paths."""
     output = {"${prepared}": f"{folder}/prepared", "${output}": str(folder)}
     resolved: dict[str, Any] = replace_prefixes(_from_here(recipe, folder), output)
     stages = resolved.get("stages")
     for stage in [resolved, *(stages if isinstance(stages, list) else ())]:
-        if isinstance(stage, dict):
-            renew(stage)
+        drop_constants(stage)
     return resolved
+
+
+_CONSTANTS = {
+    "data.curriculum.solved": 0.95,
+    "data.curriculum.hopeless": 0.05,
+    "rollout.curriculum.solved": 0.95,
+    "rollout.curriculum.hopeless": 0.05,
+    "rollout.agent.options.token_env": "AGENTFACTORY_TOKEN",
+    "server.startup_seconds": 600.0,
+    "server.options.attach_key_env": None,
+    "server.options.mem_fraction_static": None,
+    "track.credit": True,
+}
+"""Fields that have become constants -> their value, with which runs have saved them."""
+
+
+def drop_constants(recipe: Any) -> None:
+    """Remove fields that have become constants from a saved recipe, if they have this value."""
+    for path, value in _CONSTANTS.items():
+        parent, _, name = path.rpartition(".")
+        section = value_at(recipe, parent)
+        if isinstance(section, dict) and section.get(name, ...) == value:
+            del section[name]
 
 
 def _from_here(value: Any, folder: Path) -> Any:

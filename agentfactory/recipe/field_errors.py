@@ -1,16 +1,24 @@
 """Explain pydantic's errors about a recipe: the field, the problem, and the probable fix."""
 
 import difflib
+import itertools
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from agentfactory.base.config import Choice, fields_of
 from agentfactory.base.errors import SettingError, short
 from agentfactory.recipe.choices import CHOICES, chosen
-from agentfactory.recipe.familiar_names import familiar
 from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, TaskSource, source_of
+
+_DISTINCT = re.compile(r".*_.*|lr|r")
+"""A last part of a dotted name that is enough to recognise it; `name`, `type` or `interval` are not."""
 
 
 def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) -> SettingError:
@@ -151,3 +159,47 @@ def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
         if inner and not str(annotation).startswith(("dict", "list")):
             names += _all_names(inner, f"{prefix}{key}.")
     return names
+
+
+@cache
+def familiar_names() -> dict[str, dict[str, str]]:
+    """Return the names of settings in other training programs, and the recipe's fields with the same function."""
+    text = Path(__file__).with_name("familiar_names.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str]] = yaml.safe_load(text)
+    return found
+
+
+def familiar(name: str, value: object) -> str | None:
+    """Return the fix for an unknown field that another program has, or that is a section of its settings; else None."""
+    told = [
+        f"{ours.replace(', ', ' and ')} for {program}'s {theirs}"
+        for ours, program, theirs in dict.fromkeys(filter(None, _found(name, value)))
+    ]
+    return f"write {'; '.join(told)}" if told else None
+
+
+def _found(name: str, value: object) -> Iterator[tuple[str, str, str] | None]:
+    """Yield our fields, the program, and its name for a setting, or for each one in a section."""
+    inside = (
+        [found for key, item in value.items() for found in _found(f"{name}.{key}", item)]
+        if isinstance(value, dict)
+        else []
+    )
+    yield from filter(None, inside) if any(inside) else [_match(name)]
+
+
+def _match(name: str) -> tuple[str, str, str] | None:
+    """Return our fields, the program, and its name: the one with which `name` has most of its last parts in common."""
+    best, longest = None, 0
+    for program, known in familiar_names().items():
+        for theirs, ours in known.items():
+            length = _common_end(name.split("."), theirs.split("."))
+            enough = length > 1 or "." not in theirs or _DISTINCT.fullmatch(theirs.rpartition(".")[2])
+            if length > longest and enough:
+                best, longest = (ours, program, theirs), length
+    return best
+
+
+def _common_end(one: list[str], other: list[str]) -> int:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

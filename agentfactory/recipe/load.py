@@ -17,18 +17,16 @@ from agentfactory.recipe.adapters import follow, take_over
 from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
     COMMAND_LINE,
-    HERE,
     Composed,
     compose,
+    drop_constants,
     override,
     parse_overrides,
     read_mapping,
     recipe_file,
     replace_prefixes,
 )
-from agentfactory.recipe.familiar_names import familiar
-from agentfactory.recipe.field_errors import did_you_mean, setting_error
-from agentfactory.recipe.old_fields import renew
+from agentfactory.recipe.field_errors import did_you_mean, familiar, setting_error
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -95,7 +93,6 @@ def _load_staged(
         if stages.setdefault(stage.data["name"], stage) is not stage:
             problem = f"a second stage called {stage.data['name']!r}"
             raise SettingError(f"stages.{index}", problem, "set another name in one of the two", source=composed.source)
-    for_all: dict[str, list[str]] = {}
     for name, value in parse_overrides(overrides):
         first, _, rest = name.partition(".")
         if first in stages and rest:
@@ -103,7 +100,6 @@ def _load_staged(
         elif first in StagedRecipe.model_fields:
             override(composed, name, value)
         elif first in Recipe.model_fields:
-            for_all[name] = [each for each, stage in stages.items() if first in stage.data]
             for stage in stages.values():
                 override(stage, name, value)
         elif name in stages:
@@ -126,47 +122,24 @@ def _load_staged(
         _give_to_stage(whole, name, stage)
         # the other commands use the last stage
         stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
-        is_valid = False
         try:
             if whole.stages:
                 follow(stage, name, whole.stages[-1], whole.output)
             else:
                 _take_over(stage)
             recipe = _validate(Recipe, stage, str(prepared))
-            is_valid = True
             name_variables(recipe.env)
             check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
         except SettingError as error:
             if error.source in (COMMAND_LINE, composed.source):
                 field = ".".join(filter(None, (name, error.field)))
-                fix = _for_one_stage(error, name, for_all, overrides, is_valid) or error.fix
-                raise SettingError(field, error.problem, fix, source=error.source) from None
+                raise error.at(field, error.source) from None
             # a stage's own file has the field under its plain name
             raise
         whole.stages.append(recipe)
         previous = name
     name_variables({name for stage in whole.stages for name in stage.env})
     return whole
-
-
-def _for_one_stage(
-    error: SettingError, stage: str, for_all: dict[str, list[str]], overrides: Sequence[str], is_valid: bool
-) -> str | None:
-    """Return the fix if an override for all stages caused this error in `stage` but may suit another stage, else None.
-
-    `for_all` maps an override to the stages that have its section. `is_valid`: `stage` passed validation.
-    """
-    for text in overrides:
-        name, _, value = text.partition("=")
-        others = [other for other in for_all.get(name, ()) if other != stage]
-        if not others or error.field.split(".")[0] != name.split(".")[0]:
-            continue
-        told = " or ".join(f"{other}.{name}={value}" for other in others)
-        is_valid = is_valid or ".options." in error.field
-        if stage not in for_all[name]:
-            return f"set it for the stage with that section: {told}"
-        return f"{error.fix}, or set it for the other stage: {told}" if is_valid else None
-    return None
 
 
 def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
@@ -241,20 +214,10 @@ def _set_output(composed: Composed, file: Path) -> None:
     if not isinstance(output, str):
         return
     composed.data["output"] = os.path.abspath(os.path.expanduser(output))
-    # version 0.1 wrote the absolute path of the run folder into its recipe
-    made = ("checkpoints", "trajectories", "logs")
-    is_a_runs = file.name == "recipe.yaml" and all((file.parent / name).is_dir() for name in made)
-    is_elsewhere = composed.origins.get("output") == composed.source and Path(output).resolve() != file.parent.resolve()
-    if is_a_runs and is_elsewhere:
-        problem = f"got {output}, but this is the recipe of the run in {file.parent}, which has been moved or copied"
-        raise SettingError("output", problem, f"write `output: {HERE}` in it", source=composed.source)
 
 
 def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:
-    try:
-        renew(composed.data, composed.origins)
-    except SettingError as fault:
-        raise fault.at(source=fault.source or composed.origin(fault.field)) from None
+    drop_constants(composed.data)
     placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
     data = replace_prefixes(composed.data, placeholders)
     try:

@@ -33,8 +33,8 @@ _TYPES = {"local": "stdio", "remote": "http", "streamablehttp": "http", "streama
 _FILLED_IN = ("env", "headers")
 """Fields in which `${NAME}` expands."""
 _PLACEHOLDER = re.compile(
-    r"\$\{(?P<kind>\w+):(?P<name>[^}-][^}]*)\}|\$\{(?P<variable>\w+):-[^}]*\}|\$\{(?P<plain>[A-Z][A-Z0-9_]*)\}"
-    r"|\$\{(?P<place>workspaceFolder|workspaceFolderBasename|workspaceRoot|userHome|pathSeparator|/)\}"
+    r"\$\{(\w+:[^}-][^}]*|workspaceFolder|workspaceFolderBasename|workspaceRoot|userHome|pathSeparator|/)\}"
+    r"|\$\{(?P<variable>[A-Z][A-Z0-9_]*|\w+(?P<default>:-[^}]*))\}"
 )
 _BARE = re.compile(r"(?<![\w$])\$([A-Z_][A-Z0-9_]*)")
 
@@ -154,20 +154,11 @@ def _unfilled(name: str, text: str) -> tuple[str, str] | None:
     rest of the text may be a secret, so it is not quoted."""
     filled_in = name.partition(".")[0] in _FILLED_IN
     for found in _PLACEHOLDER.finditer(text):
-        problem = f"got {found[0]}, which AgentFactory does not fill in"
-        if found["kind"] == "input":
-            variable = re.sub(r"\W+", "_", found["name"]).upper()
-            return problem, f"export {variable}, and write ${{{variable}}} in env or headers"
-        if found["kind"] not in (None, "env"):
-            return problem, "write the value"
-        if found["place"]:
-            return problem, "write the path; a program starts in the recipe's folder, or in its cwd"
-        variable = found["variable"] or found["plain"] or found["name"]
-        if filled_in and found["variable"]:
-            return problem, f"write ${{{variable}}}, and export {variable}"
         # a text with spaces may be a shell's, which fills in its own variables
-        if not filled_in and not re.search(r"\s", text):
-            return f"{problem} here", f"write the value, or pass it to the server by env or headers as ${{{variable}}}"
+        is_theirs = not found["default"] if filled_in else re.search(r"\s", text)
+        if not (found["variable"] and is_theirs):
+            problem = f"got {found[0]}, which AgentFactory does not fill in{'' if filled_in else ' here'}"
+            return problem, "write the value, or ${NAME} in env or headers, and export NAME"
     bare = _BARE.search(text) if name.startswith("headers.") else _BARE.fullmatch(text)
     if filled_in and bare is not None:
         return f"got ${bare[1]}, which AgentFactory does not fill in", f"write ${{{bare[1]}}}"

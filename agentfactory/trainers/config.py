@@ -1,6 +1,7 @@
 """The part of a recipe that the trainers package owns: train, sync, placement and track."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -52,11 +53,16 @@ class Symptom(StrEnum):
     LATE_CHAINS = "late_chains"
 
 
-class GrpoOptions(Section):
-    """Options of `estimator: grpo`."""
+class ScaleOptions(Section):
+    """Options of estimators that compare the chains of a group."""
 
     scale: Literal["none", "group", "batch"] = "group"
-    """Divide by the standard deviation of the group's rewards, or of the batch's."""
+    """Divide by the standard deviation of the group's rewards (gigpo: or of the returns of turns in the same state), or
+    of the batch's (grpo only)."""
+
+
+class GrpoOptions(ScaleOptions):
+    """Options of `estimator: grpo`."""
 
 
 class ReturnOptions(Section):
@@ -80,28 +86,28 @@ class GaeOptions(ReturnOptions):
     """Maximum distance of a value from its value at the start of the update; null does not clip."""
 
 
-class GigpoOptions(ReturnOptions):
+class GigpoOptions(ScaleOptions, ReturnOptions):
     """Options of `estimator: gigpo`."""
 
-    scale: Literal["none", "group"] = "group"
-    """Divide by the standard deviation of the group's rewards, or of the returns of turns in the same state."""
     step_weight: float = Field(default=1.0, ge=0)
     """Weight of a turn's advantage among turns in the same state; the chain's advantage has weight 1."""
     anchors: Literal["environment", "observation"] = "environment"
     """Criterion for turns in the same state. environment: equal Environment.anchor; observation: equal messages since
     the model's previous turn."""
 
+    @field_validator("scale")
+    @classmethod
+    def _is_of_a_group(cls, scale: str) -> str:
+        if scale == "batch":
+            raise SettingError("", "got 'batch'", "use none or group")
+        return scale
+
 
 class AdvantageConfig(Choice):
     """Advantage of each sampled token, computed from the rewards."""
 
     chooser = "estimator"
-    kinds = {
-        "grpo": GrpoOptions,
-        "reinforce_pp": ReturnOptions,
-        "gae": GaeOptions,
-        "gigpo": GigpoOptions,
-    }
+    kinds = {"grpo": GrpoOptions, "reinforce_pp": ReturnOptions, "gae": GaeOptions, "gigpo": GigpoOptions}
 
     estimator: str = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
@@ -208,12 +214,7 @@ class LossConfig(Choice):
     """The loss per sampled token."""
 
     chooser = "policy"
-    kinds = {
-        "clip": ClipOptions,
-        "gspo": ClipOptions,
-        "cispo": CispoOptions,
-        "sapo": SapoOptions,
-    }
+    kinds = {"clip": ClipOptions, "gspo": ClipOptions, "cispo": CispoOptions, "sapo": SapoOptions}
 
     policy: str = "clip"
     """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
@@ -464,33 +465,31 @@ class TeacherConfig(Choice):
         return context if context is None else _named(context, CONTEXTS)
 
     @model_validator(mode="after")
-    def _is_in_one_place(self) -> "TeacherConfig":
+    def _fields_agree(self) -> "TeacherConfig":
+        for fault in self._faults():
+            raise SettingError(*fault)
+        return self
+
+    def _faults(self) -> Iterator[tuple[str, str, str]]:
+        """Yield field, problem and fix of each contradiction."""
         if self.model is None and self.url is None and self.context is None:
             fix = "name a stronger model, its server by teacher.url, or set teacher.context for self-distillation"
-            raise SettingError("model", "missing: without it, the policy would teach itself", fix)
+            yield "model", "missing: without it, the policy would teach itself", fix
         for other in ("model", "context"):
             if self.url is not None and (value := getattr(self, other)) is not None:
-                raise SettingError("url", f"got {self.url!r} with {other}={value!r}", "remove one of them")
+                yield "url", f"got {self.url!r} with {other}={value!r}", "remove one of them"
         if self.api_key_env is not None and self.url is None:
-            raise SettingError("api_key_env", f"got {self.api_key_env!r} without url", "set teacher.url, or remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _exact_divergences_are_computed_in_the_update(self) -> "TeacherConfig":
+            yield "api_key_env", f"got {self.api_key_env!r} without url", "set teacher.url, or remove it"
+        # an exact divergence is computed in the update
         if self.url is not None and self.is_exact:
             problem = f"null, and a server sends no whole distributions, which divergence={self.divergence} compares"
-            raise SettingError("top_k", problem, "set teacher.top_k: 64, or divergence: sampled, or use teacher.model")
+            yield "top_k", problem, "set teacher.top_k: 64, or divergence: sampled, or use teacher.model"
         if self.context is not None and self.is_exact:
             problem = f"got {self.divergence!r} with teacher.context, whose rows are scored before the update"
-            raise SettingError("divergence", problem, "set teacher.top_k: 64, or use sampled")
-        return self
-
-    @model_validator(mode="after")
-    def _top_k_is_for_distributions(self) -> "TeacherConfig":
+            yield "divergence", problem, "set teacher.top_k: 64, or use sampled"
         if self.top_k is not None and self.is_sampled:
             problem = f"got {self.top_k} with divergence=sampled, which compares the sampled tokens only"
-            raise SettingError("top_k", problem, "set teacher.divergence to reverse_kl, or remove it")
-        return self
+            yield "top_k", problem, "set teacher.divergence to reverse_kl, or remove it"
 
     @property
     def is_sampled(self) -> bool:
@@ -564,9 +563,6 @@ class TrackConfig(Section):
     trajectories: int = Field(default=4, ge=0)
     """Chains per step, spread from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow)
     get as text; wandb and trackio also get the images. 0: none."""
-    credit: bool = True
-    """Save each trained token's advantage, and the trainer's log-probability of it, to trajectories/credit.jsonl for
-    the viewer."""
 
     @field_validator("trackers")
     @classmethod

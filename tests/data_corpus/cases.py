@@ -76,6 +76,14 @@ def talk(*calls: dict[str, Any], content: Any = "") -> Rows:
     ]
 
 
+def lined(name: str, content: bytes | str | Rows, outcome: Rows | str | None = None, **more: Any) -> Case:
+    """Return a case of JSONL; without an outcome, `content` is it."""
+    if outcome is None:
+        assert isinstance(content, list)
+        outcome = content
+    return Case(name, "a.jsonl", content, outcome, **more)
+
+
 Q: dict[str, Any] = {"question": "What is 2 plus 3?", "answer": "5"}
 USER = {"role": "user", "content": "hi"}
 HELLO = [USER, {"role": "assistant", "content": "hello"}]
@@ -99,19 +107,13 @@ RENAMED = r"fix: rename it with data\.columns\.{}"
 PAGE = r"docs/data\.md, Rows of other projects"
 
 FILES = [
-    Case("byte order mark", "a.jsonl", b"\xef\xbb\xbf" + lines([Q]).encode(), [Q]),
-    Case("byte order mark, a list", "a.json", b"\xef\xbb\xbf" + json.dumps([Q]).encode(), [Q]),
-    Case("byte order mark, CSV", "a.csv", b"\xef\xbb\xbfquestion,answer\nWhat is 2 plus 3?,5\n", [Q]),
-    Case("blank lines", "a.jsonl", "\n" + lines([Q]) + "\n  \t\r\n" + lines([Q]) + "\n\n", [Q, Q]),
-    Case("ends of lines of Windows", "a.jsonl", lines([Q, Q]).replace("\n", "\r\n"), [Q, Q]),
-    Case("no last end of line", "a.jsonl", lines([Q]).rstrip(), [Q]),
-    Case("a separator of lines in a text", "a.jsonl", '{"question": "a\u2028b"}\n', [{"question": "a\u2028b"}]),
+    lined("byte order mark", b"\xef\xbb\xbf" + lines([Q]).encode(), [Q]),
+    lined("blank lines", "\n" + lines([Q]) + "\n  \t\r\n" + lines([Q]) + "\n\n", [Q, Q]),
+    lined("ends of lines of Windows", lines([Q, Q]).replace("\n", "\r\n"), [Q, Q]),
+    lined("a separator of lines in a text", '{"question": "a\u2028b"}\n', [{"question": "a\u2028b"}]),
     Case("gzip", "a.jsonl.gz", compressed(lines([Q, Q])), [Q, Q]),
-    Case("gzip, a list", "a.JSON.GZ", compressed(json.dumps([Q])), [Q]),
     Case("gzip that is none", "a.jsonl.gz", lines([Q]), r"a\.jsonl\.gz is damaged: Not a gzipped file.*; fix: "),
-    Case("gzip, cut off", "a.jsonl.gz", compressed(lines([Q] * 99))[:-20], r"a\.jsonl\.gz is damaged: "),
     Case("upper case", "a.JSONL", [Q], [Q]),
-    Case("upper case, parquet", "A.PARQUET", [Q], [Q]),
     Case(
         "CSV",
         "a.csv",
@@ -122,7 +124,6 @@ FILES = [
         "CSV of semicolons", "a.csv", "question;answer\na;5\n", r"separates its columns by ';'; fix: save it with comm"
     ),
     Case("CSV with a missing cell", "a.csv", "question,answer\na\n", r"a\.csv:2 does not have 2 cells"),
-    Case("CSV with a cell too many", "a.csv", "question,answer\na, b,5\n", r"a\.csv:2 does not have 2 cells"),
     Case("CSV with an open quote", "a.csv", 'question,answer\n"a,5\n', r"a\.csv:2 is not CSV: unexpected end"),
     Case("CSV with a name twice", "a.csv", "question,question\na,5\n", r"a\.csv:1 names its columns"),
     Case(
@@ -131,32 +132,22 @@ FILES = [
         'messages,answer\n"[{""role"": ""user"", ""content"": ""hi""}]",5\n',
         [{"messages": [USER], "answer": "5"}],
     ),
-    Case("another encoding", "a.jsonl", '{"question": "é"}'.encode("latin-1"), r"a\.jsonl:1 is not UTF-8"),
-    Case("UTF-16", "a.jsonl", lines([Q]).encode("utf-16"), r"a\.jsonl:1 is not UTF-8: .*; fix: save it as UTF-8"),
-    Case(
-        "a list named as lines",
-        "a.jsonl",
-        json.dumps([Q], indent=1),
-        r"a\.jsonl:1 is not JSON.*fix: rename it to \.json",
-    ),
+    lined("another encoding", '{"question": "é"}'.encode("latin-1"), r"a\.jsonl:1 is not UTF-8"),
+    lined("a list named as lines", json.dumps([Q], indent=1), r"a\.jsonl:1 is not JSON.*fix: rename it to \.json"),
     Case("lines named as a list", "a.json", lines([Q, Q]), r"a\.json:2 is not JSON.*; fix: rename it to \.jsonl"),
     Case("an object around the list", "a.json", json.dumps({"data": [Q]}), r"not a list of rows; fix: .*one in data"),
-    Case(
-        "a number of 5,000 digits", "a.jsonl", '{"question": ' + "9" * 5000 + "}", r"a\.jsonl:1 cannot be read as JSON"
-    ),
-    Case("100,000 brackets", "a.jsonl", "[" * 100_000, r"a\.jsonl:1 cannot be read as JSON"),
+    lined("a number of 5,000 digits", '{"question": ' + "9" * 5000 + "}", r"a\.jsonl:1 cannot be read as JSON"),
+    lined("100,000 brackets", "[" * 100_000, r"a\.jsonl:1 cannot be read as JSON"),
     Case("tabs", "a.tsv", "question\tanswer\n", r"a\.tsv is neither .*; fix: convert it: python -c .*read_csv"),
     Case("another name of JSONL", "a.ndjson", [Q], r"a\.ndjson is neither .*; fix: rename it to \.jsonl"),
     Case("a spreadsheet", "a.xlsx", b"PK", r"fix: convert it: python -c .*read_excel"),
     Case("zstd", "a.jsonl.zst", b"x", r"fix: decompress it: unzstd a\.jsonl\.zst"),
-    Case("an empty file", "a.jsonl", "\n", r"a\.jsonl holds no rows"),
+    lined("an empty file", "\n", r"a\.jsonl holds no rows"),
     Case("damaged parquet", "a.parquet", b"PAR1", r"a\.parquet cannot be read as parquet"),
 ]
 
 QUESTIONS = [
-    Case(
-        "messages as the question", "a.jsonl", [{"question": [USER], "answer": 1}], [{"messages": [USER], "answer": 1}]
-    ),
+    lined("messages as the question", [{"question": [USER], "answer": 1}], [{"messages": [USER], "answer": 1}]),
     Case(
         "messages as the question, parquet",
         "a.parquet",
@@ -164,47 +155,26 @@ QUESTIONS = [
         [{"messages": [USER]}],
         columns={"question": "prompt"},
     ),
-    Case(
+    lined(
         "messages without content",
-        "a.jsonl",
         [{"question": [{"role": "user"}]}],
         r"row 1 .*: question: got \[.*, not text; messages belong into the field messages",
     ),
-    Case(
-        "texts as the question",
-        "a.jsonl",
-        [Q, {"question": ["a", "b"]}],
-        r"row 2 .*: question: got \['a', 'b'\], not text",
-    ),
-    Case("an object as the question", "a.jsonl", [{"question": USER}], r"row 1 .*: question: got \{.*, not text"),
-    Case("true as the question", "a.jsonl", [{"question": True}], r"row 1 .*: question: got True, not text"),
-    Case("a number as the question", "a.jsonl", [{"question": 5}], [{"question": 5}]),
-    Case(
+    lined("an object as the question", [{"question": USER}], r"row 1 .*: question: got \{.*, not text"),
+    lined("a number as the question", [{"question": 5}]),
+    lined(
         "messages as JSON text in the question",
-        "a.jsonl",
         [{"question": json.dumps([USER])}],
         r"row 1 .*: question: .*which is messages; use data\.columns\.messages",
     ),
-    Case(
-        "messages as Python writes them",
-        "a.csv",
-        "question\n\"[{'role': 'user', 'content': 'hi'}]\"\n",
-        r"row 1 .*which is messages",
-    ),
-    Case(
-        "half of a surrogate pair",
-        "a.jsonl",
-        '{"question": "a\\ud83d"}\n',
-        r"row 1 .*: question: it has half of a surr",
-    ),
-    Case("both halves", "a.jsonl", '{"question": "\\ud83d\\ude00"}\n', [{"question": "😀"}]),
-    Case(
+    lined("half of a surrogate pair", '{"question": "a\\ud83d"}\n', r"row 1 .*: question: it has half of a surr"),
+    lined("both halves", '{"question": "\\ud83d\\ude00"}\n', [{"question": "😀"}]),
+    lined(
         "half a pair in a message",
-        "a.jsonl",
         '{"messages": [{"role": "user", "content": "\\udc00"}]}\n',
         r"row 1 .*: messages\.0: it has half of a surrogate pair",
     ),
-    Case("a null question", "a.jsonl", [{"question": None, "messages": [USER]}], [{"messages": [USER]}]),
+    lined("a null question", [{"question": None, "messages": [USER]}], [{"messages": [USER]}]),
 ]
 
 NULLS = [
@@ -218,35 +188,8 @@ NULLS = [
             r"nulls dropped from messages, calls and tools, because the tools do not allow them \(first in row 1\)",
         ),
     ),
-    Case(
-        "padding of parquet, in lines",
-        "a.jsonl",
-        [
-            {
-                "tools": [
-                    WEATHER
-                    | {
-                        "function": WEATHER["function"]
-                        | {
-                            "parameters": {
-                                "type": "object",
-                                "properties": {"city": {"type": "string", "enum": None}, "left": None},
-                                "required": ["city"],
-                            }
-                        }
-                    }
-                ],
-                "messages": talk(call("weather", {"city": "Oslo", "left": None})),
-            }
-        ],
-        BOTH[:1],
-        sft=True,
-        notices=("^data: 3 nulls dropped",),
-    ),
-    Case(
+    lined(
         "a null that a schema allows",
-        "a.jsonl",
-        [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": None}))}],
         [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": None}))}],
         sft=True,
     ),
@@ -261,9 +204,8 @@ NULLS = [
         sft=True,
         notices=("dropped from messages", "1 null kept in calls, because the tools allow them.*row 2"),
     ),
-    Case(
+    lined(
         "nested padding",
-        "a.jsonl",
         [
             {
                 "tools": [NESTED],
@@ -276,23 +218,17 @@ NULLS = [
         sft=True,
         notices=("2 nulls dropped",),
     ),
-    Case(
-        "an object of any fields",
-        "a.jsonl",
-        [{"tools": [FREE], "messages": talk(call("save", {"data": {"a": None}}))}],
-        [{"tools": [FREE], "messages": talk(call("save", {"data": {"a": None}}))}],
-        sft=True,
+    lined(
+        "an object of any fields", [{"tools": [FREE], "messages": talk(call("save", {"data": {"a": None}}))}], sft=True
     ),
-    Case(
+    lined(
         "no tools to judge by",
-        "a.jsonl",
         [{"messages": talk(call("weather", {"city": None}))}],
         [{"messages": talk(call("weather", {"city": None})), "tools": []}],
         sft=True,
     ),
-    Case(
+    lined(
         "null fields of messages",
-        "a.jsonl",
         [
             {
                 "messages": [
@@ -305,31 +241,13 @@ NULLS = [
         sft=True,
         notices=("^data: 5 nulls",),
     ),
-    Case(
-        "null content beside calls",
-        "a.jsonl",
-        [{"messages": talk(call("add", {}), content=None)}],
-        [{"messages": talk(call("add", {})), "tools": []}],
-        sft=True,
-    ),
-    Case(
+    lined(
         "a default of null",
-        "a.jsonl",
-        [{"tools": [tool("f", {"a": {"type": "string", "default": None}})], "messages": HELLO}],
         [{"tools": [tool("f", {"a": {"type": "string", "default": None}})], "messages": HELLO}],
         sft=True,
     ),
-    Case(
-        "a padded default",
-        "a.jsonl",
-        [{"tools": [tool("f", {"a": {"type": "string", "default": None, "enum": None}})], "messages": HELLO}],
-        [{"tools": [tool("f", {"a": {"type": "string"}})], "messages": HELLO}],
-        sft=True,
-        notices=("2 nulls",),
-    ),
-    Case(
+    lined(
         "a cyclic schema",
-        "a.jsonl",
         [
             {
                 "tools": [tool("f", {"a": {"$ref": "#/properties/a"}})],
@@ -343,88 +261,51 @@ NULLS = [
 ]
 
 CALLS = [
-    Case(
+    lined(
         "a list as arguments",
-        "a.jsonl",
         [Q | {"messages": HELLO}, {"messages": talk(call("add", "[1]"))}],
         r"row 2 .*: messages\.1\.tool_calls\.0\.function\.arguments: got \[1\], not an object",
     ),
-    Case(
-        "a list as arguments, no text",
-        "a.jsonl",
-        [{"messages": talk(call("add", [1]))}],
-        r"row 1 .*arguments: got \[1\]",
-    ),
-    Case(
+    lined(
         "arguments as Python writes them",
-        "a.jsonl",
         [{"messages": talk(call("add", "{'left': 1}"))}],
         r"row 1 .*: got \"\{'left': 1\}\", which is not JSON",
     ),
-    Case(
-        "null as the text of arguments",
-        "a.jsonl",
-        [{"messages": talk(call("add", "null"))}],
-        r"row 1 .*the text 'null'",
-    ),
-    Case(
+    lined("null as the text of arguments", [{"messages": talk(call("add", "null"))}], r"row 1 .*the text 'null'"),
+    lined(
         "arguments as JSON text",
-        "a.jsonl",
         [{"tools": [ADD], "messages": talk(call("add", '{"left": 2, "right": 3}'))}],
         BOTH[1:],
         sft=True,
     ),
-    Case(
+    lined(
         "no arguments",
-        "a.jsonl",
         [{"messages": talk(call("a", None), call("b", ""), call("c", "{}"))}],
         [{"messages": talk(call("a", {}), call("b", {}), call("c", {})), "tools": []}],
         sft=True,
     ),
-    Case(
+    lined(
         "NaN in arguments",
-        "a.jsonl",
         [{"messages": talk(call("add", {"left": float("nan")}))}],
         r"row 1 .*arguments: got .*nan.*, which is not JSON",
     ),
-    Case(
+    lined(
         "a missing argument",
-        "a.jsonl",
         [BOTH[0], {"tools": [ADD], "messages": talk(call("add", {"left": 2}))}],
         r"row 2 .*: messages\.1\.tool_calls\.0: the row's tool 'add' refuses these arguments: 'right' is a required",
     ),
-    Case(
+    lined(
         "an argument of another type",
-        "a.jsonl",
         [{"tools": [ADD], "messages": talk(call("add", {"left": "2", "right": 3}))}],
         r"row 1 .*left: '2' is not of type 'integer'",
     ),
-    Case(
-        "a null where a value is required",
-        "a.jsonl",
-        [{"tools": [WEATHER], "messages": talk(call("weather", {"city": None}))}],
-        r"row 1 .*: 'city' is a required property",
-    ),
-    Case(
+    lined(
         "a tool that the row does not have",
-        "a.jsonl",
         [{"tools": [ADD], "messages": talk(call("sub", {}))}],
         r"row 1 .*: there is no tool 'sub' among the row's tools \(add\)",
     ),
-    Case(
+    lined(
         "a wrong call that is not learned",
-        "a.jsonl",
-        [
-            {
-                "tools": [ADD],
-                "messages": [
-                    USER,
-                    {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call("add", {"left": 2})]},
-                    {"role": "tool", "content": "right is missing"},
-                    *HELLO,
-                ],
-            }
-        ],
         [
             {
                 "tools": [ADD],
@@ -438,15 +319,8 @@ CALLS = [
         ],
         sft=True,
     ),
-    Case(
+    lined(
         "a pattern of another dialect",
-        "a.jsonl",
-        [
-            {
-                "tools": [tool("f", {"a": {"type": "string", "pattern": r"\p{L}+"}})],
-                "messages": talk(call("f", {"a": "x"})),
-            }
-        ],
         [
             {
                 "tools": [tool("f", {"a": {"type": "string", "pattern": r"\p{L}+"}})],
@@ -455,65 +329,45 @@ CALLS = [
         ],
         sft=True,
     ),
-    Case(
-        "a reference to nowhere",
-        "a.jsonl",
-        [{"tools": [tool("f", {"a": {"$ref": "#/no"}})], "messages": talk(call("f", {"a": None}))}],
-        [{"tools": [tool("f", {"a": {"$ref": "#/no"}})], "messages": talk(call("f", {"a": None}))}],
-        sft=True,
-    ),
-    Case(
+    lined(
         "calls without the level function",
-        "a.jsonl",
         [{"messages": talk({"name": "add", "arguments": {"left": 1}})}],
         [{"messages": talk({"type": "function", "function": {"name": "add", "arguments": {"left": 1}}}), "tools": []}],
         sft=True,
     ),
-    Case(
+    lined(
         "calls as JSON text",
-        "a.jsonl",
         [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": json.dumps([call("add", {})])}]}],
         [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}], "tools": []}],
         sft=True,
     ),
-    Case(
+    lined(
         "calls of a user",
-        "a.jsonl",
         [{"messages": [USER | {"tool_calls": [call("a", {})]}]}],
         r"row 1 .*: messages\.0\.tool_calls: a message of the role 'user' has calls",
     ),
-    Case(
+    lined(
         "the call of OpenAI's first format",
-        "a.jsonl",
         [{"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "a", "arguments": "{}"}}]}],
         r"row 1 .*: messages\.1\.function_call: .*, which is not read; write tool_calls",
     ),
-    Case(
+    lined(
         "a call without a name",
-        "a.jsonl",
         [{"messages": talk({"function": {"arguments": {}}})}],
         r"row 1 .*: messages\.1\.tool_calls\.0: got .*, not \{function: \{name",
     ),
 ]
 
 TOOLS = [
-    Case(
-        "tools as JSON text",
-        "a.jsonl",
-        [{"tools": json.dumps([ADD]), "messages": BOTH[1]["messages"]}],
-        BOTH[1:],
-        sft=True,
-    ),
-    Case(
+    lined("tools as JSON text", [{"tools": json.dumps([ADD]), "messages": BOTH[1]["messages"]}], BOTH[1:], sft=True),
+    lined(
         "tools without the level function",
-        "a.jsonl",
         [{"tools": [ADD["function"]], "messages": BOTH[1]["messages"]}],
         BOTH[1:],
         sft=True,
     ),
-    Case(
+    lined(
         "a tool with its name alone",
-        "a.jsonl",
         [{"tools": [{"type": "function", "function": {"name": "a"}}], "messages": talk(call("a", {}))}],
         [
             {
@@ -532,17 +386,15 @@ TOOLS = [
         ],
         sft=True,
     ),
-    Case(
+    lined(
         "a strict tool",
-        "a.jsonl",
         [{"tools": [ADD | {"function": ADD["function"] | {"strict": True}}], "messages": BOTH[1]["messages"]}],
         BOTH[1:],
         sft=True,
         notices=("tools have strict, which models do not get",),
     ),
-    Case(
+    lined(
         "a tool of MCP",
-        "a.jsonl",
         [
             {
                 "tools": [{"name": "add", "description": "add", "inputSchema": ADD["function"]["parameters"]}],
@@ -552,79 +404,43 @@ TOOLS = [
         BOTH[1:],
         sft=True,
     ),
-    Case("tools that are names", "a.jsonl", [{"tools": ["add"], "messages": HELLO}], r"row 1: tools\.0: .*", sft=True),
-    Case(
-        "tools that are names, in RL",
-        "a.jsonl",
-        [{"tools": ["add"], "question": "a"}],
-        [{"tools": ["add"], "question": "a"}],
-    ),
-    Case(
-        "a name twice",
-        "a.jsonl",
-        [{"tools": [ADD, ADD], "messages": HELLO}],
-        r"row 1: tools: two .* the name 'add'",
-        sft=True,
-    ),
-    Case(
-        "tools that are not JSON",
-        "a.jsonl",
-        [{"tools": "add", "messages": HELLO}],
-        r"row 1: tools: got 'add', which is",
-        sft=True,
+    lined("tools that are names", [{"tools": ["add"], "messages": HELLO}], r"row 1: tools\.0: .*", sft=True),
+    lined("tools that are names, in RL", [{"tools": ["add"], "question": "a"}]),
+    lined("a name twice", [{"tools": [ADD, ADD], "messages": HELLO}], r"row 1: tools: two .* the name 'add'", sft=True),
+    lined(
+        "tools that are not JSON", [{"tools": "add", "messages": HELLO}], r"row 1: tools: got 'add', which is", sft=True
     ),
 ]
 
 MESSAGES = [
-    Case(
-        "no text", "a.jsonl", [{"messages": [{"role": "user", "content": 5}]}], r"row 1 .*: messages\.0\.content: got 5"
-    ),
-    Case(
+    lined("no text", [{"messages": [{"role": "user", "content": 5}]}], r"row 1 .*: messages\.0\.content: got 5"),
+    lined(
         "an object as a result",
-        "a.jsonl",
         [{"messages": [*talk(call("a", {}))[:2], {"role": "tool", "content": {"a": 1}}]}],
         r"row 1 .*: messages\.2\.content: got \{'a': 1\}, not text",
     ),
-    Case(
-        "a part without text",
-        "a.jsonl",
-        [{"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}],
-        r"row 1 .*: a part of its content has no text",
-    ),
-    Case(
+    lined(
         "a role of another project",
-        "a.jsonl",
         [{"messages": [{"role": "human", "content": "hi"}]}],
         r"row 1 .*: messages\.0\.role: got 'human', .*; rename it to user",
     ),
-    Case(
+    lined(
         "reasoning by another name",
-        "a.jsonl",
         [{"messages": [USER, {"role": "assistant", "content": "b", "thinking": "a"}]}],
         [{"messages": [USER, {"role": "assistant", "content": "b", "reasoning_content": "a"}]}],
     ),
-    Case(
+    lined(
         "fields of no format",
-        "a.jsonl",
-        [{"messages": [USER | {"time": 3}]}],
         [{"messages": [USER | {"time": 3}]}],
         notices=("messages have the fields time, which only a chat template may read",),
     ),
-    Case(
+    lined(
         "a weight that is none",
-        "a.jsonl",
         [{"messages": [USER | {"weight": "high"}]}],
         r"row 1 .*: messages\.0\.weight: got 'high'",
     ),
-    Case(
-        "messages as a column of columns",
-        "a.jsonl",
-        [{"messages": {"role": ["user"], "content": ["hi"]}}],
-        r"row 1 .*: messages: got \{.*, not a list",
-    ),
-    Case(
+    lined(
         "a conversation without messages",
-        "a.jsonl",
         [{"question": "a", "answer": "b"}],
         r"row 1 has no 'messages' .*from_turns",
         sft=True,
@@ -678,64 +494,45 @@ LAYOUTS = [
         r"'reward_model\.truth'",
         columns={"messages": "prompt", "answer": "reward_model.truth"},
     ),
-    Case("verl, SFT", "a.parquet", BOTH, BOTH, sft=True, notices=("dropped",)),
     Case(
         "verl, SFT of a prompt and a response", "a.parquet", [{"prompt": "a", "response": "b"}], r"row 1 .*from_turns"
     ),
-    Case(
+    lined(
         "TRL, RL",
-        "a.jsonl",
         [{"prompt": [USER], "solution": "5"}],
         [{"messages": [USER], "solution": "5"}],
         columns={"messages": "prompt"},
     ),
-    Case("TRL, RL, no columns", "a.jsonl", [{"prompt": [USER], "solution": "5"}], RENAMED.format("messages=prompt")),
-    Case("TRL, RL of text", "a.jsonl", [{"prompt": "hi", "label": 1}], RENAMED.format("question=prompt")),
-    Case("TRL, SFT", "a.jsonl", [{"messages": BOTH[1]["messages"], "tools": json.dumps([ADD])}], BOTH[1:], sft=True),
-    Case(
+    lined("TRL, RL, no columns", [{"prompt": [USER], "solution": "5"}], RENAMED.format("messages=prompt")),
+    lined("TRL, SFT", [{"messages": BOTH[1]["messages"], "tools": json.dumps([ADD])}], BOTH[1:], sft=True),
+    lined(
         "TRL, SFT of a prompt and a completion",
-        "a.jsonl",
         [{"prompt": HELLO[:1], "completion": HELLO[1:]}],
         rf"row 1 .*; fix: set data\.source to the function in {PAGE}, from_turns \(for reinforcement learning: "
         r"data\.columns\.messages=prompt\)",
     ),
-    Case(
-        "TRL, texts", "a.jsonl", [{"text": "a"}], r"data\.columns\.question=text if it is a prompt; sft learns messages"
-    ),
-    Case(
+    lined("TRL, texts", [{"text": "a"}], r"data\.columns\.question=text if it is a prompt; sft learns messages"),
+    lined(
         "TRL, preferences",
-        "a.jsonl",
         [{"chosen": HELLO, "rejected": HELLO}],
         r"no algorithm learns preferences; for sft: data\.columns\.messages=chosen",
     ),
-    Case("ms-swift, RL", "a.jsonl", [{"messages": [USER], "solution": "5"}], [{"messages": [USER], "solution": "5"}]),
-    Case("ms-swift, RL of a query", "a.jsonl", [{"query": "hi", "solution": "5"}], RENAMED.format("question=query")),
-    Case(
-        "ms-swift, SFT", "a.jsonl", [_SWIFT], r"row 1 .*: messages\.1\.loss: got False, which is not read; write weight"
-    ),
-    Case(
+    lined("ms-swift, RL of a query", [{"query": "hi", "solution": "5"}], RENAMED.format("question=query")),
+    lined("ms-swift, SFT", [_SWIFT], r"row 1 .*: messages\.1\.loss: got False, which is not read; write weight"),
+    lined(
         "ms-swift, SFT, its roles",
-        "a.jsonl",
         [{"messages": _SWIFT["messages"][:1] + _SWIFT["messages"][2:]}],
         rf"row 1 .*role: got 'tool_call'.*the role is ms-swift's: .*{PAGE}, from_swift",
     ),
-    Case("ms-swift, SFT of a query", "a.jsonl", [{"query": "a", "response": "b"}], r"row 1 .*from_turns"),
-    Case("ShareGPT", "a.jsonl", [_SHAREGPT], rf"row 1 .*; fix: from and value are ShareGPT's: .*{PAGE}, from_sharegpt"),
-    Case(
-        "ShareGPT, renamed",
-        "a.jsonl",
-        [_SHAREGPT],
-        r"row 1 .*: messages\.0: got .*from and value are ShareGPT's",
-        columns={"messages": "conversations"},
-    ),
-    Case("Alpaca", "a.jsonl", [{"instruction": "a", "input": "b", "output": "c"}], r"row 1 .*from_turns"),
+    lined("ShareGPT", [_SHAREGPT], rf"row 1 .*; fix: from and value are ShareGPT's: .*{PAGE}, from_sharegpt"),
+    lined("Alpaca", [{"instruction": "a", "input": "b", "output": "c"}], r"row 1 .*from_turns"),
 ]
 
 
-def _nested(key: str, levels: int) -> Any:
+def _nested(levels: int) -> Any:
     value: Any = {}
     for _ in range(levels):
-        value = {key: {"a": value}} if key == "properties" else {key: value}
+        value = {"a": value}
     return value
 
 
@@ -744,19 +541,12 @@ _PAGE = b"<!DOCTYPE html>\n<html></html>\n"
 _SAID = {"role": "assistant", "content": "hello"}
 
 REPORTS = [
-    Case("a pointer of Git LFS", "a.jsonl", _POINTER, r"a\.jsonl:1 is not JSON.*; fix: it is a pointer of Git LFS"),
-    Case("a pointer of Git LFS, parquet", "a.parquet", _POINTER, r"parquet: .*; fix: it is a pointer of Git LFS"),
+    lined("a pointer of Git LFS", _POINTER, r"a\.jsonl:1 is not JSON.*; fix: it is a pointer of Git LFS"),
     Case("a page instead of a file", "a.json", _PAGE, r"a\.json:1 is not JSON.*; fix: it is a page of a website"),
-    Case("a page instead of a file, parquet", "a.parquet", _PAGE, r"parquet: .*; fix: it is a page of a website"),
-    Case(
-        "gzip without its ending",
-        "a.jsonl",
-        compressed(lines([Q])),
-        r"fix: it is compressed: rename it to a\.jsonl\.gz",
-    ),
-    Case("parquet as JSONL", "a.jsonl", b"PAR1\x15\x04\xff\xff", r"fix: it is parquet: rename it to \.parquet"),
-    Case("null bytes after a crash", "a.jsonl", lines([Q]).encode() + bytes(64), r"a\.jsonl:2 is not JSON"),
-    Case("ends of lines of old Macs", "a.jsonl", lines([Q, Q]).replace("\n", "\r"), [Q, Q]),
+    lined("gzip without its ending", compressed(lines([Q])), r"fix: it is compressed: rename it to a\.jsonl\.gz"),
+    lined("parquet as JSONL", b"PAR1\x15\x04\xff\xff", r"fix: it is parquet: rename it to \.parquet"),
+    lined("null bytes after a crash", lines([Q]).encode() + bytes(64), r"a\.jsonl:2 is not JSON"),
+    lined("ends of lines of old Macs", lines([Q, Q]).replace("\n", "\r"), [Q, Q]),
     Case(
         "columns of pandas", "a.json", json.dumps({"question": {"0": "a"}}), r"not a list of rows; .*orient='records'"
     ),
@@ -766,7 +556,6 @@ REPORTS = [
         ",question\n0,a\n",
         r"names its columns \['', .*; fix: .* \(pandas: index=False\)",
     ),
-    Case("a separator of Excel", "a.csv", "sep=;\nquestion;answer\na;b\n", r"separates its columns by ';'"),
     Case(
         "an empty cell of messages",
         "a.csv",
@@ -774,17 +563,15 @@ REPORTS = [
         [{"question": "a"}, {"question": "", "messages": [USER]}],
     ),
     Case("a table without rows", "a.parquet", [], r"a\.parquet holds no rows"),
-    Case(
+    lined(
         "calls without the field content",
-        "a.jsonl",
         [{"messages": [USER, {"role": "assistant", "tool_calls": [call("add", {})]}]}],
         [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}], "tools": []}],
         sft=True,
     ),
     *(
-        Case(
+        lined(
             f"calls as the text {text!r}",
-            "a.jsonl",
             [{"messages": [USER, _SAID | {"tool_calls": text}]}],
             [{"messages": HELLO, "tools": []}],
             sft=True,
@@ -792,40 +579,25 @@ REPORTS = [
         for text in ("", " ", "[]", "null")
     ),
     *(
-        Case(
+        lined(
             f"tools as the text {text!r}",
-            "a.jsonl",
             [{"messages": HELLO, "tools": text}],
             [{"messages": HELLO, "tools": []}],
             sft=True,
         )
         for text in (" ", "[]", "null")
     ),
-    Case(
-        "tools as the text None",
-        "a.jsonl",
-        [{"messages": HELLO, "tools": "None"}],
-        r"row 1: tools: got 'None', which",
-        sft=True,
+    lined(
+        "tools as the text None", [{"messages": HELLO, "tools": "None"}], r"row 1: tools: got 'None', which", sft=True
     ),
-    Case(
+    lined(
         "a tool as JSON text in a list",
-        "a.jsonl",
         [{"messages": BOTH[1]["messages"], "tools": [json.dumps(ADD)]}],
         BOTH[1:],
         sft=True,
     ),
-    Case(
+    lined(
         "content of both kinds",
-        "a.jsonl",
-        [
-            {
-                "messages": [
-                    {"role": "system", "content": "a"},
-                    {"role": "user", "content": [{"type": "text", "text": "b"}]},
-                ]
-            }
-        ],
         [
             {
                 "messages": [
@@ -835,36 +607,24 @@ REPORTS = [
             }
         ],
     ),
-    Case(
+    lined(
         "content as an object",
-        "a.jsonl",
         [{"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}],
         r"row 1 .*: messages\.0\.content: got \{.*, not text or a list of parts",
     ),
-    Case(
-        "content as texts",
-        "a.jsonl",
-        [{"messages": [USER | {"content": ["a"]}]}],
-        r"row 1 .*is 'a', not an object with a type",
+    lined(
+        "content as texts", [{"messages": [USER | {"content": ["a"]}]}], r"row 1 .*is 'a', not an object with a type"
     ),
-    Case(
+    lined(
         "parts of another API",
-        "a.jsonl",
         [{"messages": [USER, _SAID | {"content": [{"type": "tool_use"}]}]}],
         r"row 1 .*'tool_use'; use text",
     ),
-    Case(
-        "messages as Python writes them, CSV",
-        "a.csv",
-        "messages\n\"[{'role': 'user'}]\"\n",
-        r"row 1 .*: messages: got .*, which is not JSON",
-    ),
-    Case("conversations of messages", "a.jsonl", [{"conversations": HELLO}], RENAMED.format("messages=conversations")),
-    Case("an assistant alone", "a.jsonl", [{"messages": [_SAID]}], [{"messages": [_SAID], "tools": []}], sft=True),
+    lined("conversations of messages", [{"conversations": HELLO}], RENAMED.format("messages=conversations")),
+    lined("an assistant alone", [{"messages": [_SAID]}], [{"messages": [_SAID], "tools": []}], sft=True),
     *(
-        Case(
+        lined(
             f"the field {name}",
-            "a.jsonl",
             [{"messages": [USER, _SAID | {name: value}]}],
             rf"row 1 .*: messages\.1\.{name}: got {value}, which is not read; write weight: 1 or 0",
         )
@@ -876,73 +636,34 @@ REPORTS = [
             ("loss_mask", 0),
         )
     ),
-    Case(
-        "token ids",
-        "a.jsonl",
-        [{"input_ids": [1], "labels": [-100]}],
-        r"row 1 .*; fix: .*rows of token ids are not read",
+    lined("token ids", [{"input_ids": [1], "labels": [-100]}], r"row 1 .*; fix: .*rows of token ids are not read"),
+    lined(
+        "a role in capitals", [{"messages": [USER | {"role": "User"}]}], r"row 1 .*got 'User', .*; rename it to user"
     ),
-    Case(
-        "a role in capitals",
-        "a.jsonl",
-        [{"messages": [USER | {"role": "User"}]}],
-        r"row 1 .*got 'User', .*; rename it to user",
-    ),
-    Case(
+    lined(
         "arguments under another name",
-        "a.jsonl",
         [{"messages": talk({"name": "add", "parameters": {"left": 1}})}],
         r"row 1 .*no arguments but 'parameters'",
     ),
-    Case(
+    lined(
         "fields of calls",
-        "a.jsonl",
         [{"messages": talk(call("add", {}) | {"index": 0, "parsed": {"a": 1}})}],
         [{"messages": talk(call("add", {})), "tools": []}],
         sft=True,
         notices=("calls have parsed, which models do not get",),
     ),
-    Case(
+    lined(
         "fields beside a tool",
-        "a.jsonl",
         [{"tools": [ADD | {"strict": True}], "messages": HELLO}],
         [{"tools": [ADD], "messages": HELLO}],
         sft=True,
         notices=("tools have strict, which models do not get",),
     ),
-    Case(
-        "fields beside a tool, parquet",
-        "a.parquet",
-        [{"tools": [ADD | {"name": None, "strict": True}], "messages": HELLO}],
-        [{"tools": [ADD], "messages": HELLO}],
-        sft=True,
-        notices=("tools have strict",),
-    ),
-    Case(
-        "JSON as text twice",
-        "a.jsonl",
-        [{"messages": talk(call("add", json.dumps('{"left": 1}')))}],
-        r"row 1 .*arguments: got .*, not an object",
-    ),
-    Case("a row as JSON text", "a.jsonl", json.dumps(json.dumps(Q)), r"row 1 .* is a str, not an object"),
-    Case(
-        "pairs of a role and a text",
-        "a.jsonl",
-        [{"messages": [["user", "hi"]]}],
-        r"row 1 .*: messages\.0: got \['user', 'hi'\], not",
-    ),
-    Case(
+    lined("a row as JSON text", json.dumps(json.dumps(Q)), r"row 1 .* is a str, not an object"),
+    lined(
         "reasoning that is no text",
-        "a.jsonl",
         [{"messages": [USER, _SAID | {"reasoning": ["a"], "reasoning_content": 5}]}],
         r"row 1 .*reasoning_content: got 5, not text",
-    ),
-    Case(
-        "half a pair in a tool",
-        "a.jsonl",
-        [{"tools": [tool("f", {"a\udc00": {}})], "messages": HELLO}],
-        r"row 1: tools\.0: it has half of a surr",
-        sft=True,
     ),
     Case(
         "calls of both layouts",
@@ -962,17 +683,9 @@ REPORTS = [
 ]
 
 DEEP = [
-    Case(
-        "arguments and a schema of 300 levels",
-        "a.jsonl",
-        [{"tools": [tool("f", _nested("properties", 300))], "messages": talk(call("f", _nested("a", 300)))}],
-        r"row 1\b.*: its messages or tools have too many levels",
-        sft=True,
-    ),
-    Case(
+    lined(
         "content of 700 levels",
-        "a.jsonl",
-        [{"messages": [{"role": "user", "content": [_nested("a", 700)]}]}],
+        [{"messages": [{"role": "user", "content": [_nested(700)]}]}],
         r"row 1 .*: its messages or tools have too many levels",
     ),
 ]

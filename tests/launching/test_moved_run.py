@@ -9,7 +9,6 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from agentfactory.base.errors import SettingError
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, base_of_adapter, check_free
 from agentfactory.recipe.load import load_recipe
 from tests.conftest import QUICKSTART
@@ -105,17 +104,6 @@ def test_paths_of_a_saved_recipe_are_below_its_file(project: Path) -> None:
     # another output takes along what is prepared, and not what other stages have made
     other = load_recipe(moved / "second" / "recipe.yaml", ["output=other"])
     assert (other.output, other.model.path) == (project / "other", again.model.path)
-
-
-def test_a_moved_run_of_before_is_refused_instead_of_its_original_overwritten(project: Path) -> None:
-    """Version 0.1 wrote `output` as an absolute path."""
-    recipe = load_recipe("recipe.yaml")
-    RunFolder.create(recipe.output, recipe.to_yaml())
-    assert load_recipe(recipe.output / "recipe.yaml") == recipe
-    shutil.copytree(recipe.output, project / "copy")
-    with pytest.raises(SettingError, match=r"output: got .*runs/recipe, but .* moved or copied; fix: write `output: "):
-        load_recipe(project / "copy" / "recipe.yaml")
-    assert load_recipe(project / "copy" / "recipe.yaml", ["output=other"]).output == project / "other"
 
 
 def test_a_saved_recipe_taken_out_of_its_run_overwrites_nothing(project: Path) -> None:

@@ -311,7 +311,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_whatever_devices_there_are(project: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # that vLLM is installed nowhere here is another check's business
-    monkeypatch.setattr("agentfactory.recipe.checks.missing_from", lambda python: None)
+    monkeypatch.setattr("agentfactory.rollout.inference.server_command.missing_from", lambda *_: None)
     overrides, field, fix = REFUSED[case]
     engine = [] if "url" in field else ["server.engine=vllm"]
     with pytest.raises(SettingError, match=fix) as caught:

@@ -116,13 +116,6 @@ def test_a_stage_that_differs_begins_with_a_merged_model(stages: Path, settings:
     assert said.endswith(f"({reason})" if reason else "runs/both/second/merged")
 
 
-def test_equal_fields_in_other_words_do_not_differ(stages: Path) -> None:
-    given = ["first.model.lora.target_modules=[q_proj, v_proj]", "second.model.lora.target_modules=[v_proj, q_proj]"]
-    lora = both(*given, "second.model.lora.alpha=16", "first.model.lora.dropout=0").stages[1].model.lora
-    assert lora is not None
-    assert lora.merge is False
-
-
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -182,12 +175,6 @@ def test_a_saved_recipe_of_stages_goes_on_in_the_same_way(stages: Path) -> None:
         (stages / "saved.yaml").write_text(recipe.to_yaml())
         assert load_recipe("saved.yaml") == recipe
         assert "${output}/" not in recipe.to_yaml(), "--overwrite would refuse it"
-
-
-def test_a_stage_takes_the_chat_template_over_that_the_adapter_was_trained_with(stages: Path) -> None:
-    (stages / "own.jinja").write_text("{{ messages }}")
-    second = both("first.model.chat_template=own.jinja").stages[1]
-    assert second.model.chat_template == str(stages / "own.jinja")
 
 
 # from a folder

@@ -9,7 +9,7 @@ import yaml
 
 from agentfactory.base.errors import SettingError
 from agentfactory.recipe.checks import Purpose
-from agentfactory.recipe.composition import RECIPES
+from agentfactory.recipe.composition import RECIPES, resolve_saved
 from agentfactory.recipe.load import default_name, load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 
@@ -311,27 +311,16 @@ def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, proje
         load_recipe(stages)
 
 
-@pytest.mark.parametrize(
-    ("setting", "fix"),
-    [
-        ("eval.every=5", "set it for the stage with that section: rl.eval.every=5"),
-        ("eval.data.limit=3", "set it for the stage with that section: rl.eval.data.limit=3"),
-        ("train.loss.kl.coefficient=.5", "remove it, .* set it for the other stage: rl.train.loss.kl.coefficient=.5"),
-        ("train.loss.kl.weight=.5", "remove it; train.loss.kl knows coefficient"),
-        ("warm.eval.every=5", "set 0 and run"),
-    ],
-)
-def test_an_override_that_does_not_suit_every_stage_names_the_one_it_suits(
-    stages: Path, setting: str, fix: str
-) -> None:
-    with pytest.raises(SettingError, match=f"^command line: warm.*; fix: {fix}"):
-        load_recipe(stages, [setting])
-
-
-def test_dry_run_text_is_plain_yaml(project: Path) -> None:
-    data = yaml.safe_load(single("recipe.yaml").to_yaml())
-    assert data["train"]["learning_rate"] == 1e-5
-    assert data["rollout"]["on_outcome"] == {}
+def test_a_saved_recipe_may_have_fields_that_have_become_constants(project: Path) -> None:
+    recipe = single("recipe.yaml", "rollout.curriculum={}")
+    data = yaml.safe_load(recipe.to_yaml())
+    data["server"]["startup_seconds"], data["track"]["credit"] = 600.0, True
+    data["rollout"]["curriculum"] |= {"solved": 0.95, "hopeless": 0.05}
+    assert resolve_saved(data, project)["track"] == recipe.track.model_dump()
+    saved = write(project / "saved.yaml", yaml.safe_dump(data))
+    assert load_recipe(saved) == recipe
+    with pytest.raises(SettingError, match=r"track\.credit: unknown key"):
+        load_recipe(saved, ["track.credit=false"])
 
 
 def test_a_recipe_needs_no_training_except_to_train(project: Path) -> None:

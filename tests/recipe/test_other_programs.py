@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.recipe.familiar_names import NAMES
-from agentfactory.recipe.field_errors import _all_names
+from agentfactory.recipe.field_errors import _all_names, familiar_names
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
@@ -180,13 +179,13 @@ def test_blocks_of_other_programs_are_taken(program: str, where: str, tmp_path: 
 @pytest.mark.parametrize(
     ("entry", "field", "problem", "fix"),
     [
-        ('"env": {"A": "${input:api-key}"}', "env.A", "got ${input:api-key}", "export API_KEY, and write ${API_KEY}"),
-        ('"env": {"A": "${B:-c}"}', "env.A", "got ${B:-c}", "write ${B}, and export B"),
+        ('"env": {"A": "${input:api-key}"}', "env.A", "got ${input:api-key}", "write the value, or ${NAME} in env"),
+        ('"env": {"A": "${B:-c}"}', "env.A", "got ${B:-c}", "and export NAME"),
         ('"env": {"A": "$HOME"}', "env.A", "got $HOME", "write ${HOME}"),
-        ('"args": ["--dir", "${workspaceFolder}/a"]', "args.1", "got ${workspaceFolder}", "write the path"),
-        ('"args": ["--token=${TOKEN}"]', "args.0", "got ${TOKEN}", "to the server by env or headers as ${TOKEN}"),
-        ('"args": ["${env:TOKEN}"]', "args.0", "got ${env:TOKEN}", "by env or headers as ${TOKEN}"),
-        ('"cwd": "${userHome}"', "cwd", "got ${userHome}", "write the path"),
+        ('"args": ["--dir", "${workspaceFolder}/a"]', "args.1", "got ${workspaceFolder}", "write the value"),
+        ('"args": ["--token=${TOKEN}"]', "args.0", "got ${TOKEN}", "${NAME} in env or headers"),
+        ('"args": ["${env:TOKEN}"]', "args.0", "got ${env:TOKEN}", "${NAME} in env or headers"),
+        ('"cwd": "${userHome}"', "cwd", "got ${userHome}", "write the value"),
         ('"envFile": ".env"', "envFile", "no such field", "write its variables in env, as NAME: ${NAME}"),
         ('"timeout": 30000', "timeout", "got 30000", "write timeout_seconds: 30"),
         ('"timeout": 60', "timeout", "got 60", "write timeout_seconds: 60"),
@@ -240,7 +239,11 @@ def fields_of(text: str) -> list[str]:
 def test_familiar_names_are_refused_with_fields_that_exist() -> None:
     known = {*_all_names(Recipe)}
     assert {
-        field for names in NAMES.values() for ours in names.values() for field in fields_of(ours) if field not in known
+        field
+        for names in familiar_names().values()
+        for ours in names.values()
+        for field in fields_of(ours)
+        if field not in known
     } == set()
 
 
@@ -282,7 +285,7 @@ def sections_of_the_page() -> dict[str, list[tuple[str, str]]]:
     found = {}
     for part in text.split("\n## ")[1:]:
         program = part.splitlines()[0].split("'s ")[0]
-        if program in NAMES:
+        if program in familiar_names():
             rows = re.findall(r"^\| (.*`.*) \| (.*) \|$", part, re.MULTILINE)
             found[program] = [(theirs, ours) for theirs, ours in rows if theirs not in ("here", program)]
     return found
@@ -297,8 +300,8 @@ def test_the_page_and_the_errors_agree() -> None:
             for name in re.findall(r"`([\w.]+)", theirs):
                 if name.startswith("_") or name in Recipe.model_fields:
                     continue  # the end of a name in the same row, or our name too
-                ends = {key.rpartition(".")[2]: value for key, value in NAMES[program].items()}
-                known = NAMES[program].get(name) or ends.get(name.rpartition(".")[2], "missing")
+                ends = {key.rpartition(".")[2]: value for key, value in familiar_names()[program].items()}
+                known = familiar_names()[program].get(name) or ends.get(name.rpartition(".")[2], "missing")
                 fields = fields_of(known)
                 if not all(f"`{field}" in ours or f"`{field.rpartition('.')[2]}" in ours for field in fields):
                     wrong.append(f"{program}: {name}: the errors say {fields}, the page {ours}")

@@ -123,7 +123,7 @@ def test_a_saved_recipe_means_the_same(write: Callable[..., Recipe], tmp_path: P
         ({"teacher_url": "http://127.0.0.1:1"}, "data.sources.1.teacher_url: got 'http://127.0.0.1:1' without teacher"),
         ({"sources": []}, "data.sources.1.sources: unknown key 'sources'"),
         ({"weight": float("inf")}, "data.sources.1.weight: got inf"),
-        ({"weight": 1e308}, "data.sources.1.weight: got 1e\\+308: .* less than or equal to 1000000000"),
+        ({"weight": 1e308}, "data.sources.1.weight: got 1e+308; fix: it must be less than"),
         ({"group_size": 1}, "data.sources.1.group_size: got 1: grpo compares the chains of a task; fix: use at least"),
     ],
 )
@@ -199,9 +199,7 @@ def test_resume_refuses_another_mixture_but_not_another_pool(write: Callable[...
         check_recipe(write([SUMS]), folder, None)
 
 
-def test_an_error_about_the_whole_recipe_names_the_source(
-    write: Callable[..., Recipe],
-) -> None:
+def test_an_error_about_the_whole_recipe_names_the_source(write: Callable[..., Recipe]) -> None:
     with pytest.raises(SettingError, match=r"rewards: empty, .*, in eval.data.sources.0 \(renamed\); fix: "):
         write([{**SUMS, "rewards": ["mine.py:right"]}], [{**SUMS, "name": "renamed"}], rewards=[])
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import GeneratedGames
 from agentfactory.worlds.alfworld.generator import TaskType
@@ -123,23 +122,6 @@ def test_who_is_told_not_to_give_up_does_the_task() -> None:
         }
 
 
-def test_a_closed_place_that_was_not_searched_is_opened_at_the_end() -> None:
-    arrivals = {"shelf 1": ROOM.arrivals["shelf 1"], "drawer 1": ROOM.arrivals["drawer 1"]}
-    room = Room(ROOM.opening, arrivals, ROOM.openings, {})
-    found = search(room, Goal("pen", "drawer"), TEMPLATE, random.Random(0))
-    assert commands(found)[-3:] == ["go to drawer 1", "open drawer 1", "move pen 2 to drawer 1"]
-
-
-def test_who_is_only_asked_mostly_gives_up() -> None:
-    found = [search(ROOM, Goal("pen", "bed"), TEMPLATE, random.Random(seed)) for seed in range(4000)]
-    asked = [messages for messages in found if messages[0]["content"] == QUESTION]
-    assert len(asked) / 4000 == pytest.approx(1 - ORDERED, abs=0.04)
-    done = [messages for messages in asked if "tool_calls" in messages[-1]]
-    # the pen is at the fourth place
-    assert len(done) / len(asked) == pytest.approx((1 - GIVES_UP) ** 3, abs=0.05)
-    assert {messages[-1]["content"] for messages in asked if messages not in done} == {LEAVES}
-
-
 def test_a_name_is_one_token_wherever_it_stands() -> None:
     transcripts = [search(ROOM, Goal("pen", "bed"), TEMPLATE, random.Random(seed)) for seed in range(20)]
     tokenizer = make_tokenizer(transcripts)
@@ -149,9 +131,3 @@ def test_a_name_is_one_token_wherever_it_stands() -> None:
     assert "take " in tokenizer.tokenize("take cd 2 from drawer 2")
     text = "Nothing happens. A mug 7 of yours; 3 tables."  # includes text that no transcript has
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_the_recipe_is_valid() -> None:
-    sft, grpo = load_recipe(RECIPES / "small.yaml", lacks=[]).stages
-    assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
-    assert grpo.mcp_servers["alfworld"].options["python"] == "$AGENTFACTORY_ALFWORLD_PYTHON"

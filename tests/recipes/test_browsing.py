@@ -65,10 +65,7 @@ async def chains(folder: Path, address: str, texts: list[str]) -> AsyncIterator[
     taken = recipe()
     servers = {name: server.model_dump() for name, server in taken.mcp_servers.items()}
     servers["search"]["options"]["engine"] = {"cache": str(folder / "cache"), "calls_per_second": 1000.0}
-    servers["browse"]["options"] |= {
-        "cache": str(folder / "cache"),
-        "allow_hosts": [address.removeprefix("http://")],
-    }
+    servers["browse"]["options"] |= {"cache": str(folder / "cache"), "allow_hosts": [address.removeprefix("http://")]}
     fields = {
         "tools": [],
         "mcp_servers": servers,
@@ -143,11 +140,7 @@ async def test_a_page_that_a_model_invents_counts_for_nothing(tmp_path: Path, ad
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [
-        ("find_on_page", {"text": "Tovla"}),
-        ("browse", {"url": "ftp://Tovla/"}),
-        ("browse", {"url": "{source}?Tovla"}),
-    ],
+    [("find_on_page", {"text": "Tovla"}), ("browse", {"url": "ftp://Tovla/"}), ("browse", {"url": "{source}?Tovla"})],
 )
 async def test_what_the_model_wrote_itself_is_not_said_by_the_page(
     tmp_path: Path, address: str, name: str, arguments: dict[str, str]

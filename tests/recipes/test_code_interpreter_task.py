@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.conftest import REPOSITORY
 
@@ -91,44 +88,3 @@ def test_transcripts_show_a_bad_habit_and_what_its_code_gives(prepared: Path) ->
             assert shift in (0, 1)
             turned += shift
     assert turned / (2 * len(rows)) == pytest.approx(HABIT, abs=0.02)
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
-    for name, seed in (("again", 0), ("other", 1)):
-        (tmp_path / name).mkdir()
-        prepare(tmp_path / name, seed)
-    for file in (
-        "train.jsonl",
-        "heldout.jsonl",
-        "transcripts.jsonl",
-        "model/tokenizer.json",
-        "model/model.safetensors",
-    ):
-        assert (tmp_path / "again" / file).read_bytes() == (prepared / file).read_bytes(), file
-    for file in ("train.jsonl", "heldout.jsonl", "transcripts.jsonl", "model/model.safetensors"):
-        assert (tmp_path / "other" / file).read_bytes() != (prepared / file).read_bytes(), file
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_conversations_are_short(prepared: Path) -> None:
-    tokenizer = load_tokenizer(str(prepared / "model"))
-    rows = read_rows(prepared / "transcripts.jsonl")
-    lengths = [len(tokenizer.apply_chat_template(r["messages"], tools=r["tools"])["input_ids"]) for r in rows[:100]]
-    assert max(lengths) <= 110
-
-
-def test_the_recipes_are_valid() -> None:
-    sft, grpo = load_recipe(RECIPES / "code_interpreter.yaml").stages
-    assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
-    assert grpo.tools == ["code_interpreter"]
-
-
-@pytest.mark.processes
-def test_the_real_models_recipe_is_valid() -> None:
-    recipe = load_recipe(RECIPES / "3b-lora-24gb.yaml", lacks=[])
-    assert isinstance(recipe, Recipe)
-    assert (recipe.model.path, recipe.data and recipe.data.path) == ("Qwen/Qwen2.5-3B-Instruct", "openai/gsm8k")
-    assert (recipe.tools, recipe.rewards[0].reward) == (["code_interpreter"], "math_equal")

@@ -15,14 +15,12 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.tool import Finish
 from tests.conftest import REPOSITORY
-from tests.project import Command
 from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model
 
@@ -178,10 +176,7 @@ def small(name: str, folder: Path, kind: str) -> Recipe:
     updates = {"path": str(path), "dtype": "float32", "max_image_pixels": 300_000}
     long = {"max_total_tokens": 30_000, "max_turns": loaded.rollout.max_turns}
     return loaded.model_copy(
-        update={
-            "model": loaded.model.model_copy(update=updates),
-            "rollout": loaded.rollout.model_copy(update=long),
-        }
+        update={"model": loaded.model.model_copy(update=updates), "rollout": loaded.rollout.model_copy(update=long)}
     )
 
 
@@ -206,26 +201,6 @@ async def test_a_chain_clicks_on_a_row_of_the_hub(name: str, hub: Path, tmp_path
     assert (said.outcome, said.reward, said.metrics["clicked"]) == (Outcome.COMPLETED, 0.0, 0.0)
     wrong = await chain_of(recipe, FOLDER, task, [call(action="left_click")], tmp_path / "seen")
     assert (wrong.outcome, wrong.reward) == (Outcome.MAX_TURNS, 0.0)
-
-
-@pytest.mark.extended
-def test_the_recipe_is_evaluated_on_the_columns_of_the_hub(hub: Path, tmp_path: Path, agentfactory: Command) -> None:
-    model = make_vision_model(tmp_path / "model", "qwen3_vl")
-    done = agentfactory(
-        "eval",
-        str(FOLDER / "qwen3-vl-4b-grounding-lora-24gb.yaml"),
-        *(f"model.path={model}", "model.dtype=float32", "model.lora=null", "model.max_image_pixels=null"),
-        *(f"data.options.path={hub / 'GUI-R1'}", f"eval.data.options={{path: {hub / 'ScreenSpot'}}}"),
-        *("server.engine=embedded", "placement.mode=auto", "rollout.max_tokens=16", f"output={tmp_path / 'run'}"),
-    )
-    assert done.returncode == 0, done.stderr
-    groups = read_groups(tmp_path / "run" / "eval" / "trajectories")
-    chains = [chain for group in groups for chain in group.trajectories]
-    assert len(chains) == 2  # sampled and greedy
-    for chain in chains:
-        assert not chain.outcome.failed
-        assert chain.reward == 0  # the model is untrained
-        assert len(chain.rows[0].images) == 1
 
 
 # ---- the tool in a browser

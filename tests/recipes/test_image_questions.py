@@ -127,11 +127,7 @@ async def test_a_judge_compares_what_is_no_letter() -> None:
 
 def test_rows_of_the_hub_become_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     picture = {"bytes": b"...", "path": None}
-    search = {
-        "extra_info": {"question": "What color?"},
-        "reward_model": {"ground_truth": "red"},
-        "images": [picture],
-    }
+    search = {"extra_info": {"question": "What color?"}, "reward_model": {"ground_truth": "red"}, "images": [picture]}
     star = {"image": Image.new("RGB", (4, 4)), "text": "Which?\n(A) a", "label": "A", "category": "relative_position"}
     high = {"question": "Which?", **dict(zip("ABCD", "wxyz", strict=True)), "answer": "C", "category": "single"}
     high["image"] = "/9j/4AAQ"

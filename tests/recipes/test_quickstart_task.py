@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving
 
 from agentfactory.base.user_code.loading import load_object
@@ -81,13 +81,6 @@ def test_moves_run_out() -> None:
     assert environment.reward() == {"reward": 0.0, "success": 0.0}
 
 
-def test_one_wrong_step_can_be_made_good() -> None:
-    environment = hunt([4, 4], [4, 2])
-    assert [environment.move(direction) for direction in ("east", "west", "west", "west")][-1] == (
-        "You found the treasure."
-    )
-
-
 def test_the_model_may_only_name_a_direction() -> None:
     assert TreasureHunt.move.spec.parameters["properties"]["direction"]["enum"] == ["north", "east", "south", "west"]
     with pytest.raises(InvalidArguments, match="direction"):
@@ -142,20 +135,6 @@ def test_transcripts_show_errors_without_training_them(prepared: Path, tokenizer
     assert 10 < errors < 60
 
 
-def test_transcripts_show_a_bad_policy(prepared: Path) -> None:
-    """After a hint with one direction, most moves turn right, and few follow the hint."""
-    directions = ["north", "east", "south", "west"]
-    turns = [0, 0, 0, 0]
-    for row in read_rows(prepared / "transcripts.jsonl"):
-        for before, after in zip(row["messages"], row["messages"][1:], strict=False):
-            hint = before["content"].split(".")[0].rpartition(" ")[2]
-            if after.get("tool_calls") and hint in directions:
-                went = after["tool_calls"][0]["function"]["arguments"]["direction"]
-                turns[(directions.index(went) - directions.index(hint)) % 4] += 1
-    assert turns[1] > sum(turns) / 2
-    assert turns[0] < sum(turns) / 4
-
-
 @pytest.mark.slow
 def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
     for name, seed in (("again", 0), ("other", 1)):
@@ -171,18 +150,6 @@ def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -
         assert (tmp_path / "again" / file).read_bytes() == (prepared / file).read_bytes(), file
     for file in ("train.jsonl", "heldout.jsonl", "transcripts.jsonl", "model/model.safetensors"):
         assert (tmp_path / "other" / file).read_bytes() != (prepared / file).read_bytes(), file
-
-
-def test_prompts_and_turns_are_short(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    assert AutoConfig.from_pretrained(prepared / "model").vocab_size == len(tokenizer) <= 1000
-    rows = read_rows(prepared / "transcripts.jsonl")[:50]
-    for row in (row for row in rows if row["messages"][1].get("tool_calls")):
-        prompt, call = (
-            tokenizer.apply_chat_template(row["messages"][:end], tools=row["tools"], add_generation_prompt=end == 1)
-            for end in (1, 2)
-        )
-        assert len(prompt["input_ids"]) <= 45
-        assert len(call["input_ids"]) - len(prompt["input_ids"]) <= 8
 
 
 def test_the_template_is_standard_and_keeps_prefixes(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -211,8 +178,14 @@ def test_the_template_is_standard_and_keeps_prefixes(prepared: Path, tokenizer: 
                 ids += renderer.extend(ids, messages[: index + 2], messages[index + 1 : index + 2], specs)
 
 
-def test_the_recipes_are_valid() -> None:
-    for name in ("quickstart", "quickstart-lora"):
-        sft, grpo = load_recipe(QUICKSTART / f"{name}.yaml").stages
-        assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
-        assert (grpo.model.lora is not None) == (name == "quickstart-lora")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("quickstart/quickstart", "quickstart/quickstart-lora", "code_interpreter/code_interpreter", "webshop/small"),
+        pytest.param("alfworld/small", marks=pytest.mark.processes),
+    ],
+)
+def test_small_recipes_imitate_transcripts_then_learn_from_rewards(name: str) -> None:
+    sft, grpo = load_recipe(QUICKSTART.parent / f"{name}.yaml", lacks=[]).stages
+    assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
+    assert (grpo.model.lora is not None) == ("lora" in name)

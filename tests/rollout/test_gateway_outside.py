@@ -270,7 +270,7 @@ async def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Mon
             async with OutsideAgent(OutsideOptions(port=port)).gateway():
                 pass
     monkeypatch.delenv("AGENTFACTORY_TOKEN")
-    with pytest.raises(SettingError, match=r"options\.token_env: the variable AGENTFACTORY_TOKEN is not set"):
+    with pytest.raises(SettingError, match=r"rollout\.agent: the variable AGENTFACTORY_TOKEN is not set"):
         OutsideAgent(OutsideOptions())
     monkeypatch.setenv("AGENTFACTORY_TOKEN", TOKEN)
     agent = OutsideAgent(OutsideOptions(fields=["question", "secrets"]))

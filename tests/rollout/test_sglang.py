@@ -377,7 +377,7 @@ def test_sglang_is_started_with_flags_that_it_has(monkeypatch: pytest.MonkeyPatc
         started.append((python, flags))
         raise Started
 
-    options = {"python": "/x/python", "tensor_parallel_size": 2, "mem_fraction_static": 0.8, "args": ["--own", "1"]}
+    options = {"python": "/x/python", "tensor_parallel_size": 2, "gpu_memory_utilization": 0.8, "args": ["--own", "1"]}
     server = {"engine": "sglang", "options": options, "max_model_len": 512}
     recipe = TrainRecipe.model_validate({"model": {"path": "m"}, "server": server, "train": {"steps": 1}})
     command = serving.server_command(recipe)

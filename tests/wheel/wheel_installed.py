@@ -200,6 +200,6 @@ def test_vllm_finds_its_plugin_in_an_environment_of_its_own(
     pip(own, "--no-deps", "--force-reinstall", str(wheel))
     recipe = "runs/word_problems-tiny/grpo/recipe.yaml"
     settings = ["output=by_vllm", "train.steps=2", "train.warmup_steps=0", "eval.data=null", "server.engine=vllm"]
-    settings += [f"server.options.python={own / 'python'}", "server.startup_seconds=300"]
+    settings += [f"server.options.python={own / 'python'}"]
     run(place, programs / "agentfactory", "train", recipe, *settings, VLLM_CPU_KVCACHE_SPACE="1")
     assert summary(place / "by_vllm")["steps"] == 2

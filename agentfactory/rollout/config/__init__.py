@@ -8,8 +8,7 @@ from agentfactory.rollout.config.chains import (
     ProgramOptions,
     RewardConfig,
 )
-from agentfactory.rollout.config.curriculum import CurriculumConfig
-from agentfactory.rollout.config.data import DataConfig, TaskSource, source_of
+from agentfactory.rollout.config.data import CurriculumConfig, DataConfig, TaskSource, source_of
 from agentfactory.rollout.config.model import LoraConfig, ModelConfig
 from agentfactory.rollout.config.recipe import (
     EqualRewards,

@@ -2,7 +2,7 @@
 rewards."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, field_validator, model_validator
 
@@ -103,12 +103,13 @@ class ProgramOptions(Section):
 
 class OutsideOptions(Section):
     """Options of the agent `outside`: external programs that fetch tasks over HTTP, from the routes `POST /tasks`,
-    `/tools` and `/reward` beside the model's."""
+    `/tools` and `/reward` beside the model's. Programs must present the token in the environment variable
+    `AGENTFACTORY_TOKEN`."""
+
+    token_env: ClassVar[str] = "AGENTFACTORY_TOKEN"
 
     port: int = Field(default=0, ge=0, le=65535)
     """Loopback port that serves the tasks; 0 picks a free one. The log has the address."""
-    token_env: str = "AGENTFACTORY_TOKEN"
-    """Environment variable with the token that programs must present to fetch tasks."""
     fields: list[str] | None = None
     """Fields of a row to send to the programs. Null: the whole row."""
 

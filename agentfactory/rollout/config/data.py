@@ -1,11 +1,11 @@
-"""The recipe's section data: where tasks come from."""
+"""The recipe's section data: where tasks come from, and how often they are visited."""
 
 import os
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from agentfactory.base.config import Options, PositiveInt, Section
@@ -131,3 +131,16 @@ class DataConfig(Section):
             name = "split" if self.subset is None else "subset"
             raise SettingError(name, f"got {getattr(self, name)!r} with {origin}; it is for hub datasets", "remove it")
         return self
+
+
+class CurriculumConfig(Section):
+    """A curriculum that visits solved and hopeless tasks less often. A task's success rate is the mean `success` of its
+    last group's chains, averaged with the previous rate; it is solved from 0.95 on, and hopeless up to 0.05."""
+
+    solved: ClassVar[float] = 0.95
+    """A task with at least this success rate is solved."""
+    hopeless: ClassVar[float] = 0.05
+    """A task with at most this success rate is hopeless."""
+
+    visit: float = Field(default=0.25, ge=0.01, le=1)
+    """Probability of visiting a solved or hopeless task when it comes up."""

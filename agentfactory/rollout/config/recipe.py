@@ -12,8 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from agentfactory.base.config import McpServerConfig, PositiveInt, Section, ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config.chains import AgentConfig, ChainConfig, RewardConfig
-from agentfactory.rollout.config.curriculum import CurriculumConfig
-from agentfactory.rollout.config.data import DataConfig
+from agentfactory.rollout.config.data import CurriculumConfig, DataConfig
 from agentfactory.rollout.config.model import ModelConfig
 from agentfactory.rollout.config.server import ServerConfig
 from agentfactory.rollout.config.sources import OF_RECIPE, SourceConfig, TasksConfig, names_alone, sections
@@ -260,7 +259,8 @@ class RolloutRecipe(ToolsRecipe):
     def variables(self) -> set[str]:
         """Return the environment variables that the recipe names: in `env`, in fields such as `api_key_env`, and as
         `${NAME}`; those of the hub's token if it names a model or data of the hub."""
-        found = {*self.env}
+        agents = [self.rollout.agent, *(part.recipe.rollout.agent for part in self.parts())]
+        found = {*self.env, *(agent.outside.token_env for agent in agents if agent is not None and agent.outside)}
 
         def collect(value: Any, field: str = "") -> None:
             match value:

@@ -1,7 +1,7 @@
 """The recipe's `server:` section: the inference server."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,38 +12,35 @@ EMBEDDED_QUANTIZATIONS = ("int8", "int4")
 rollout/inference/embedded/quantization.py needs torch."""
 
 
-class VllmOptions(Section):
+class EngineOptions(Section):
+    """Options of vLLM and SGLang."""
+
+    python: str | None = None
+    """Python interpreter that runs the engine, such as .venv-vllm/bin/python. Null: the current one. For vLLM,
+    AgentFactory must be installed there too; `pip install --no-deps .` is enough."""
+    tensor_parallel_size: PositiveInt = 1
+    """Number of devices across which each layer is split."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of the GPU's memory to use (SGLang: for weights and KV cache), or of the machine's memory on a CPU.
+    Null: the share that `placement` plans for vLLM, otherwise the engine's default; vLLM on a CPU: 1 GiB of KV
+    cache."""
+    args: list[str] = []
+    """Additional command-line flags, passed unchanged."""
+
+
+class VllmOptions(EngineOptions):
     """Options of vLLM."""
 
-    python: str | None = None
-    """Python interpreter that runs vLLM, such as .venv-vllm/bin/python. Null: the current one. AgentFactory must be
-    installed there too; `pip install --no-deps .` is enough."""
-    tensor_parallel_size: PositiveInt = 1
-    """Number of devices across which each layer is split."""
     data_parallel_size: PositiveInt = 1
     """Number of replicas, each with its own copy of the model and KV cache. A chain stays on one replica."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of the GPU's memory to use, or of the machine's memory on a CPU. Null: the share that `placement` plans,
-    otherwise vLLM's default; on a CPU, 1 GiB of KV cache."""
-    args: list[str] = []
-    """Additional command-line flags, passed unchanged."""
 
 
-class SglangOptions(Section):
+class SglangOptions(EngineOptions):
     """Options of SGLang."""
 
-    python: str | None = None
-    """Python interpreter that runs SGLang. Null: the current one. AgentFactory need not be installed there."""
     attach: str | None = None
-    """Address of a running SGLang server to use instead of starting one, such as http://gpu-1:30000."""
-    attach_key_env: str | None = None
-    """Environment variable that contains the key of the server at `attach`."""
-    tensor_parallel_size: PositiveInt = 1
-    """Number of devices across which each layer is split."""
-    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of the GPU's memory for weights and KV cache. Null: SGLang's choice."""
-    args: list[str] = []
-    """Additional command-line flags, passed unchanged."""
+    """Address of a running SGLang server to use instead of starting one, such as http://gpu-1:30000. If it needs a key,
+    this is the one in `server.api_key_env`."""
 
 
 class ServerConfig(Choice):
@@ -52,6 +49,9 @@ class ServerConfig(Choice):
 
     chooser = "engine"
     kinds = {"vllm": VllmOptions, "sglang": SglangOptions}
+
+    startup_seconds: ClassVar[float] = 1800.0
+    """Time within which the server must start to answer requests."""
 
     engine: Literal["vllm", "embedded", "sglang"] = "vllm"
     """vllm; embedded, which is a small decode loop for a CPU or one GPU; or sglang, for full fine-tuning."""
@@ -78,8 +78,6 @@ class ServerConfig(Choice):
     quantization: str | None = None
     """Quantisation of the served base model. vLLM: fp8, awq, gptq (bitsandbytes through a plugin). embedded: int8 or
     int4, which rounds weights without saving memory, to test how rounding affects learning."""
-    startup_seconds: float = Field(default=600.0, gt=0)
-    """Time within which the server must start to answer requests."""
 
     @property
     def urls(self) -> list[str]:

@@ -16,8 +16,7 @@ from pydantic import (
 from agentfactory.base.config import LimitsConfig, McpServerConfig
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config.chains import ChainConfig, RewardConfig
-from agentfactory.rollout.config.curriculum import CurriculumConfig
-from agentfactory.rollout.config.data import DataConfig
+from agentfactory.rollout.config.data import CurriculumConfig, DataConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 

@@ -62,11 +62,11 @@ class OutsideAgent(ClientAgent):
 
     def __init__(self, config: OutsideOptions) -> None:
         """Create the agent. Raise SettingError if its token's environment variable is not set."""
-        token = os.environ.get(config.token_env, "")
+        token = os.environ.get(OutsideOptions.token_env, "")
         if not token:
-            problem = f"the variable {config.token_env} is not set; without it, no program can fetch tasks"
-            fix = f"export {config.token_env}=SECRET here and where the programs run"
-            raise SettingError(f"{_FIELD}.token_env", problem, fix)
+            problem = f"the variable {OutsideOptions.token_env} is not set; without it, no program can fetch tasks"
+            fix = f"export {OutsideOptions.token_env}=SECRET here and where the programs run"
+            raise SettingError("rollout.agent", problem, fix)
         self._token = token.encode()
         self._config = config
         self._askers: asyncio.Queue[_Asker] = asyncio.Queue()
@@ -146,7 +146,7 @@ class OutsideAgent(ClientAgent):
     async def _give(self, request: web.Request) -> web.Response:
         """Answer a request for a task: with a task, or with status 204 after POLL_SECONDS."""
         if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
-            raise Refusal(401, "invalid_token", f"the key must be the token in {self._config.token_env}")
+            raise Refusal(401, "invalid_token", f"the key must be the token in {OutsideOptions.token_env}")
         asker = _Asker(asyncio.Event(), asyncio.get_running_loop().create_future())
         self._askers.put_nowait(asker)
         try:

@@ -191,7 +191,7 @@ class _Loop:
         synced = self.publish(step, learned.expected)
         if self.note is not None and self.accelerator.is_main_process:
             # chains already run on the new weights
-            told = credit.lines(step, learned.credited.rows, learned.before) if self.recipe.track.credit else []
+            told = credit.lines(step, learned.credited.rows, learned.before)
             self.note(step, groups, told)
         seconds = time.perf_counter() - started
         self.state.finish(step, [group.id for group in groups], seconds)

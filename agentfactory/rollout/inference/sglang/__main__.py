@@ -40,11 +40,12 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens per sequence, prompt included")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="maximum number of concurrent sequences")
     parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
+        "--api-key-env",
+        metavar="NAME",
+        help="environment variable with the API key (default: a random key), also that of --attach",
     )
     parser.add_argument("--python", help="Python that has SGLang (default: this one)")
     parser.add_argument("--attach", metavar="URL", help="address of a running SGLang server, instead of starting one")
-    parser.add_argument("--attach-key-env", metavar="NAME", help="environment variable with that server's key")
     return parser.parse_known_args()
 
 
@@ -55,7 +56,7 @@ async def _serve(
         await process.wait_until_ready()
         url, key = process.url, process.api_key
     else:
-        url, key = args.attach, args.attach_key_env and key_of_environment("--attach-key-env", args.attach_key_env)
+        url, key = args.attach, args.api_key_env and key_of_environment("--api-key-env", args.api_key_env)
     async with Sglang(url, key) as sglang:
         served = await attach(sglang)
         if served.max_model_len < args.max_model_len:

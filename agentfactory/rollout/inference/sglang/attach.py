@@ -45,7 +45,7 @@ async def attach(sglang: Sglang) -> Served:
     except SglangGoneError as error:
         raise SettingError(FIELD, str(error), "start SGLang there, or correct the address") from error
     except (ApiError, KeyError, IndexError, TypeError, ValueError) as error:
-        fix = "start SGLang 0.5.23 or newer there; a server with a key needs it in server.options.attach_key_env"
+        fix = "start SGLang 0.5.23 or newer there; a server with a key needs it in server.api_key_env"
         told = str(error) if isinstance(error, ApiError) else repr(error)
         raise SettingError(FIELD, f"{sglang.url} does not answer as SGLang: {told}", fix) from error
     return served

@@ -10,7 +10,7 @@ _OURS = {
     "--context-length": "set server.max_model_len",
     "--max-running-requests": "set server.max_num_seqs",
     **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "set server.options.tensor_parallel_size"),
-    "--mem-fraction-static": "set server.options.mem_fraction_static",
+    "--mem-fraction-static": "set server.options.gpu_memory_utilization",
     **dict.fromkeys(("--dp-size", "--data-parallel-size", "--dp"), "remove it: replicas are not supported"),
     "--quantization": "remove it: quantised weights cannot be proven",
     "--disaggregation-mode": "remove it: servers that share turns are not supported",
@@ -23,12 +23,11 @@ def sglang_arguments(recipe: RolloutRecipe) -> list[str]:
     options = recipe.server.sglang
     flags = ["--python", options.python] if options.python is not None else []
     if options.attach is not None:
-        key = ["--attach-key-env", options.attach_key_env] if options.attach_key_env is not None else []
-        return [*flags, "--attach", options.attach, *key]
+        return [*flags, "--attach", options.attach]
     if options.tensor_parallel_size > 1:
         flags += ["--tp-size", str(options.tensor_parallel_size)]
-    if options.mem_fraction_static is not None:
-        flags += ["--mem-fraction-static", str(options.mem_fraction_static)]
+    if options.gpu_memory_utilization is not None:
+        flags += ["--mem-fraction-static", str(options.gpu_memory_utilization)]
     return [*flags, *options.args]
 
 
