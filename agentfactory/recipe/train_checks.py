@@ -18,7 +18,7 @@ from agentfactory.rollout.config import EqualRewards, Part, RolloutConfig
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.rollout.inference.sequence_lengths import check_lengths
-from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
+from agentfactory.trainers.checkpoints.checkpoint_folder import AUTO
 from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom, TrainConfig
 from agentfactory.trainers.loop.advantages import Estimator
 from agentfactory.trainers.loop.health import ordered_by

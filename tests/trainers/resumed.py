@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from tests.saved_groups import write_groups
 
 _TIMING = ("seconds/", "tokens_per_second")

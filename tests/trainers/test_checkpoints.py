@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.loop.sft import train_sft
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state, part_of, write_part

@@ -18,9 +18,8 @@ from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.trainers.batches.batch import make_batches, training_row
-from agentfactory.trainers.networks.image_check import check_images
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.networks.vision_tower import tower_of
+from agentfactory.trainers.networks.vision_tower import check_images, tower_of
 from agentfactory.trainers.update.learner import Learner
 from tests.trainers.float64 import never_through_float32
 from tests.trainers.test_images import computed, learner_of, recipe_of, rows_of

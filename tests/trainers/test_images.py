@@ -21,8 +21,7 @@ from agentfactory.trainers.batches.batch import Batch, TrainingRow, make_batches
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of

@@ -17,8 +17,7 @@ from agentfactory.commands.export_command import export
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy

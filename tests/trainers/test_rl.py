@@ -14,12 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
-from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, read_info
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, find_best, read_info
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, TrainResult, train_rl
+from agentfactory.trainers.loop.rl import SavedGroups, Services, TrainResult, train_rl
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync

@@ -27,7 +27,7 @@ from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.teachers.divergences import top_k_divergence
-from agentfactory.trainers.teachers.in_context import check_saved_prompts, is_graded
+from agentfactory.trainers.teachers.graded_rows import check_saved_prompts, is_graded
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 from tests.forked import start_ranks

@@ -35,7 +35,7 @@ from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
-from agentfactory.trainers.sync.retrying import RetryingSync
+from agentfactory.trainers.sync.proven_push import RetryingSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.offload import Offload

@@ -28,9 +28,9 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import (
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.accelerator import PATIENCE
-from agentfactory.trainers.processes.host_memory import HostBuffer
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import TRAINING_STATE, Part, part_of, prefix, write_part
+from agentfactory.trainers.update.offload import HostBuffer
 
 Result = TypeVar("Result")
 

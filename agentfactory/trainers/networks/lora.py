@@ -67,12 +67,9 @@ def add_adapter(
 def _uses_rslora(config: LoraConfig) -> bool:
     """Return whether the scale of the adapter to continue is alpha / sqrt(rank); False while it does not exist yet."""
     file = Path(config.from_ or "") / ADAPTER
-    return config.from_ is not None and file.is_file() and bool(_read(file).get("use_rslora"))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    if config.from_ is None or not file.is_file():
+        return False
+    return bool(json.loads(file.read_text(encoding="utf-8")).get("use_rslora"))
 
 
 def add_reference_adapter(model: "PeftModel") -> None:

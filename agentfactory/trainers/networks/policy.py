@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import set_usual_modes, writing
+from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
@@ -57,9 +58,6 @@ SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "chunk *several"]]
 """(logits of a chunk of the targets, the chunk) -> a further value, or several, per target."""
-
-# Subtracted by servers from the logits of tokens that must not be sampled (`logit_bias`).
-BAN = 100.0
 
 
 class Policy(Backbone):
@@ -155,7 +153,7 @@ class Policy(Backbone):
         if cap := next((value for name in SOFT_CAPS if (value := getattr(config, name, None))), None):
             logits = torch.tanh(logits / cap) * cap
         if self.banned:
-            logits[:, self.banned] -= BAN
+            logits[:, self.banned] += BANNED_BIAS
         return logits / temperature if temperature != 1.0 else logits
 
     def gather(self) -> Weights:

@@ -44,7 +44,6 @@ class LoraSync:
         self._unfinished: int | None = None
 
     def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
-        """See WeightSync."""
         started = time.perf_counter()
         if self._unfinished != version:
             self._begin(version, policy, state)
@@ -53,8 +52,7 @@ class LoraSync:
         return self._report(started)
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync. The server gets all adapters in use, under their existing names, which a restarted server
-        has never used."""
+        """Give the server all adapters in use, under their existing names, which a restarted one has never used."""
         started = time.perf_counter()
         self._complete(find(self._servers, url))
         return self._report(started)
@@ -93,8 +91,7 @@ class LoraSync:
                 _load(server, name, path)
 
     def close(self) -> None:
-        """See WeightSync. The servers unload the adapters, to make room for the next run; the files stay in the run
-        folder."""
+        """Make the servers unload the adapters, for the next run; the files stay in the run folder."""
         for name in self._loaded:
             # after a failed run, there may be no server left
             with suppress(SyncError):
