@@ -72,20 +72,6 @@ def test_adapter_checkpoint_is_loaded_by_peft(
         assert torch.equal(weights[name], value), name
 
 
-def test_what_a_killed_run_left_is_replaced_and_what_is_whole_is_kept(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    learner = Learner(make_recipe(lora={"rank": 2}), accelerator)
-    partial = tmp_path / ".step-000001.partial"
-    partial.mkdir()
-    (partial / "rubbish").touch()
-    path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
-    assert not (path / "rubbish").exists()
-    assert not partial.exists()
-    with pytest.raises(FileExistsError, match="never overwrites"):
-        save_checkpoint(tmp_path, 1, learner, tokenizer, {})
-
-
 def test_other_weights_are_refused(
     make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -90,13 +90,11 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, learned: list[dict[str,
     return fmean(lost[BATCHES // 2 :])
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "gspo", "reinforce_pp"])
 def test_a_broken_format_that_succeeds_does_not_spread(
-    make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator, learned: list[dict[str, Any]], algorithm: str
+    make_recipe: Callable[..., TrainRecipe], accelerator: Accelerator, learned: list[dict[str, Any]]
 ) -> None:
-    settings = {**TRAIN, "algorithm": algorithm}
-    whole = train(make_recipe(**settings), accelerator, learned, on_purpose=False)
-    assert train(make_recipe(**settings), accelerator, learned, on_purpose=True) < 1.1 * whole
+    whole = train(make_recipe(**TRAIN), accelerator, learned, on_purpose=False)
+    assert train(make_recipe(**TRAIN), accelerator, learned, on_purpose=True) < 1.1 * whole
     # without the rule it spreads, so this test can fail
-    as_others = make_recipe(**settings, advantage={"malformed_turns": "like_others"})
+    as_others = make_recipe(**TRAIN, advantage={"malformed_turns": "like_others"})
     assert train(as_others, accelerator, learned, on_purpose=True) > 1.5 * whole

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
@@ -26,7 +24,6 @@ from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
 from tests.forked import start_ranks
-from tests.trainers.launched_roles import exercise
 from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
 
@@ -148,8 +145,6 @@ distributed. Backward, one of the operands is a gradient in e5m2, by 2**-3. The 
     [
         pytest.param(None, {"batching": "tree", "gradient_checkpointing": True}, id="tree"),
         pytest.param(LORA, {"batching": "packed"}, id="packed-lora"),
-        pytest.param(None, {"batching": "padded"}, id="padded", marks=pytest.mark.extended),
-        pytest.param(LORA, {"batching": "tree"}, id="tree-lora", marks=pytest.mark.extended),
     ],
 )
 def test_loss_and_gradient_are_as_far_from_float32_as_their_rounding(
@@ -189,35 +184,6 @@ def test_everything_else_finds_plain_weights(made: Make, caplog: pytest.LogCaptu
         assert torch.equal(policy(*inputs)[0], plain(*inputs)[0])
     assert torch.equal(policy(*inputs)[0], rounded)
     assert not torch.equal(rounded, plain(*inputs)[0])
-
-
-@needs_torchao
-@pytest.mark.slow
-@pytest.mark.long
-def test_compiled_layers_round_as_plain_ones_do(made: Make) -> None:
-    compiled, plain = (Scored(made(precision="fp8", compile=compiled)) for compiled in (True, False))
-    # a float32 sum in another order takes few values across a border of FP8
-    assert max(compiled.errors(plain)) < 0.1 * ROUNDING
-
-
-@needs_torchao
-@pytest.mark.slow
-@pytest.mark.extended
-@pytest.mark.parametrize(("frozen", "backward"), [(False, 2), (True, 1)])
-def test_compiled_layers_compute_no_gradient_of_a_frozen_base(frozen: bool, backward: int) -> None:
-    """A plain layer computes and drops it: torchao's backward pass does not look at what is trained."""
-    products: list[int] = []
-
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        products.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
-        return make_boxed_func(graph.forward)
-
-    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
-    use_fp8([layer], "fp8", CPU)
-    layer.requires_grad_(not frozen)
-    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=count))
-    compiled(torch.randn(32, 64, requires_grad=True)).sum().backward()
-    assert products == [1, backward]
 
 
 @needs_torchao
@@ -327,27 +293,6 @@ def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path, dt
         # after a step in bfloat16, AdamW has moved weights with small gradients in either direction
         for step in ("first", "second") if dtype == "float32" else ("first",):
             _assert_close(sharded[step], alone[step], dtype)
-
-
-@needs_torchao
-@pytest.mark.processes
-@pytest.mark.long
-def test_a_critic_on_two_ranks_equals_one_process(network: Path, tmp_path: Path) -> None:
-    def recipe(processes: int, lora: Any) -> TrainRecipe:
-        strategy = "single" if processes == 1 else "fsdp2"
-        settings = {"algorithm": "ppo", "precision": "fp8", "strategy": strategy, "processes": processes}
-        model = {"path": str(network), "dtype": "float32", "lora": lora}
-        return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **settings}})
-
-    log = tmp_path / "ranks.log"
-    recipes = json.dumps([recipe(2, lora).model_dump() for lora in (None, LORA)])
-    arguments = (recipes, str(tmp_path / "found"))
-    ranks = start_ranks("tests.trainers.launched_roles", *arguments, log=log, strategy="fsdp2")
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for lora, given in zip((None, LORA), torch.load(tmp_path / "found"), strict=True):
-        alone = exercise(recipe(1, lora), Accelerator(cpu=True))
-        torch.testing.assert_close(given, alone, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
 
 
 def _assert_close(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:

@@ -16,8 +16,8 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
-from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.loop.gigpo_anchors import turn_anchors
+from agentfactory.trainers.loop.token_advantages import Credit
 
 pytestmark = pytest.mark.numbers
 

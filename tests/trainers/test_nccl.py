@@ -103,15 +103,6 @@ def test_a_server_that_refuses_stops_the_run_at_once(policy: Policy, tmp_path: P
 
 
 @pytest.mark.extended
-def test_weights_that_were_received_and_not_kept_are_found(policy: Policy, tmp_path: Path) -> None:
-    with receiver(policy, tmp_path, "forgets") as server:
-        sync = NcclSync([server], open_group=GlooGroup)
-        with pytest.raises(SyncError, match="differs from the trainer's after the update"):
-            sync.push(0, policy, policy.gather())
-        assert server.get("/calls")["calls"][-1].startswith("/pause"), "nothing more is sampled from it"
-
-
-@pytest.mark.extended
 def test_a_server_that_was_started_again_cannot_join_again(policy: Policy, tmp_path: Path) -> None:
     with receiver(policy, tmp_path) as server:
         sync = NcclSync([server], open_group=GlooGroup)

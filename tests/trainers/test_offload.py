@@ -32,11 +32,8 @@ Settings = dict[str, Any]
 
 SETTINGS: dict[str, tuple[Settings | None, Settings]] = {
     "full": (None, {"loss": {"kl": {"coefficient": 0.1}}}),
-    "adapter": ({"rank": 2}, {"loss": {"kl": {"coefficient": 0.1}}}),
-    "critic": (None, {"algorithm": "ppo"}),
     "two-adapters": ({"rank": 2}, {"algorithm": "ppo"}),
     "muon": (None, {"optimizer": {"name": "muon"}}),
-    "adafactor": (None, {"optimizer": {"name": "adafactor"}}),
     "nf4": ({"rank": 2, "quantization": "nf4"}, {}),
 }
 """`model.lora`, and fields of `train`."""

@@ -30,11 +30,10 @@ from agentfactory.trainers.teachers.divergences import top_k_divergence
 from agentfactory.trainers.teachers.graded_rows import check_saved_prompts, is_graded
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
-from tests.forked import start_ranks
 from tests.trainers.conftest import VOCABULARY, make_row
 from tests.trainers.float64 import never_through_float32
-from tests.trainers.launched_teachers import TEMPERATURE, exercise, in_context_rows
-from tests.trainers.test_teachers import PLAIN, Recorded, as_stored, by_hand, dense
+from tests.trainers.launched_teachers import TEMPERATURE, in_context_rows
+from tests.trainers.test_teachers import PLAIN, Recorded, as_stored, by_hand, dense, teaching
 
 pytestmark = pytest.mark.numbers
 
@@ -42,9 +41,7 @@ MakeRecipe = Callable[..., TrainRecipe]
 
 
 def in_context(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
-    data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": {"context": "solution", **teacher}}
-    data["rollout"]["temperature"] = TEMPERATURE
-    return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
+    return teaching(recipe, context="solution", **teacher)
 
 
 def teachers_logits(folder: Path, rows: Sequence[TrainingRow]) -> list[Tensor]:
@@ -60,8 +57,10 @@ def teachers_logits(folder: Path, rows: Sequence[TrainingRow]) -> list[Tensor]:
         return dense(folder, made)[1]
 
 
-@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
-@pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("reverse_kl", 4), ("jensen_shannon", VOCABULARY)])
+@pytest.mark.parametrize(
+    ("kind", "count", "batching"),
+    [("sampled", None, "tree"), ("reverse_kl", 4, "packed"), ("jensen_shannon", VOCABULARY, "padded")],
+)
 def test_an_update_equals_a_dense_forward_pass(
     make_recipe: MakeRecipe,
     model_folder: Path,
@@ -223,33 +222,6 @@ def test_trls_losses_have_the_same_gradients() -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-7, rtol=0)
         gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (mine, theirs)]
         torch.testing.assert_close(*gradients, atol=1e-7, rtol=0)
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(
-    make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path, strategy: str
-) -> None:
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (None, {}),
-        ({"rank": 4}, {}),
-        (None, {"divergence": "forward_kl", "top_k": 4}),
-    ]
-    one, several = [], []
-    for lora, teacher in cases:
-        for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
-            recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
-            made.append(in_context(recipe, **teacher))
-    expected = [exercise(recipe, accelerator) for recipe in one]
-    arguments = (json.dumps([recipe.model_dump(mode="json") for recipe in several]), str(tmp_path / "found"))
-    log = tmp_path / "ranks.log"
-    ranks = start_ranks("tests.trainers.launched_teachers", *arguments, log=log, strategy=strategy)
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for given, wanted in zip(torch.load(tmp_path / "found"), expected, strict=True):
-        assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-        assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
-        torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)
 
 
 def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> None:

@@ -133,7 +133,7 @@ def with_image_rows(
         half = len(text) // 2
         collapsed = [*text[:half], vision.image_token_id, *text[half:]]
         context, spans = vision.expand(collapsed, [image])
-        shown = {"images": tuple(spans), "collapsed": tuple(collapsed), "png": store.png(image[0])}
+        shown: dict[str, Any] = {"images": tuple(spans), "collapsed": tuple(collapsed), "png": store.png(image[0])}
         rows[number] = replace(rows[number], context=context, **shown)
     return rows
 
