@@ -82,7 +82,8 @@ class Tracking:
         self._done = done
         self._images = None if images is None else ImageStore(images)
         self._recipe = _without_secrets(recipe)
-        self._runs = _read(folder / RUNS)
+        file = folder / RUNS
+        self._runs: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._runs.setdefault("key", secrets.token_hex(4))
         self._trackers: dict[str, GeneralTracker] = {}
         for tracker in config.trackers:
@@ -281,7 +282,3 @@ def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(data, dict) and data:
         return {name: leaf for key, value in data.items() for name, leaf in _leaves(value, f"{prefix}.{key}").items()}
     return {prefix.removeprefix("."): data}
-
-
-def _read(path: Path) -> dict[str, str]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -12,9 +12,9 @@ from agentfactory.rollout.inference.sequence_lengths import check_lengths, posit
 from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.attention import whole_blocks
+from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.network import apply_options
 from agentfactory.trainers.networks.policy import Policy, check_head
-from agentfactory.trainers.networks.row_layouts import resolve_batching
 from tests.text_families import FAMILIES, ROTATED, _fitting, rows_of_many_lengths, scores_alone, tiny_network
 
 LAYOUTS: tuple[Batching, ...] = ("padded", "packed", "tree")

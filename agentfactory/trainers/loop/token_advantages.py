@@ -174,7 +174,9 @@ class Credit:
             for group in self._groups
         ]
         advantages, targets = self._estimated(groups)
-        _check_finite(advantages, self._recipe.train.advantage.estimator)
+        if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
+            problem = f"{Path(self._recipe.train.advantage.estimator).name} returned an advantage that is not a finite "
+            raise SettingError("train.advantage.estimator", f"{problem}float32", "look for a division by 0")
         if self._estimator.compares_turns:
             metrics |= step_metrics(groups)
         if targets:
@@ -230,12 +232,6 @@ _SAME_ENTROPY = 1e-3
 """Tolerance in nats within which entropies count as equal. For equal tokens after equal contexts, such as the first
 ones of a group's chains, they differ by rounding, which depends on how the rows were batched."""
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
-    if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
-        problem = f"{Path(estimator).name} returned an advantage that is not a finite float32"
-        raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
 
 
 def needed_scores(recipe: TrainRecipe) -> list[str]:
@@ -323,13 +319,9 @@ def _blame_malformed_turns(
 def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[str, Any]:
     """Return the credit of one trained row, for `Credit.lines`. NaN becomes null."""
     streams = {"advantage": row.streams["advantage"]} | before
-    noted = {name: _rounded(values) for name, values in streams.items() if not np.isnan(values).all()}
+    kept = {name: values for name, values in streams.items() if not np.isnan(values).all()}
+    noted = {name: values.astype(np.float64).round(6).tolist() for name, values in kept.items()}
     return {"row": place, "targets": row.targets.tolist()} | noted
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    rounded: list[float] = values.astype(np.float64).round(6).tolist()
-    return rounded
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:

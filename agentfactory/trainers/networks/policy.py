@@ -21,7 +21,7 @@ from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.backbone import Backbone
+from agentfactory.trainers.networks.backbone import Backbone, proof_rows, resolve_batching
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.lora import (
     POLICY_ADAPTER,
@@ -33,7 +33,6 @@ from agentfactory.trainers.networks.lora import (
     use_adapter,
 )
 from agentfactory.trainers.networks.network import apply_options, load_network
-from agentfactory.trainers.networks.row_layouts import proof_rows, resolve_batching
 from agentfactory.trainers.networks.token_rows import (
     TokenNeeds,
     compute_rows_alone,

@@ -2,18 +2,16 @@
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from agentfactory.base.files.disk import set_usual_modes, writing
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, served_checksums
-from agentfactory.trainers.sync.full_sync import FullSync, holds_full_weights
+from agentfactory.trainers.sync.full_sync import FullSync, holds_full_weights, parts_beyond
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, find, lock_for_others, on_each
 
@@ -85,10 +83,11 @@ class FileSync(FullSync):
         target = (self._folder / str(version)).resolve()
         target.mkdir(parents=True, exist_ok=True)
         try:
-            for number, part in enumerate(_parts(content.passing(state.stream()))):
+            weights = ((name, value.cpu()) for name, value in content.passing(state.stream()))
+            for number, part in enumerate(parts_beyond(weights, _FILE_BYTES)):
                 file = target / f"model-{number:05}.safetensors"
                 with writing(file):
-                    save_file(part, file, metadata={"format": "pt"})
+                    save_file(dict(part), file, metadata={"format": "pt"})
             set_usual_modes(target)
             lock_for_others(target)
         except BaseException:
@@ -121,17 +120,3 @@ def _delete(target: Path) -> None:
 
 def _init(server: ServerControl) -> None:
     server.post("/init_weight_transfer_engine", {"init_info": {}})
-
-
-def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of one file after the other, in host memory."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, value in weights:
-        part[name] = value.cpu()
-        size += value.nbytes
-        if size > _FILE_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part

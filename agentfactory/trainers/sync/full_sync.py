@@ -1,8 +1,10 @@
 """Updates of a server's full weights with any transport: pause, transfer, resume, prove."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from string import digits
+
+from torch import Tensor
 
 from agentfactory.trainers.networks.vision_tower import is_of_tower
 from agentfactory.trainers.sync.content_proof import Content, Served
@@ -81,6 +83,20 @@ def holds_full_weights(server: ServerControl, label: str, content: Content) -> b
     except SyncError:
         return False
     return True
+
+
+def parts_beyond(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield weights in parts, each of which ends with the weight that exceeds `most` bytes."""
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, value in weights:
+        part.append((name, value))
+        size += value.nbytes
+        if size > most:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 class FullSync:

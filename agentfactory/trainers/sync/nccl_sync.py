@@ -23,7 +23,7 @@ from agentfactory.rollout.inference.sglang.weight_translation import group_name
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, served_checksums
-from agentfactory.trainers.sync.full_sync import FullSync
+from agentfactory.trainers.sync.full_sync import FullSync, parts_beyond
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, find
 
@@ -231,16 +231,8 @@ class NcclSync(FullSync):
 def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
     """Yield weights as a stream of buffers. A buffer ends with the weight that exceeds `buffer_bytes`; the receiver
     applies the same rule to names, dtypes and shapes alone."""
-    parts: list[Tensor] = []
-    size = 0
-    for _, value in weights:
-        parts.append(value.contiguous().view(-1).view(torch.uint8))
-        size += parts[-1].numel()
-        if size > buffer_bytes:
-            yield torch.cat(parts)
-            parts, size = [], 0
-    if parts:
-        yield torch.cat(parts)
+    for part in parts_beyond(weights, buffer_bytes):
+        yield torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in part])
 
 
 def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[], None]:

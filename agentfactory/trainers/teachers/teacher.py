@@ -17,10 +17,10 @@ from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
+from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.frozen_policy import CurrentPolicy, FrozenPolicy, freeze
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Measure, Policy, check_head
-from agentfactory.trainers.networks.row_layouts import resolve_batching
 from agentfactory.trainers.networks.token_rows import table_of
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.sharding import decided_by_rank_0

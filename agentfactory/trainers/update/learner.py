@@ -24,7 +24,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.frozen_policy import make_reference
-from agentfactory.trainers.networks.policy import Measure, Policy, load_policy
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import check_images, sees, tower_is_trained
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
@@ -253,16 +253,13 @@ class Learner:
 
     def _graded_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
         """Run the policy's forward pass, and measure its distributions against the teacher's if the recipe wants it."""
-        inputs = self._inputs(part)
-        return self.policy_forward(*inputs, self.temperature, self.entropy_gradient, self._measure(part, *inputs))
-
-    def _measure(self, part: MicroBatch, *inputs: Any) -> Measure | None:
-        if self._grading is None or self._grading.is_sampled:
-            return None
-        if self._grading.top_k is not None:
-            return top_k_measure(self._grading, part.streams["teacher_top"])
-        assert self._teacher is not None
-        return self._teacher.measure(self.model, self.temperature, *inputs)
+        inputs, measure = self._inputs(part), None
+        if self._grading is not None and self._grading.top_k is not None:
+            measure = top_k_measure(self._grading, part.streams["teacher_top"])
+        elif self._grading is not None and not self._grading.is_sampled:
+            assert self._teacher is not None
+            measure = self._teacher.measure(self.model, self.temperature, *inputs)
+        return self.policy_forward(*inputs, self.temperature, self.entropy_gradient, measure)
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of the teacher's forward passes since the last call, by metric name."""
