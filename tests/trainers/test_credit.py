@@ -284,15 +284,6 @@ def test_rejection_sampling_imitates_whole_chains_without_their_malformed_turns(
     assert advantages(credited(make_recipe(algorithm="raft"), groups)) == [[1.0, 1.0, bound], [0.0] * 3, [1.0] * 3]
 
 
-def test_turn_rewards_do_not_keep_a_malformed_turn_from_blame(make_recipe: Make) -> None:
-    first, second = malformed(0.0, 1), chain(0.0)
-    first.turn_rewards, second.turn_rewards = [0.0, 2.0], [0.0, 0.0]
-    done = credited(make_recipe(advantage={"options": {"scale": "none"}}), group(first, second))
-    # before: 1, 1, 1.5 and -1, -1, -0.5
-    bound = -math.sqrt((2 + 1.5**2 + 2 + 0.5**2) / 6)
-    assert advantages(done) == [[1.0, 1.0, bound], [-1.0, -1.0, -0.5]]
-
-
 def test_the_distance_to_the_reference_is_paid_per_token(make_recipe: Make) -> None:
     """k1 = proximal - reference = 0.1 per token; coefficient 1: the returns of a chain of 3 with reward 1 are
     1 - 0.3, 1 - 0.2, 1 - 0.1."""

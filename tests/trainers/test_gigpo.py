@@ -24,19 +24,6 @@ pytestmark = pytest.mark.numbers
 Make = Callable[..., TrainRecipe]
 
 
-def test_step_advantages_by_hand() -> None:
-    """State a has returns 3 and 1 (mean 2, sample deviation sqrt 2), b has 4, 4 and 1 (mean 3, deviation sqrt 3), c one
-    turn alone; the last turn has no anchor."""
-    turn_returns = [[3.0, 4.0, 9.0], [1.0, 4.0, 1.0, 7.0]]
-    anchors = [["a", "b", "c"], ["a", "b", "b", None]]
-    assert step_advantages(turn_returns, anchors, "none") == [[1.0, 1.0, 0.0], [-1.0, 1.0, -2.0, 0.0]]
-    a, b = 2**0.5 + 1e-4, 3**0.5 + 1e-4
-    assert step_advantages(turn_returns, anchors) == [
-        pytest.approx([1 / a, 1 / b, 0.0]),
-        pytest.approx([-1 / a, 1 / b, -2 / b, 0.0]),
-    ]
-
-
 def test_lone_anchors_and_equal_returns_are_exactly_zero() -> None:
     assert step_advantages([[5.0, 7.0], [3.0]], [["a", "b"], ["c"]]) == [[0.0, 0.0], [0.0]]
     assert step_advantages([[0.1, 0.1], [0.1]], [["a", "a"], ["a"]]) == [[0.0, 0.0], [0.0]]

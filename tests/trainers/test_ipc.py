@@ -2,7 +2,7 @@
 
 import base64
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
@@ -24,11 +23,6 @@ from tests.trainers.test_sync import disturb, sampled, scored
 
 SMALL = 9000
 """A buffer that takes several parts, the largest weight being 8192 bytes."""
-
-
-@pytest.fixture
-def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
-    return load_policy(make_recipe())
 
 
 def give_first_weights(server: ServerControl, model_folder: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.policy import Policy, load_policy
+from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.nccl_sync import NcclSync, group_for, packed
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
@@ -39,11 +38,6 @@ class GlooGroup:
 
     def close(self) -> None:
         self.group.shutdown()
-
-
-@pytest.fixture
-def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
-    return load_policy(make_recipe())
 
 
 @contextmanager

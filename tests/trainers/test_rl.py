@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
@@ -108,37 +107,6 @@ def test_too_few_saved_groups_are_refused(make_groups: MakeGroups, tmp_path: Pat
         SavedGroups(path, needed=4)
     with pytest.raises(ValueError, match=r"train.from_trajectories: .* does not exist"):
         SavedGroups(tmp_path / "none.jsonl", needed=1)
-
-
-def test_learns_what_is_rewarded(
-    make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """Of two continuations of one prompt, the rewarded one becomes likelier."""
-    good, bad = [11, 12, 13], [21, 22, 23]
-
-    def group(number: int) -> Group:
-        chains = []
-        for name, said, reward in (("good", good, 1.0), ("bad", bad, 0.0)):
-            row = Row()
-            row.append_context([5, 6, 7])
-            row.append_sampled(said, [-4.0] * 3, [Span("0", 0, 3)])
-            chains.append(Trajectory(f"{number}/{name}", [], [row], Outcome.COMPLETED, reward, turns=1))
-        return Group(f"g{number}", {}, chains)
-
-    recipe = make_recipe(steps=20, batch_size=1, learning_rate=1e-2)
-    result, _ = run(recipe, [group(n) for n in range(20)], tmp_path, tokenizer)
-    before = load_policy(recipe, "cpu")
-    model = recipe.model.model_copy(update={"path": str(result.checkpoint)})
-    trained = recipe.model_copy(update={"model": model})
-    after = load_policy(trained, "cpu")
-
-    @torch.no_grad()
-    def logprob(policy: torch.nn.Module, said: list[int]) -> float:
-        ids = torch.tensor([[5, 6, 7, *said]])
-        return float(policy(ids, torch.tensor([2, 3, 4]), ids[0, 3:])[0].sum())
-
-    assert logprob(after, good) > logprob(before, good) + 1.0
-    assert logprob(after, bad) < logprob(before, bad)
 
 
 def test_a_batch_without_trainable_chains_is_an_error(
