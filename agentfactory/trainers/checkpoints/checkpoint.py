@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.errors import SettingError
@@ -29,6 +28,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import (
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.token_rows import TokenNeeds
+from agentfactory.trainers.processes.sharding import of_rank_0
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
 
@@ -169,10 +169,8 @@ class Checkpoints:
     def token_needs(self, accelerator: Accelerator) -> TokenNeeds | None:
         """Return, in all ranks, the tokens that rank 0's renderer needs; None if it is unknown. Every process calls
         it."""
-        found = [FormatTokens.of_info(self._info.get("renderer", {}))]
-        if accelerator.num_processes > 1:
-            dist.broadcast_object_list(found, src=0)
-        return None if found[0] is None else TokenNeeds(found[0], self._tokenizer)
+        found = of_rank_0(accelerator, FormatTokens.of_info(self._info.get("renderer", {})))
+        return None if found is None else TokenNeeds(found, self._tokenizer)
 
     def due(self, step: int) -> bool:
         """Return whether the recipe requests a checkpoint of `step`."""
@@ -182,15 +180,13 @@ class Checkpoints:
     def is_best(self, accelerator: Accelerator) -> bool:
         """Return, in all ranks, rank 0's decision whether the last finished step was evaluated and is the best so far
         by `train.keep_best`. Every process calls it."""
-        answer = [False]
+        is_best = False
         if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
             names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
             value = figure(self.train_state.after, names[0]) if names else None
             if value is not None and (self.train_state.best is None or value > self.train_state.best):
-                self.train_state.best, answer = value, [True]
-        if accelerator.num_processes > 1:
-            dist.broadcast_object_list(answer, src=0)
-        return answer[0]
+                self.train_state.best, is_best = value, True
+        return of_rank_0(accelerator, is_best)
 
     def restore(self, learner: Learner) -> None:
         """Restore `learner` from the resumed checkpoint; every process calls it. Does nothing in a new run."""
@@ -223,11 +219,8 @@ class Checkpoints:
         processes, the error of writing it: DiskError if the disk is full."""
         if not self._writer.is_writing:
             return
-        done = [self._writer.is_done]
-        if accelerator.num_processes > 1:
-            # all processes note it, or raise its error, at the same step
-            dist.broadcast_object_list(done, src=0)
-        if done[0]:
+        # all processes note it, or raise its error, at the same step
+        if of_rank_0(accelerator, self._writer.is_done):
             self.wait()
 
     def wait(self) -> None:

@@ -288,11 +288,12 @@ def _chain(
     advantage = recipe.train.advantage
     malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
     anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
-    if trajectory.turn_rewards is None and not malformed and not anchors and not compares_turns:
-        return _Chain(trajectory.id, reward, limit, [], [], [], rows, places, sources, [])
-    # without context to predict it from, the first token of a row is not trained: see training_row
-    lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in trajectory.turn_spans()]
-    ends = list(accumulate(lengths))
+    ends: list[int] = []
+    if trajectory.turn_rewards is not None or malformed or anchors or compares_turns:
+        spans = trajectory.turn_spans()
+        # without context to predict it from, the first token of a row is not trained: see training_row
+        lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in spans]
+        ends = list(accumulate(lengths))
     return _Chain(
         trajectory.id, reward, limit, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors
     )

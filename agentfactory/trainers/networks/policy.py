@@ -1,6 +1,5 @@
 """The policy: a module that computes log-probabilities of chosen tokens from token ids."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.disk import set_usual_modes, writing
 from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
@@ -30,7 +28,9 @@ from agentfactory.trainers.networks.lora import (
     add_reference_adapter,
     has_adapter,
     load_adapter,
+    save_adapter,
     use_adapter,
+    with_trained_rows,
 )
 from agentfactory.trainers.networks.network import apply_options, load_network
 from agentfactory.trainers.networks.token_rows import (
@@ -40,8 +40,6 @@ from agentfactory.trainers.networks.token_rows import (
     table_of,
     tables_of,
     tokens_to_train,
-    with_low_rank_rows,
-    with_trained_rows,
 )
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
@@ -164,21 +162,9 @@ class Policy(Backbone):
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
-        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights. Raises
-        DiskError."""
+        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights."""
         assert has_adapter(self.model)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "adapter_model.safetensors"
-        with writing(file):
-            # a copy: a checkpoint and a sync may be written at the same time
-            config = copy.copy(self.model.peft_config[POLICY_ADAPTER])
-            state = with_low_rank_rows(self.network, config, state)
-            # the saved adapter is for inference, not for training; the flag is part of peft's format
-            config.inference_mode = True
-            config.save_pretrained(str(folder))
-            save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
-        set_usual_modes(folder)
-        return file
+        return save_adapter(self.model, folder, state)
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import file_digest
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import ForeignWeightsError, SyncReport, find, lock_for_others, on_each
-
-_WEIGHTS = "adapter_model.safetensors"
 
 
 class LoraSync:
@@ -100,7 +99,7 @@ class LoraSync:
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
         version, name, digest = self._last
-        size = (self._loaded[name] / _WEIGHTS).stat().st_size
+        size = (self._loaded[name] / WEIGHTS).stat().st_size
         return SyncReport(version, name, name, size, time.perf_counter() - started, digest)
 
 
@@ -123,8 +122,8 @@ def _load(server: ServerControl, name: str, path: Path) -> None:
             if root
             else f"{server.url} reported the adapter {name} as loaded, but does not list it in /v1/models"
         )
-    if not path.name.endswith(file_digest(path / _WEIGHTS)[:16]):
-        raise SyncError(f"{path / _WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
+    if not path.name.endswith(file_digest(path / WEIGHTS)[:16]):
+        raise SyncError(f"{path / WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
 
 
 def _listed(server: ServerControl) -> dict[str, str | None]:
