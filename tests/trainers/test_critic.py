@@ -157,22 +157,6 @@ def test_backward_pass_under_the_other_adapter_is_refused(make_recipe: MakeRecip
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_policy_by_itself_is_the_policy_after_a_pass_of_the_critic(
-    make_recipe: MakeRecipe, lora: dict[str, Any]
-) -> None:
-    model = make_model(make_recipe(lora=lora, algorithm="ppo"))
-    before = model.policy(*INPUTS)
-    trained = [p.requires_grad for p in model.parameters()]
-    state = model.policy.gather()
-    model(Role.CRITIC, *INPUTS)
-    assert [p.requires_grad for p in model.parameters()] == trained
-    after = model.policy.gather()
-    assert state.keys() == after.keys() == load_policy(make_recipe(lora=lora)).gather().keys()
-    assert all(torch.equal(state[name], after[name]) for name in state)
-    assert all(torch.equal(one, other) for one, other in zip(before, model.policy(*INPUTS), strict=True))
-
-
-@pytest.mark.parametrize("lora", [None, LORA])
 def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
     model = make_model(make_recipe(lora=lora, algorithm="ppo"))
     values = model(Role.CRITIC, *INPUTS)

@@ -97,21 +97,6 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", POLICIES)
-def test_on_policy_all_have_the_policy_gradient(settings: dict[str, Any]) -> None:
-    """Where the policy is the proximal one, the gradient of every term is -A, whatever the tokens of its sequence."""
-    torch.manual_seed(0)
-    proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    logprob = proximal.clone().requires_grad_()
-    sequence = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
-    terms, clipped = PolicyLoss(LossConfig(**settings))(
-        logprob=logprob, proximal=proximal, advantage=advantage, sequence=sequence
-    )
-    terms.sum().backward()
-    torch.testing.assert_close(logprob.grad, -advantage, rtol=0, atol=1e-12)
-    assert not clipped.any()
-
-
 @pytest.mark.parametrize("settings", [s for s in POLICIES if s["policy"] != "cispo"])
 def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
     """float64 finite differences of the sum over tokens, off policy, with one advantage per sequence (for gspo, whose

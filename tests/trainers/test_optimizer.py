@@ -74,14 +74,6 @@ def test_muon_updates_the_matrices_within_layers_and_adamw_all_else(make_recipe:
         torch.testing.assert_close(value, expected, atol=1e-7, rtol=1e-5)
 
 
-def test_muon_takes_an_adapters_factors(make_recipe: Make) -> None:
-    given, expected = (load_policy(make_recipe(lora={"rank": 2})) for _ in range(2))
-    trainable = [weight for weight in expected.parameters() if weight.requires_grad]
-    muon = torch.optim.Muon(trainable, lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    found, reference = updated(given, make_optimizer(given, config("muon"))), updated(expected, muon)
-    torch.testing.assert_close(found, reference, atol=1e-7, rtol=1e-5)
-
-
 def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
     policy = load_policy(make_recipe())
     groups = [
