@@ -1,6 +1,5 @@
 """The critic in one model with the policy, compared with separate networks of plain transformers and peft."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic, role_of
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER
 from agentfactory.trainers.networks.policy import load_policy
-from tests.forked import start_ranks
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 from tests.trainers.launched_roles import exercise
+from tests.trainers.ranks import on_ranks
 
 pytestmark = pytest.mark.numbers
 
@@ -190,11 +189,7 @@ def test_two_processes_equal_one(make_recipe: MakeRecipe, accelerator: Accelerat
     settings = [{"lora": LORA, "gradient_checkpointing": True}, {}]
     one = [exercise(make_recipe(**changed, algorithm="ppo"), accelerator) for changed in settings]
     recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy="fsdp2") for changed in settings]
-    arguments = (json.dumps([recipe.model_dump() for recipe in recipes]), str(tmp_path / "found"))
-    log = tmp_path / "ranks.log"
-    ranks = start_ranks("tests.trainers.launched_roles", *arguments, log=log, strategy="fsdp2")
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for given, expected in zip(torch.load(tmp_path / "found"), one, strict=True):
+    for given, expected in zip(on_ranks(exercise, recipes, tmp_path, "fsdp2")[0], one, strict=True):
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
         assert torch.equal(given["put back"]["reference"], given["before"]["reference"])

@@ -2,7 +2,6 @@
 everywhere else."""
 
 import importlib.util
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
-from tests.forked import start_ranks
 from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
 
@@ -265,28 +263,25 @@ def test_training_goes_on_bit_by_bit(
 def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path, dtype: str) -> None:
     """Tensorwise weights are gathered in FP8, with the scale of the whole weight; others in model.dtype."""
     # imports torchao
-    from tests.trainers.launched_fp8 import train
+    from tests.trainers.launched_fp8 import train, train_and_resume
 
-    def recipe(strategy: str, precision: str, lora: Any) -> dict[str, Any]:
+    def recipe(strategy: str, precision: str, lora: Any) -> TrainRecipe:
         settings = {"steps": 1, "learning_rate": 1e-2, "precision": precision, "strategy": strategy}
         model = {"path": str(network), "dtype": dtype, "lora": lora}
-        return {"model": model, "train": {**settings, "processes": 1 if strategy == "single" else 2}}
+        settings["processes"] = 1 if strategy == "single" else 2
+        return TrainRecipe.model_validate({"model": model, "train": settings})
 
     cases = [("fp8", None), ("fp8", LORA) if dtype == "float32" else ("fp8_rowwise", None)]
-    log = tmp_path / "ranks.log"
-    recipes = json.dumps([recipe("fsdp2", *case) for case in cases])
-    ranks = start_ranks("tests.trainers.launched_fp8", recipes, str(tmp_path), log=log, strategy="fsdp2")
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    found = torch.load(tmp_path / "found.pt")
-    for number, case in enumerate(cases):
-        sharded, resumed = found[2 * number : 2 * number + 2]
+    recipes = [recipe("fsdp2", *case) for case in cases]
+    found, _ = on_ranks(train_and_resume, recipes, tmp_path, "fsdp2", tmp_path)
+    for case, (sharded, resumed) in zip(cases, found, strict=True):
         assert sharded["gathered"] == {case[0] == "fp8"}
         # bit by bit: weights are plain in states
         assert resumed["second"]["loss"] == sharded["second"]["loss"]
         for name, weight in sharded["weights"].items():
             assert type(weight) is Tensor
             assert torch.equal(resumed["weights"][name], weight)
-        alone = train(Learner(TrainRecipe.model_validate(recipe("single", *case)), Accelerator(cpu=True)))
+        alone = train(Learner(recipe("single", *case), Accelerator(cpu=True)))
         assert alone["weights"].keys() == sharded["weights"].keys()
         # the canary's pass is exact also where weights are gathered in FP8
         torch.testing.assert_close(sharded["plain"], alone["plain"], atol=1e-5 if dtype == "float32" else 0.15, rtol=0)

@@ -25,10 +25,10 @@ from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_
 from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
 from agentfactory.trainers.update.learner import Learner, Terms, Update
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
-from tests.forked import start_ranks
 from tests.trainers.conftest import VOCABULARY
 from tests.trainers.float64 import in_float64, never_through_float32
 from tests.trainers.launched_teachers import TEMPERATURE, exercise, make_rows
+from tests.trainers.ranks import on_ranks
 
 pytestmark = pytest.mark.numbers
 
@@ -323,11 +323,7 @@ def test_two_processes_equal_one(
             recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
             made.append(teaching(recipe, **teacher))
     expected = [exercise(recipe, accelerator) for recipe in one]
-    arguments = (json.dumps([recipe.model_dump(mode="json") for recipe in several]), str(tmp_path / "found"))
-    log = tmp_path / "ranks.log"
-    ranks = start_ranks("tests.trainers.launched_teachers", *arguments, log=log, strategy=strategy)
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for given, wanted in zip(torch.load(tmp_path / "found"), expected, strict=True):
+    for given, wanted in zip(on_ranks(exercise, several, tmp_path, strategy)[0], expected, strict=True):
         assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
         torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)
