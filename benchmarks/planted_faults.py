@@ -135,7 +135,7 @@ FAULTS = (
         "trainers/checkpoints/checkpoint_folder.py",
         "(best.value, best.step)",
         "(best.step, best.value)",
-        "trainers/test_checkpoints.py",
+        "trainers/test_checkpoint_folder.py",
     ),
     # rollout
     Fault(

@@ -1,13 +1,12 @@
 """Advantages: how much better than expected a chain, a turn or a token was.
 
-The first part has the formulas. Per-token lists cover the sampled tokens of a chain; tool results in between are not
-steps. A chain without a reward (None: it broke) is not part of a baseline, and its advantage is 0.
+First the formulas. Per-token lists cover the sampled tokens of a chain; tool results in between are not steps. A chain
+without a reward (None: it broke) is not part of a baseline, and its advantage is 0.
 
-The second part has the estimators (`train.advantage.estimator`), which compute an advantage per sampled token from a
-batch's rewards. An estimator is a function of one of two kinds. A function that takes `rewards` (of one group's chains)
-returns one advantage per chain, which all its tokens get; it may also take `batch_rewards` (of all chains of the
-batch). A function that takes `groups` (the chains of the whole batch by group) returns a list per chain with an
-advantage per token; with a critic, it also returns the critic's target returns, in the same shape.
+Then the estimators (`train.advantage.estimator`). One that takes `rewards` (of one group's chains), and perhaps
+`batch_rewards` (of all chains), returns one advantage per chain, which all its tokens get. One that takes `groups` (the
+chains of the whole batch by group) returns a list per chain with an advantage per sampled token; with a critic, also
+the critic's target returns, in the same shape.
 """
 
 import math

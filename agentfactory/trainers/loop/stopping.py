@@ -30,12 +30,9 @@ class _WaitCutShort(Exception):
 
 
 class Stop:
-    """The decision to end the run early: after SIGTERM or Ctrl-C, or because of a symptom (`train.stop_when`). A signal
-    never interrupts an update or a checkpoint, but it interrupts waits; before the first step it ends the process. A
-    second signal ends the process in any case.
-
-    Without `listen`, signals have no effect here.
-    """
+    """The decision to end the run early: after SIGTERM or Ctrl-C (once it listens), or because of a symptom
+    (`train.stop_when`). A signal interrupts waits, but no update or checkpoint; before the first step, and as the
+    second one, it ends the process."""
 
     def __init__(self) -> None:
         self.agreed_on: signal.Signals | Symptom | None = None

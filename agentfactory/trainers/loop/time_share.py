@@ -43,9 +43,8 @@ class TimeShare(Turns):
     """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
 
     `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
-    the server stays asleep: `waking` wakes it around the update of its weights, which is then proven as usual. A turn
-    that ends with an error offloads nothing. A run that is stopped within a turn leaves its server asleep for the next
-    attempt. On a CPU the trainer's tensors are already in host memory, so only the order is kept.
+    the server stays asleep: `waking` wakes it around the update of its weights. A turn that ends with an error offloads
+    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt.
     """
 
     server_sleeps = True

@@ -53,12 +53,9 @@ class Critic(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as children of one module, which accelerate prepares.
-
-    A training step runs each role's forward and backward pass separately: with adapters both roles share one base, the
-    forward pass switches the adapter in use, and gradient checkpointing recomputes activations in the backward pass. A
-    backward pass of one role leaves the other's gradients unchanged.
-    """
+    """Policy and critic as children of one module, which accelerate prepares. A training step runs each role's forward
+    and backward pass separately: with adapters both share one base, the forward pass switches the adapter in use, and
+    gradient checkpointing recomputes activations in the backward pass."""
 
     def __init__(self, policy: Policy, critic: Critic) -> None:
         super().__init__()

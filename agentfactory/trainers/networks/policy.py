@@ -230,11 +230,10 @@ def check_head(network: PreTrainedModel) -> None:
     """Check that backbone and head give the network's logits, also in padded rows: some networks process them further
     (scale them, for example), and some attend to what follows.
 
-    Compare rows of several lengths, padded, with the network's own forward pass of each alone, with eager attention,
-    which applies everything that a network passes to its attention. In half precision, the kinds of attention round
-    differently, and the layers of a pretrained network amplify this: its log-probabilities differ by .8. So the head is
-    compared after the same attention, and the attention by its median effect on a row's hidden states, which is up to
-    .1 by rounding. Raise SettingError if they differ.
+    Compare rows of several lengths, padded, with the network's own forward pass of each alone, with eager attention. In
+    half precision, kinds of attention round differently, which the layers of a pretrained network amplify to .8 nats:
+    so the head is compared after the same attention, and the attention by its median effect on a row's hidden states,
+    which is up to .1 by rounding. Raise SettingError if they differ.
     """
     try:
         problem = _fault(network)

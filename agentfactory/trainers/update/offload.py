@@ -86,12 +86,11 @@ def _wait_for(device: torch.device) -> None:
 
 class Offload:
     """The offloadable tensors of a learner: weights, buffers, constants of quantised weights, optimiser state,
-    reference.
+    reference. Not for weights that several processes share.
 
     Tensors remain the same objects and change only their memory, so that everything that references them (an optimiser,
     tied layers, bitsandbytes) finds them on both sides. An offloaded learner can be gathered and written to a
-    checkpoint, but cannot compute. Between two steps there are no gradients. Host memory is page-locked if the device
-    is a GPU, and stays allocated after the first offload. Not for weights that several processes share.
+    checkpoint, but cannot compute. Host memory stays allocated after the first offload.
     """
 
     def __init__(self, learner: Learner) -> None:
