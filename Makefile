@@ -169,7 +169,7 @@ learn-ci: $(VENV)/.installed-dev
 # spelled backward; FrozenLake; TicTacToe; three tasks in one run; the tasks that `agentfactory new` writes. recipes/alfworld,
 # recipes/screens and the formats of gpt-oss and DeepSeek have no short form. Not part of CI.
 learn: $(VENV)/.installed-dev
-	$(LEARN) $(filter-out $(addprefix %/,learn_alfworld.py learn_click.py learn_own_formats.py learn_agents.py),\
+	$(LEARN) $(filter-out $(addprefix %/,learn_own_formats.py learn_agents.py),\
 		$(wildcard tests/learn/learn_*.py)) $(ARGS)
 
 # The same runs at full length, the formats of gpt-oss and DeepSeek, recipes/screens in Chromium, and recipes/alfworld on

@@ -132,7 +132,7 @@ FAULTS = (
     ),
     Fault(
         "best-checkpoint",
-        "trainers/checkpoints/best_checkpoint.py",
+        "trainers/checkpoints/checkpoint_folder.py",
         "(best.value, best.step)",
         "(best.step, best.value)",
         "trainers/test_checkpoint_folder.py",

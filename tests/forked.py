@@ -32,7 +32,7 @@ IMPORTED = [
         "agentfactory.trainers.checkpoints.checkpoint",
         "agentfactory.trainers.loop.rl",
         "agentfactory.trainers.loop.sft",
-        "agentfactory.trainers.sync.retrying",
+        "agentfactory.trainers.sync.proven_push",
     ),
     # the tests' own main module, which multiprocessing imports in each process
     "pytest",

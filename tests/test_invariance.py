@@ -104,7 +104,6 @@ def shuffled(groups: list[Group]) -> list[Group]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"batching": "padded", "token_budget": HALVES},
         {"batching": "padded", "token_budget": SINGLES},
         {"batching": "packed", "token_budget": HALVES},
         {"batching": "tree", "token_budget": HALVES},

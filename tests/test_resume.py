@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from agentfactory.rollout.data import Place
+from agentfactory.trainers.checkpoints.checkpoint import expand
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, read_info, verify
-from agentfactory.trainers.checkpoints.train_state import expand
 from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
 from tests.forked import TRAINER, Forked, start_ranks
 from tests.saved_checkpoint import training_state

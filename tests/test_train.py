@@ -1,15 +1,12 @@
 """`train.py`, as called by users and launchers."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from agentfactory.launching.run_folder import Hold, RunFolder
-from agentfactory.rollout.groups.group_files import read_groups, train_files
 from tests.conftest import QUICKSTART, REPOSITORY
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -33,24 +30,6 @@ def test_what_train_py_cannot_do_is_told_with_the_command_that_can(
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_a_run_that_is_alive_is_left_alone(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    settings = {"model.path": "model", "data.path": "rows.jsonl", "rewards": "[exact_match]", "train.steps": "1"}
-    settings |= {"server.engine": "embedded", "server.url": "http://127.0.0.1:9", "output": "run"}
-    (tmp_path / "recipe.yaml").write_text("name: mine\n")
-    command = [sys.executable, TRAIN, "recipe.yaml", *(f"{name}={value}" for name, value in settings.items())]
-    with Hold(folder.path) as hold:
-        hold.take(make=True)
-        result = subprocess.run([*command, "--resume"], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 2
-    told = f"output: {folder.path}: a run is alive there (pid {os.getpid()}); fix: wait for it, end it, or output=OTHER"
-    assert result.stderr.splitlines()[-1] == told
-    assert folder.recipe.read_text() == ""
 
 
 FAULTS = """
@@ -113,31 +92,6 @@ def test_a_template_that_cannot_be_used_is_told_as_the_trainer_hears_it(tmp_path
     told = "the trainer ended with exit status 1: the chat template writes tool calls in a format that rollout.parser "
     assert told in result.stderr
     assert "; use rollout.parser=hermes (log: " in result.stderr
-
-
-@pytest.mark.long
-def test_credit_by_state_of_two_workers_over_a_resumption(tmp_path: Path, quickstart_run: Path) -> None:
-    """The hunt's cells are in both workers' saved groups, and count in the steps before and after the resumption."""
-    prepared, (warm,) = quickstart_run / "prepared", (quickstart_run / "sft" / "checkpoints").iterdir()
-    settings = {"output": "run", "prepare": "null", "model.path": warm, "eval.data": "null", "data.limit": "16"}
-    settings |= {"data.path": prepared / "train.jsonl", "rollout.workers": "2", "rollout.group_size": "4"}
-    settings |= {"train.algorithm": "gigpo", "train.batch_size": "4", "train.warmup_steps": "0"}
-    words = [str(QUICKSTART / "grpo.yaml"), *(f"{name}={value}" for name, value in settings.items())]
-    for steps in (["train.steps=1"], ["train.steps=2", "--resume"]):
-        command = [sys.executable, "-m", "agentfactory", "train", *words, *steps]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert result.returncode == 0, result.stdout + result.stderr
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    trained = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in trained] == [1, 2]
-    # all chains of a task begin in the same cell
-    assert all(line["step_groups/turns"] > 0.2 and line["step_groups/size"] >= 2 for line in trained)
-    files = train_files(tmp_path / "run" / "trajectories")
-    assert len(files) == 2
-    for group in (group for file in files for group in read_groups(file)):
-        for chain in group.trajectories:
-            assert len(chain.anchors) == chain.turns
-            assert chain.anchors[0] == json.dumps(group.task["start"])
 
 
 WORLD = """

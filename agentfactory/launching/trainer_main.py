@@ -42,23 +42,21 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Job
 from agentfactory.trainers.batches.image_batches import images_beside
-from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as found_checkpoints
-from agentfactory.trainers.checkpoints.checkpoint_folder import step_of
+from agentfactory.trainers.checkpoints.checkpoint_folder import find_best, step_of
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.loop.group_source import SavedGroups
 from agentfactory.trainers.loop.health import Finding, Health, ordered_by
-from agentfactory.trainers.loop.rl import Note, Services, TrainResult, train_rl
+from agentfactory.trainers.loop.rl import Note, SavedGroups, Services, TrainResult, train_rl
 from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.loop.stopping import Stop, name_of
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.processes.accelerator import check_same_recipe, make_accelerator
 from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, CanaryRow, canary_rows, with_image_rows
-from agentfactory.trainers.sync.retrying import RetryingSync
+from agentfactory.trainers.sync.proven_push import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
-from agentfactory.trainers.teachers.in_context import check_saved_prompts
+from agentfactory.trainers.teachers.graded_rows import check_saved_prompts
 from agentfactory.trainers.tracking import Tracking
 
 # named like the entry point, because the launcher's terminal shows its messages

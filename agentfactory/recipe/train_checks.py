@@ -17,7 +17,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import EqualRewards, Part
 from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.rollout.inference.sequence_lengths import check_lengths
-from agentfactory.trainers.checkpoints.best_checkpoint import AUTO
+from agentfactory.trainers.checkpoints.checkpoint_folder import AUTO
 from agentfactory.trainers.config import ALGORITHMS, MaskOptions, Symptom
 from agentfactory.trainers.loop.advantages import Estimator
 from agentfactory.trainers.loop.health import ordered_by

@@ -82,7 +82,8 @@ class Tracking:
         self._done = done
         self._images = None if images is None else ImageStore(images)
         self._recipe = _without_secrets(recipe)
-        self._runs = _read(folder / RUNS)
+        file = folder / RUNS
+        self._runs: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._runs.setdefault("key", secrets.token_hex(4))
         self._trackers: dict[str, GeneralTracker] = {}
         for tracker in config.trackers:
@@ -108,10 +109,9 @@ class Tracking:
         for tracker, running in self._trackers.items():
             if tracker == "wandb":
                 self._try(tracker, running.log, dict(metrics))
-            elif tracker == "mlflow":
-                self._try(tracker, running.log, {_UNNAMED.sub("_", k): v for k, v in numbers.items()}, step=step)
-            else:
-                self._try(tracker, running.log, numbers, step=step)
+                continue
+            named = {_UNNAMED.sub("_", k): v for k, v in numbers.items()} if tracker == "mlflow" else numbers
+            self._try(tracker, running.log, named, step=step)
 
     def note_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Add some chains of a step's groups to the tables."""
@@ -130,13 +130,13 @@ class Tracking:
 
     def _end(self, failed: bool) -> None:
         for tracker, running in self._trackers.items():
-            finish: Callable[[], Any] = running.finish
-            if failed and tracker == "wandb":
-                finish = _wandb_failed(running)
-            elif failed and tracker == "mlflow":
-                finish = _mlflow_failed
             with redirect_stdout(sys.stderr):
-                self._try(tracker, finish)
+                if failed and tracker == "wandb":
+                    self._try(tracker, running.tracker.finish, exit_code=1)
+                elif failed and tracker == "mlflow":
+                    self._try(tracker, importlib.import_module("mlflow").end_run, "FAILED")
+                else:
+                    self._try(tracker, running.finish)
 
     def _start(self, tracker: str, name: str) -> GeneralTracker:
         make = LOGGER_TYPE_TO_CLASS[tracker]
@@ -216,21 +216,13 @@ def conversation(messages: Sequence[Message]) -> str:
     return f"{text[:half]}\n\n[... {len(text) - 2 * half} characters ...]\n\n{text[-half:]}"
 
 
-def _cells(step: int, group: Group, chain: Trajectory) -> list[Any]:
-    return [step, group.id, chain.id, chain.reward, chain.outcome.value, chain.turns, conversation(chain.messages)]
-
-
 def _images(chain: Trajectory, store: ImageStore | None) -> list[Image.Image]:
     """Return a chain's last images; remote images are not fetched."""
     parts = [part for m in chain.messages if isinstance(m.get("content"), list) for part in m["content"]]
     urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
     held = [url for url in urls if url.startswith("data:image/") or (store is not None and stored_digest(url))]
-    return [_image(url, store) for url in held[-MOST_IMAGES:]]
-
-
-def _image(url: str, store: ImageStore | None) -> Image.Image:
-    digest = stored_digest(url)
-    return decode(url) if digest is None or store is None else store.load(digest)
+    digests = [(url, stored_digest(url)) for url in held[-MOST_IMAGES:]]
+    return [decode(url) if digest is None or store is None else store.load(digest) for url, digest in digests]
 
 
 def _log_table(
@@ -241,7 +233,10 @@ def _log_table(
     store: ImageStore | None,
 ) -> None:
     module = importlib.import_module(tracker)
-    data = [_cells(step, group, chain) for group, chain in chains]
+    data = [
+        [step, group.id, chain.id, chain.reward, chain.outcome.value, chain.turns, conversation(chain.messages)]
+        for group, chain in chains
+    ]
     if tracker == "mlflow":
         table = {name: [row[place] for row in data] for place, name in enumerate(COLUMNS)}
         module.log_table(data=table, artifact_file=f"{TABLE}.json")
@@ -258,18 +253,10 @@ def _log_table(
         running.log({TABLE: table}, step=step)
 
 
-def _wandb_failed(running: GeneralTracker) -> Callable[[], Any]:
-    return lambda: running.tracker.finish(exit_code=1)
-
-
-def _mlflow_failed() -> None:
-    importlib.import_module("mlflow").end_run("FAILED")
-
-
 def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
     """Remove possible secrets from the recipe before it is shown elsewhere: literal values of the tool servers'
     environment variables and headers, and URL queries. A plain `${NAME}` is not secret."""
-    servers = {}
+    servers: dict[str, Any] = {}
     for server, section in (recipe.get("mcp_servers") or {}).items():
         kept = dict(section)
         for name in ("env", "headers"):
@@ -295,7 +282,3 @@ def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(data, dict) and data:
         return {name: leaf for key, value in data.items() for name, leaf in _leaves(value, f"{prefix}.{key}").items()}
     return {prefix.removeprefix("."): data}
-
-
-def _read(path: Path) -> dict[str, str]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

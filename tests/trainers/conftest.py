@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.server_control import ServerControl
 from tests.conftest import embedded_server
 
@@ -77,6 +78,12 @@ def make_recipe(model_folder: Path) -> Callable[..., TrainRecipe]:
         return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **train}})
 
     return make
+
+
+@pytest.fixture
+def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
+    """The policy of `model_folder`, in float32."""
+    return load_policy(make_recipe())
 
 
 def make_row(rng: random.Random, turns: int = 3) -> Row:

@@ -21,8 +21,7 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, fol
 
     from agentfactory.rollout.text.load_renderer import make_renderer
     from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
-    from agentfactory.trainers.loop.group_source import SavedGroups
-    from agentfactory.trainers.loop.rl import Services, train_rl
+    from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
     from agentfactory.trainers.sync.canary import Canary, canary_rows
 
     tokenizer, lora = AutoTokenizer.from_pretrained(recipe.model.path), recipe.model.lora

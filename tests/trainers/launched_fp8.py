@@ -1,23 +1,18 @@
-"""Run in two processes by test_fp8.py: FP8 under fsdp2.
+"""FP8 under fsdp2, on one process or two: see test_fp8.py."""
 
-Arguments: recipes as a JSON list, a folder for rank 0's results and the states of learners.
-"""
-
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from accelerate import Accelerator
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.fp8 import in_high_precision
-from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import TRAINING_STATE, load_state, part_of, write_part
 from tests.trainers.launched_loading import loss_and_gradients
+from tests.trainers.ranks import forget
 
 
 def step(learner: Learner) -> dict[str, Any]:
@@ -62,24 +57,10 @@ def resume(learner: Learner, state: Path) -> dict[str, Any]:
     return {"second": step(learner), "weights": weights(learner)}
 
 
-def main() -> None:
-    recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
-    accelerator, folder = make_accelerator(recipes[0]), Path(sys.argv[2])
-    found: list[dict[str, Any]] = []
-    for number, recipe in enumerate(recipes):
-        state = folder / f"state-{number}"
-        for run in (train, resume):
-            learner = Learner(recipe, accelerator)
-            found.append(run(learner, state))
-            del learner
-            accelerator.free_memory()
-            # the next network's layers are other objects
-            accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
-            accelerator.state.fsdp_plugin.auto_wrap_policy = transformer_auto_wrap_policy
-    if accelerator.is_main_process:
-        torch.save(found, folder / "found.pt")
-    accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()
+def train_and_resume(recipe: TrainRecipe, accelerator: Accelerator, folder: Path) -> tuple[dict[str, Any], ...]:
+    """Return the results of `train`, and of `resume` from its state."""
+    state, found = folder / f"{recipe.train.precision} {recipe.model.lora is not None}", []
+    for run in (train, resume):
+        found.append(run(Learner(recipe, accelerator), state))
+        forget(accelerator)
+    return tuple(found)

@@ -1,12 +1,6 @@
-"""Run in two processes by test_critic.py: passes of policy, critic and reference on two processes.
-
-Arguments: recipes as JSON lists, a file for rank 0's results.
-"""
+"""Passes of policy, critic and reference, on one process or two: see test_critic.py."""
 
 import contextlib
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +8,14 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.processes.sharding import weights_of_rank_0
+from tests.trainers.ranks import whole
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -95,17 +88,3 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     found["trained"] = [p.requires_grad for p in model.parameters()]
     found["adapter"] = dict(model.policy.gather())
     return found
-
-
-def whole(value: Tensor | None) -> Tensor | None:
-    return value.full_tensor() if isinstance(value, DTensor) else None if value is None else value.clone()
-
-
-def main() -> None:
-    """Save the result of `exercise` for each recipe."""
-    recipes = [TrainRecipe.model_validate(fields) for fields in json.loads(sys.argv[1])]
-    accelerator = make_accelerator(recipes[0])
-    found = [exercise(recipe, accelerator) for recipe in recipes]
-    if accelerator.is_main_process:
-        torch.save(found, Path(sys.argv[2]))
-    accelerator.end_training()

@@ -1,25 +1,17 @@
-"""Run in two processes by test_teachers.py: an update with a teacher, on one process or two.
+"""An update with a teacher, on one process or two: see test_teachers.py."""
 
-Arguments: recipes as JSON lists, a file for rank 0's results.
-"""
-
-import json
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 
 from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import needed_scores
-from agentfactory.trainers.processes.accelerator import make_accelerator
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 from tests.trainers.conftest import make_row
+from tests.trainers.ranks import whole
 
 TEMPERATURE = 0.7
 
@@ -57,25 +49,6 @@ def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     names = needed_scores(recipe)
     batch = learner.deal(learner.score(rows, names) if names else rows)
     metrics = update_metrics(update_policy(learner, batch, recipe).updates, batch)
-    gradients = {}
-    for name, weight in learner.policy.named_parameters():
-        if weight.grad is not None:
-            gradients[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad.clone()
+    named = learner.policy.named_parameters()
+    gradients = {name: whole(weight.grad) for name, weight in named if weight.grad is not None}
     return {"loss": metrics["loss"], "kl": metrics["teacher/kl"], "gradients": gradients}
-
-
-def main() -> None:
-    """Save the result of `exercise` for each recipe."""
-    recipes = [TrainRecipe.model_validate(fields) for fields in json.loads(sys.argv[1])]
-    accelerator = make_accelerator(recipes[0])
-    found = []
-    for recipe in recipes:
-        found.append(exercise(recipe, accelerator))
-        accelerator.free_memory()
-    if accelerator.is_main_process:
-        torch.save(found, Path(sys.argv[2]))
-    accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
+from agentfactory.trainers.checkpoints.checkpoint import TrainState, compact, expand
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
+    BestCheckpoint,
     DamagedCheckpointError,
     checkpoint_path,
     checkpoints,
+    find_best,
     newest_whole,
     prune,
     verify,
     written_aside,
 )
-from agentfactory.trainers.checkpoints.train_state import TrainState, compact, expand
 
 
 def best(folder: Path) -> Path | None:

@@ -36,7 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "adapter": {"lora": {"rank": 2}},
     "critic": {"algorithm": "ppo"},
-    "without a state": {"optimizer": {"name": "sgd", "betas": [0.0, 0.9]}},
 }
 
 
@@ -212,7 +211,7 @@ def write_as_before(folder: Path, learner: Learner) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", ["full", "critic"])
 def test_one_of_0_1_goes_on_bit_by_bit(
     make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path, case: str
 ) -> None:
@@ -234,18 +233,17 @@ def test_one_of_0_1_goes_on_bit_by_bit(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_every_rank_writes_its_part_and_learns_of_a_full_disk(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path, strategy: str
+    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2}
-    one, two = make_recipe(**course), make_recipe(**course, processes=2, strategy=strategy)
+    one, two = make_recipe(**course), make_recipe(**course, processes=2, strategy="fsdp2")
     learner = Learner(one, accelerator)
     take_step(learner, one, make_groups(2, 3))
     before = write_as_before(tmp_path / "before", learner)
     folder, log = tmp_path / "checkpoints", tmp_path / "log"
     arguments = (two.model_dump_json(), str(folder), str(before))
-    ranks = start_ranks("tests.trainers.launched_writing", *arguments, log=log, strategy=strategy)
+    ranks = start_ranks("tests.trainers.launched_writing", *arguments, log=log, strategy="fsdp2")
     assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
     told = [f"{folder}/step-{step:06d} cannot be written: File too large" for step in (2, 3)]
     for rank in (0, 1):

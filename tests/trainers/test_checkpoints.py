@@ -19,15 +19,11 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
-from agentfactory.trainers.loop.sft import train_sft
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state, part_of, write_part
 from tests.saved_checkpoint import save_checkpoint, training_state
-from tests.saved_groups import write_groups
+from tests.trainers.resumed import train_twice
 
 pytestmark = pytest.mark.numbers
 
@@ -73,20 +69,6 @@ def test_adapter_checkpoint_is_loaded_by_peft(
         assert torch.equal(weights[name], value), name
 
 
-def test_what_a_killed_run_left_is_replaced_and_what_is_whole_is_kept(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    learner = Learner(make_recipe(lora={"rank": 2}), accelerator)
-    partial = tmp_path / ".step-000001.partial"
-    partial.mkdir()
-    (partial / "rubbish").touch()
-    path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
-    assert not (path / "rubbish").exists()
-    assert not partial.exists()
-    with pytest.raises(FileExistsError, match="never overwrites"):
-        save_checkpoint(tmp_path, 1, learner, tokenizer, {})
-
-
 def test_other_weights_are_refused(
     make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -126,26 +108,8 @@ def test_training_goes_on_bit_by_bit(
     recipe = make_recipe(**fields)
     if teacher is not None:
         recipe = recipe.model_copy(update={"teacher": TeacherConfig(model=recipe.model.path, **teacher)})
-    groups = make_groups(10, 4)
-    write_groups(tmp_path / "groups.jsonl", groups)
-    rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
-
-    def run(folder: Path, resume: Path | None) -> list[dict[str, Any]]:
-        logged: list[dict[str, Any]] = []
-        accelerator, checkpoints = Accelerator(cpu=True), Checkpoints(folder, tokenizer, recipe.train, resume=resume)
-        # regardless of earlier random draws of this process
-        torch.manual_seed(len(folder.name))
-        if recipe.train.algorithm == "sft":
-            train_sft(recipe, accelerator, checkpoints, rows=rows, log=logged.append)
-        else:
-            source = SavedGroups(tmp_path / "groups.jsonl", needed=10, skip=checkpoints.train_state.step * 2)
-            train_rl(recipe, accelerator, checkpoints, Services(logged.append, source=source))
-        timing = ("seconds/", "tokens_per_second")
-        return [{name: value for name, value in line.items() if not name.startswith(timing)} for line in logged]
-
-    whole = run(tmp_path / "whole", None)
-    assert run(tmp_path / "resumed", tmp_path / "whole" / "step-000002") == whole[2:]
-    expected, given = (training_state(tmp_path / name / "step-000005") for name in ("whole", "resumed"))
+    _, *folders = train_twice(recipe, make_groups(10, 4), tokenizer, tmp_path, resume_at=2)
+    expected, given = map(training_state, folders)
     assert given.pop("settings") == expected.pop("settings")
     assert given.keys() == expected.keys()
     assert all(torch.equal(given[key], value) for key, value in expected.items())

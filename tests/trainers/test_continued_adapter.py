@@ -16,16 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.merging import merge_adapter
-from agentfactory.placement.model_config import load_config
-from agentfactory.placement.trainer_memory import trainer_memory
-from agentfactory.recipe.checks import doubts
-from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
@@ -100,13 +94,6 @@ def test_without_a_penalty_there_is_no_second_adapter(make_recipe: Make, trained
     assert not any(".reference." in name for name, _ in policy.named_parameters())
 
 
-@pytest.mark.extended
-def test_memory_of_the_reference_is_that_of_an_adapter(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
-    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, loss=KL)
-    table = trainer_memory(recipe, load_config(recipe.model.path)[0], "cpu")
-    assert table["reference"] == table["adapter"] > 0
-
-
 def test_a_critic_begins_with_the_policys_features(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
     recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm="ppo", loss=KL)
     model = make_actor_critic(recipe, load_policy(recipe))
@@ -156,9 +143,7 @@ def test_training_resumes_exactly_within_the_second_run(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("fsdp2", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
 def test_two_processes_continue_it_as_one_does(
     make_recipe: Make,
     make_groups: Callable[..., list[Group]],
@@ -166,15 +151,14 @@ def test_two_processes_continue_it_as_one_does(
     tokenizer: PreTrainedTokenizerFast,
     accelerator: Accelerator,
     tmp_path: Path,
-    strategy: str,
 ) -> None:
     groups = tmp_path / "groups.jsonl"
     write_groups(groups, make_groups(6, 3))
     course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-3, "token_budget": 70, "loss": KL}
     lora = {"rank": 3, "from": str(trained[0])}
-    one, two = (make_recipe(lora=lora, **course, **how) for how in ({}, {"strategy": strategy, "processes": 2}))
+    one, two = (make_recipe(lora=lora, **course, **how) for how in ({}, {"strategy": "fsdp2", "processes": 2}))
     arguments = [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)]
-    lines = launch(TWO_PROCESSES[strategy], arguments, cpu_by_environment=True)
+    lines = launch(TWO_PROCESSES["fsdp2"], arguments, cpu_by_environment=True)
     steps = [json.loads(line) for line in lines if line.startswith("{")]
     assert steps[0]["kl"] == 0
     assert steps[1]["kl"] > 0
@@ -223,42 +207,6 @@ def test_plain_adapters_of_peft_are_continued(make_recipe: Make, of_peft: Any, k
     torch.testing.assert_close(
         scores_of(PeftModel.from_pretrained(network, tmp_path / "again")), expected, atol=1e-5, rtol=0
     )
-
-
-@pytest.mark.extended
-def test_an_adapter_of_trl_is_continued(make_recipe: Make, model_folder: Path, tmp_path: Path, project: Path) -> None:
-    """Of its trainer for SFT, with the recipe's fields taken from the folder."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
-    text = Dataset.from_list(
-        [{"text": " ".join(f"w{number % 60}" for number in range(row, row + 20))} for row in range(8)]
-    )
-    course = SFTConfig(
-        **{
-            "output_dir": str(tmp_path / "out"),
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 0.05,
-        },
-        **{"use_cpu": True, "report_to": [], "save_strategy": "no", "bf16": False, "packing": False},
-    )
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    network = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    trainer = SFTTrainer(network, course, train_dataset=text, processing_class=tokenizer, peft_config=lora)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "trl"))
-    recipe = load_recipe("recipe.yaml", [f"model.path={model_folder}", f"model.lora={{from: {tmp_path / 'trl'}}}"])
-    assert isinstance(recipe, Recipe)
-    assert recipe.model.lora is not None
-    assert (recipe.model.lora.rank, recipe.model.lora.alpha, recipe.model.lora.merge) == (4, 4, False)
-    assert not any("lora" in doubt for doubt in doubts(recipe))
-    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    before = scores_of(base)
-    expected = scores_of(PeftModel.from_pretrained(base, tmp_path / "trl"))
-    assert (expected - before).abs().max() > 0.01
-    torch.testing.assert_close(score(load_policy(recipe)), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", OF_PEFT)

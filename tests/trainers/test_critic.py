@@ -1,6 +1,5 @@
 """The critic in one model with the policy, compared with separate networks of plain transformers and peft."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,15 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from agentfactory.trainers.batches.batch import TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic, role_of
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER
 from agentfactory.trainers.networks.policy import load_policy
-from tests.forked import start_ranks
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 from tests.trainers.launched_roles import exercise
+from tests.trainers.ranks import on_ranks
 
 pytestmark = pytest.mark.numbers
 
@@ -159,22 +156,6 @@ def test_backward_pass_under_the_other_adapter_is_refused(make_recipe: MakeRecip
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_policy_by_itself_is_the_policy_after_a_pass_of_the_critic(
-    make_recipe: MakeRecipe, lora: dict[str, Any]
-) -> None:
-    model = make_model(make_recipe(lora=lora, algorithm="ppo"))
-    before = model.policy(*INPUTS)
-    trained = [p.requires_grad for p in model.parameters()]
-    state = model.policy.gather()
-    model(Role.CRITIC, *INPUTS)
-    assert [p.requires_grad for p in model.parameters()] == trained
-    after = model.policy.gather()
-    assert state.keys() == after.keys() == load_policy(make_recipe(lora=lora)).gather().keys()
-    assert all(torch.equal(state[name], after[name]) for name in state)
-    assert all(torch.equal(one, other) for one, other in zip(before, model.policy(*INPUTS), strict=True))
-
-
-@pytest.mark.parametrize("lora", [None, LORA])
 def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
     model = make_model(make_recipe(lora=lora, algorithm="ppo"))
     values = model(Role.CRITIC, *INPUTS)
@@ -202,78 +183,13 @@ def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe
         assert_equal(model(Role.CRITIC, changed, *INPUTS[1:]), values)
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
-def test_layout_of_rows_does_not_change_values(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
-    """Four chains of one prompt, two of which also share a turn."""
-    model = make_model(make_recipe(lora=lora, algorithm="ppo"))
-    generator = torch.Generator().manual_seed(2)
-    prompt, turn, *ends = (torch.randint(64, (n,), generator=generator).tolist() for n in (60, 40, 4, 2, 6, 5))
-    chains = [prompt + turn + end for end in ends[:2]] + [prompt + end for end in ends[2:]]
-    rows = [
-        TrainingRow(chain, list(range(len(prompt), len(chain))), {"weight": [1.0] * (len(chain) - len(prompt))})
-        for chain in chains
-    ]
-    found = {}
-    for batching in ("padded", "packed", "tree"):
-        values: dict[int, Tensor] = {}
-        for part in make_batches(rows, batching, token_budget=200)[0].micro_batches:
-            scores = model(Role.CRITIC, part.ids, part.sources, part.labels, part.positions, part.ends)
-            values |= {row: scores[part.sequence == place] for place, row in enumerate(part.rows)}
-        found[batching] = [values[row].detach() for row in range(len(rows))]
-    assert torch.equal(found["tree"][0][:40], found["tree"][1][:40])
-    for batching in ("packed", "tree"):
-        assert_equal(found[batching], found["padded"])
-
-
-@pytest.mark.parametrize("lora", [None, LORA])
-def test_critic_learns_fixed_returns(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
-    recipe = make_recipe(lora=lora, algorithm="ppo")
-    model = make_actor_critic(recipe, load_policy(recipe))
-    policy = {name: value.clone() for name, value in model.policy.gather().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(40):
-        loss = value_loss(model(Role.CRITIC, *INPUTS))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(float(0.5 * RETURNS.square().sum()))
-    assert losses[-1] < 0.05 * losses[0]
-    # a step of the critic alone leaves the policy unchanged
-    assert all(torch.equal(value, policy[name]) for name, value in model.policy.gather().items())
-
-
-@pytest.mark.parametrize("lora", [None, LORA])
-def test_state_is_taken_and_put_back(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
-    recipe = make_recipe(lora=lora, algorithm="ppo")
-    model = make_model(recipe)
-    # like a checkpoint of a large model: with the adapter, without its base
-    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-    state = get_model_state_dict(model, options=options)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} <= state.keys()
-    other = in_float64(make_actor_critic(recipe, load_policy(recipe)))
-    loading = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(other, state, options=loading)
-    for role in Role:
-        given, expected = other(role, *INPUTS), model(role, *INPUTS)
-        assert torch.equal(given[0], expected[0]) if role == Role.POLICY else torch.equal(given, expected)
-
-
 @pytest.mark.extended
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(
-    make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path, strategy: str
-) -> None:
+def test_two_processes_equal_one(make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path) -> None:
     settings = [{"lora": LORA, "gradient_checkpointing": True}, {}]
     one = [exercise(make_recipe(**changed, algorithm="ppo"), accelerator) for changed in settings]
-    recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy=strategy) for changed in settings]
-    arguments = (json.dumps([recipe.model_dump() for recipe in recipes]), str(tmp_path / "found"))
-    log = tmp_path / "ranks.log"
-    ranks = start_ranks("tests.trainers.launched_roles", *arguments, log=log, strategy=strategy)
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for given, expected in zip(torch.load(tmp_path / "found"), one, strict=True):
+    recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy="fsdp2") for changed in settings]
+    for given, expected in zip(on_ranks(exercise, recipes, tmp_path, "fsdp2")[0], one, strict=True):
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
         assert torch.equal(given["put back"]["reference"], given["before"]["reference"])

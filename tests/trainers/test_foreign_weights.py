@@ -69,14 +69,6 @@ def test_full_weights_of_another_process(server: str, theirs: Path, start: Start
     assert label in str(caught.value) or "has changed its weights since it proved version 1" in str(caught.value)
 
 
-def test_base_weights_under_an_adapter(server: str, theirs: Path, start: Start) -> None:
-    start("float32", server).push_base()
-    run = begin(start, server, lora="base")
-    push(server, theirs, "other-7f3a-v1")
-    with pytest.raises(ForeignWeightsError, match="has changed its weights since it proved version 1"):
-        run.publish(2)
-
-
 def test_an_adapter_of_another_process(server: str, start: Start) -> None:
     start("float32", server).push_base()
     run = begin(start, server, lora="mine", learning_rate=1e-3)

@@ -2,7 +2,6 @@
 everywhere else."""
 
 import importlib.util
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
@@ -25,8 +22,6 @@ from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
-from tests.forked import start_ranks
-from tests.trainers.launched_roles import exercise
 from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
 
@@ -148,8 +143,6 @@ distributed. Backward, one of the operands is a gradient in e5m2, by 2**-3. The 
     [
         pytest.param(None, {"batching": "tree", "gradient_checkpointing": True}, id="tree"),
         pytest.param(LORA, {"batching": "packed"}, id="packed-lora"),
-        pytest.param(None, {"batching": "padded"}, id="padded", marks=pytest.mark.extended),
-        pytest.param(LORA, {"batching": "tree"}, id="tree-lora", marks=pytest.mark.extended),
     ],
 )
 def test_loss_and_gradient_are_as_far_from_float32_as_their_rounding(
@@ -189,35 +182,6 @@ def test_everything_else_finds_plain_weights(made: Make, caplog: pytest.LogCaptu
         assert torch.equal(policy(*inputs)[0], plain(*inputs)[0])
     assert torch.equal(policy(*inputs)[0], rounded)
     assert not torch.equal(rounded, plain(*inputs)[0])
-
-
-@needs_torchao
-@pytest.mark.slow
-@pytest.mark.long
-def test_compiled_layers_round_as_plain_ones_do(made: Make) -> None:
-    compiled, plain = (Scored(made(precision="fp8", compile=compiled)) for compiled in (True, False))
-    # a float32 sum in another order takes few values across a border of FP8
-    assert max(compiled.errors(plain)) < 0.1 * ROUNDING
-
-
-@needs_torchao
-@pytest.mark.slow
-@pytest.mark.extended
-@pytest.mark.parametrize(("frozen", "backward"), [(False, 2), (True, 1)])
-def test_compiled_layers_compute_no_gradient_of_a_frozen_base(frozen: bool, backward: int) -> None:
-    """A plain layer computes and drops it: torchao's backward pass does not look at what is trained."""
-    products: list[int] = []
-
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        products.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
-        return make_boxed_func(graph.forward)
-
-    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
-    use_fp8([layer], "fp8", CPU)
-    layer.requires_grad_(not frozen)
-    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=count))
-    compiled(torch.randn(32, 64, requires_grad=True)).sum().backward()
-    assert products == [1, backward]
 
 
 @needs_torchao
@@ -299,55 +263,31 @@ def test_training_goes_on_bit_by_bit(
 def test_two_ranks_train_what_one_process_does(network: Path, tmp_path: Path, dtype: str) -> None:
     """Tensorwise weights are gathered in FP8, with the scale of the whole weight; others in model.dtype."""
     # imports torchao
-    from tests.trainers.launched_fp8 import train
+    from tests.trainers.launched_fp8 import train, train_and_resume
 
-    def recipe(strategy: str, precision: str, lora: Any) -> dict[str, Any]:
+    def recipe(strategy: str, precision: str, lora: Any) -> TrainRecipe:
         settings = {"steps": 1, "learning_rate": 1e-2, "precision": precision, "strategy": strategy}
         model = {"path": str(network), "dtype": dtype, "lora": lora}
-        return {"model": model, "train": {**settings, "processes": 1 if strategy == "single" else 2}}
+        settings["processes"] = 1 if strategy == "single" else 2
+        return TrainRecipe.model_validate({"model": model, "train": settings})
 
     cases = [("fp8", None), ("fp8", LORA) if dtype == "float32" else ("fp8_rowwise", None)]
-    log = tmp_path / "ranks.log"
-    recipes = json.dumps([recipe("fsdp2", *case) for case in cases])
-    ranks = start_ranks("tests.trainers.launched_fp8", recipes, str(tmp_path), log=log, strategy="fsdp2")
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    found = torch.load(tmp_path / "found.pt")
-    for number, case in enumerate(cases):
-        sharded, resumed = found[2 * number : 2 * number + 2]
+    recipes = [recipe("fsdp2", *case) for case in cases]
+    found, _ = on_ranks(train_and_resume, recipes, tmp_path, "fsdp2", tmp_path)
+    for case, (sharded, resumed) in zip(cases, found, strict=True):
         assert sharded["gathered"] == {case[0] == "fp8"}
         # bit by bit: weights are plain in states
         assert resumed["second"]["loss"] == sharded["second"]["loss"]
         for name, weight in sharded["weights"].items():
             assert type(weight) is Tensor
             assert torch.equal(resumed["weights"][name], weight)
-        alone = train(Learner(TrainRecipe.model_validate(recipe("single", *case)), Accelerator(cpu=True)))
+        alone = train(Learner(recipe("single", *case), Accelerator(cpu=True)))
         assert alone["weights"].keys() == sharded["weights"].keys()
         # the canary's pass is exact also where weights are gathered in FP8
         torch.testing.assert_close(sharded["plain"], alone["plain"], atol=1e-5 if dtype == "float32" else 0.15, rtol=0)
         # after a step in bfloat16, AdamW has moved weights with small gradients in either direction
         for step in ("first", "second") if dtype == "float32" else ("first",):
             _assert_close(sharded[step], alone[step], dtype)
-
-
-@needs_torchao
-@pytest.mark.processes
-@pytest.mark.long
-def test_a_critic_on_two_ranks_equals_one_process(network: Path, tmp_path: Path) -> None:
-    def recipe(processes: int, lora: Any) -> TrainRecipe:
-        strategy = "single" if processes == 1 else "fsdp2"
-        settings = {"algorithm": "ppo", "precision": "fp8", "strategy": strategy, "processes": processes}
-        model = {"path": str(network), "dtype": "float32", "lora": lora}
-        return TrainRecipe.model_validate({"model": model, "train": {"steps": 1, **settings}})
-
-    log = tmp_path / "ranks.log"
-    recipes = json.dumps([recipe(2, lora).model_dump() for lora in (None, LORA)])
-    arguments = (recipes, str(tmp_path / "found"))
-    ranks = start_ranks("tests.trainers.launched_roles", *arguments, log=log, strategy="fsdp2")
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for lora, given in zip((None, LORA), torch.load(tmp_path / "found"), strict=True):
-        alone = exercise(recipe(1, lora), Accelerator(cpu=True))
-        torch.testing.assert_close(given, alone, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
 
 
 def _assert_close(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:

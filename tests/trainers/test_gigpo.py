@@ -16,25 +16,12 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
+from agentfactory.trainers.loop.gigpo_anchors import turn_anchors
 from agentfactory.trainers.loop.token_advantages import Credit
-from agentfactory.trainers.loop.turn_anchors import turn_anchors
 
 pytestmark = pytest.mark.numbers
 
 Make = Callable[..., TrainRecipe]
-
-
-def test_step_advantages_by_hand() -> None:
-    """State a has returns 3 and 1 (mean 2, sample deviation sqrt 2), b has 4, 4 and 1 (mean 3, deviation sqrt 3), c one
-    turn alone; the last turn has no anchor."""
-    turn_returns = [[3.0, 4.0, 9.0], [1.0, 4.0, 1.0, 7.0]]
-    anchors = [["a", "b", "c"], ["a", "b", "b", None]]
-    assert step_advantages(turn_returns, anchors, "none") == [[1.0, 1.0, 0.0], [-1.0, 1.0, -2.0, 0.0]]
-    a, b = 2**0.5 + 1e-4, 3**0.5 + 1e-4
-    assert step_advantages(turn_returns, anchors) == [
-        pytest.approx([1 / a, 1 / b, 0.0]),
-        pytest.approx([-1 / a, 1 / b, -2 / b, 0.0]),
-    ]
 
 
 def test_lone_anchors_and_equal_returns_are_exactly_zero() -> None:

@@ -7,21 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import load_vision, why_no_images
-from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.own_processor import OwnProcessor
 from agentfactory.rollout.images.patches import PatchVision
 from agentfactory.trainers.batches.batch import make_batches, training_row
-from agentfactory.trainers.networks.image_check import check_images
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.networks.vision_tower import tower_of
-from agentfactory.trainers.update.learner import Learner
+from agentfactory.trainers.networks.vision_tower import check_images, tower_of
 from tests.trainers.float64 import never_through_float32
 from tests.trainers.test_images import computed, learner_of, recipe_of, rows_of
 from tests.vision_families import FAMILIES, OWN, make_family, params_of
@@ -117,13 +113,6 @@ def test_the_start_compares_with_transformers(own: Path, monkeypatch: pytest.Mon
         check_images(policy, str(own))
 
 
-def test_an_image_has_more_than_one_token(own: Path) -> None:
-    vision = load_vision(str(own))
-    assert vision is not None
-    ids = vision.ids(vision.grid(vision.fit(Image.new("RGB", (1, 1)))))
-    assert list(ids).count(vision.image_token_id) > 1
-
-
 def test_an_image_keeps_to_the_limits_of_the_recipe(own: Path) -> None:
     vision = load_vision(str(own), min_pixels=30 * 30, max_pixels=100 * 100)
     assert vision is not None
@@ -136,17 +125,6 @@ def test_an_image_keeps_to_the_limits_of_the_recipe(own: Path) -> None:
         load_vision(str(own), min_pixels=9, max_pixels=5)
 
 
-def test_adapters_are_in_the_language_model(model: Path) -> None:
-    policy = load_policy(recipe_of(model, lora={"rank": 2}))
-    names = {name for name, _ in policy.named_parameters() if ".lora_A." in name}
-    assert names
-    assert all(".language_model." in name or ".text_model." in name for name in names)
-    everywhere = load_policy(recipe_of(model, lora={"rank": 2}, vision="trained"))
-    assert names < {name for name, _ in everywhere.named_parameters() if ".lora_A." in name}
-    with pytest.raises(SettingError, match="which is also in the vision tower"):
-        load_policy(recipe_of(model, lora={"rank": 2, "target_modules": r".*(q_proj|qkv|proj)"}))
-
-
 def test_images_without_torchvision_are_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,30 +132,6 @@ def test_images_without_torchvision_are_refused_with_the_reason(
     monkeypatch.setattr("agentfactory.rollout.images.families.is_installed", lambda name: False)
     assert load_vision(path) is None
     assert why_no_images(path) == f"{path} (internvl) needs torchvision for its images, which is not installed"
-
-
-@pytest.mark.parametrize("kind", ["glm4v", "glm4v_moe"])
-def test_rows_equal_transformers_own_forward_of_glm(kind: str, tmp_path: Path) -> None:
-    path = make_family(tmp_path / kind, kind)
-    album = Album(path, tmp_path / "images")
-    learner = Learner(recipe_of(path), Accelerator(cpu=True), temperature=0.7, images=album.store.folder)
-    # transformers treats two images without a token between them as one
-    rows = rows_of(album)[:-1]
-    (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
-    _, logprobs, _ = computed(learner, batch)
-    # experts do not support float64
-    network = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    maker = PixelMaker(str(path), album.vision)
-    for number, row in enumerate(rows):
-        ids, targets = torch.as_tensor(row.token_ids)[None], torch.as_tensor(row.targets)
-        pictures: dict[str, Any] = {}
-        if row.images:
-            pictures = join([maker.make(album.store.load(image.digest)) for image in row.images])
-        kinds = (ids == album.vision.image_token_id).int()
-        logits = network(ids, mm_token_type_ids=kinds, use_cache=False, **pictures).logits[0]
-        logits[:, list(album.vision.banned_token_ids)] -= 100.0
-        expected = (logits / 0.7).log_softmax(-1)[targets - 1].gather(-1, ids[0, targets][:, None])[:, 0]
-        torch.testing.assert_close(logprobs[number], expected, atol=1e-4, rtol=0)
 
 
 def test_glm_has_transformers_sizes_and_positions(tmp_path: Path) -> None:

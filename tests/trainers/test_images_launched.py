@@ -1,6 +1,5 @@
 """Images on two processes: the results equal one process's, even if only one of them has images."""
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from accelerate import Accelerator
 
 from agentfactory.trainers.batches.batch import TrainingRow, make_batches, training_row
 from agentfactory.trainers.config import TrainRecipe
-from tests.forked import start_ranks
 from tests.trainers.launched_images import scores_and_weights
+from tests.trainers.ranks import on_ranks
 from tests.vision_models import make_vision_model
 from tests.vision_rows import Album
 
@@ -56,19 +55,16 @@ def test_two_processes_equal_one(tmp_path: Path, strategy: str, kind: str) -> No
     seen = [[bool(part.images) for part in share.micro_batches] for share in shares]
     assert any(one != other for one, other in zip(*seen, strict=True))
 
-    def recipe(case: dict[str, Any], processes: int) -> dict[str, Any]:
+    def recipe(case: dict[str, Any], processes: int) -> TrainRecipe:
         train = {**PLAIN, **case, "token_budget": BUDGET, "processes": processes, "loss": {"kl": {"coefficient": 0.1}}}
         train["strategy"] = strategy if processes > 1 else "single"
-        return {"model": {"path": str(model), "dtype": "float32", "lora": train.pop("lora", None)}, "train": train}
+        section = {"path": str(model), "dtype": "float32", "lora": train.pop("lora", None)}
+        return TrainRecipe.model_validate({"model": section, "train": train})
 
     (tmp_path / "rows").write_bytes(pickle.dumps(rows))
-    log = tmp_path / "ranks.log"
-    arguments = [str(album.store.folder), str(tmp_path / "rows"), str(tmp_path / "found")]
-    asked = json.dumps([recipe(case, 2) for case in CASES[kind]])
-    ranks = start_ranks("tests.trainers.launched_images", asked, *arguments, log=log, strategy=strategy)
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for case, given in zip(CASES[kind], torch.load(tmp_path / "found-0.pt", weights_only=False), strict=True):
-        single = TrainRecipe.model_validate(recipe(case, 1))
-        expected = scores_and_weights(single, Accelerator(cpu=True), album.store.folder, rows)
+    places = (album.store.folder, tmp_path / "rows")
+    found, _ = on_ranks(scores_and_weights, [recipe(case, 2) for case in CASES[kind]], tmp_path, strategy, *places)
+    for case, given in zip(CASES[kind], found, strict=True):
+        expected = scores_and_weights(recipe(case, 1), Accelerator(cpu=True), *places)
         for part in ("scores", "loss", "grad_norm", "weights"):
             torch.testing.assert_close(given[part], expected[part], atol=2e-5, rtol=2e-4)

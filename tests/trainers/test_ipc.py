@@ -2,7 +2,7 @@
 
 import base64
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.sync.backends import backend_of, make_sync
+from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
@@ -25,11 +23,6 @@ from tests.trainers.test_sync import disturb, sampled, scored
 
 SMALL = 9000
 """A buffer that takes several parts, the largest weight being 8192 bytes."""
-
-
-@pytest.fixture
-def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
-    return load_policy(make_recipe())
 
 
 def give_first_weights(server: ServerControl, model_folder: Path) -> None:
@@ -89,13 +82,6 @@ def test_full_weights_arrive_in_parts(policy: Policy, server: ServerControl) -> 
     sync.close()
 
 
-def test_the_recipe_asks_for_it(make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path) -> None:
-    recipe = make_recipe()
-    recipe.sync.backend = "ipc"
-    server.require(backend_of(recipe).routes)
-    assert isinstance(make_sync(recipe, [server], tmp_path, "run"), IpcSync)
-
-
 @pytest.mark.processes
 def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: ServerControl, model_folder: Path) -> None:
     """It gets the weights that were pushed, although the policy has changed since."""
@@ -120,20 +106,6 @@ def test_a_server_that_lost_the_version_gets_it_back(policy: Policy, server: Ser
     assert sampled(server, "policy") != expected
     with pytest.raises(ServerGoneError):
         sync.restore(url)
-
-
-def test_weights_are_brought_between_their_waking_and_the_caches(policy: Policy, server: ServerControl) -> None:
-    """As with a trainer that uses the GPU in turns with the server."""
-    sync = IpcSync([server], device=torch.device("cpu"), buffer_bytes=SMALL)
-    server.post("/sleep?level=1")
-    with pytest.raises(SyncError, match=r"answered 409: .*the weights are asleep; POST /wake_up\?tags=weights first"):
-        sync.push(3, policy, policy.gather())
-    server.post("/wake_up?tags=weights")
-    sync.push(3, policy, policy.gather())
-    server.post("/wake_up?tags=kv_cache")
-    tokens, logprobs, versions = sampled(server, "policy")
-    assert versions == ["3"]
-    assert logprobs == pytest.approx(scored(policy, tokens), abs=1e-4)
 
 
 def test_a_part_that_was_left_out_is_found(

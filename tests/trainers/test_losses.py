@@ -2,16 +2,12 @@
 TRL's."""
 
 import math
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.token_row import Row, Span
-from agentfactory.trainers.batches.batch import make_batches, training_row
 from agentfactory.trainers.config import LossConfig, MismatchConfig
 from agentfactory.trainers.update.losses import (
     PolicyLoss,
@@ -101,21 +97,6 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", POLICIES)
-def test_on_policy_all_have_the_policy_gradient(settings: dict[str, Any]) -> None:
-    """Where the policy is the proximal one, the gradient of every term is -A, whatever the tokens of its sequence."""
-    torch.manual_seed(0)
-    proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    logprob = proximal.clone().requires_grad_()
-    sequence = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
-    terms, clipped = PolicyLoss(LossConfig(**settings))(
-        logprob=logprob, proximal=proximal, advantage=advantage, sequence=sequence
-    )
-    terms.sum().backward()
-    torch.testing.assert_close(logprob.grad, -advantage, rtol=0, atol=1e-12)
-    assert not clipped.any()
-
-
 @pytest.mark.parametrize("settings", [s for s in POLICIES if s["policy"] != "cispo"])
 def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
     """float64 finite differences of the sum over tokens, off policy, with one advantage per sequence (for gspo, whose
@@ -135,48 +116,6 @@ def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
     # clipped terms have no gradient
     (gradient,) = torch.autograd.grad(terms.sum(), logprob)
     assert torch.equal(gradient == 0, clipped)
-
-
-def test_clipped_weights_are_held_fast() -> None:
-    """cispo: the gradient is -min(r, 1.2) A, without a gradient of the weight."""
-    torch.manual_seed(0)
-    proximal, advantage = -3 * torch.rand(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
-    terms, clipped = PolicyLoss(LossConfig(policy="cispo", options={"clip_high": 0.2}))(
-        logprob=logprob, proximal=proximal, advantage=advantage, sequence=ONE_ROW
-    )
-    assert 0 < clipped.sum() < 8
-    terms.sum().backward()
-    weight = torch.tensor([min(math.exp(a - b), 1.2) for a, b in zip(logprob.tolist(), proximal.tolist(), strict=True)])
-    torch.testing.assert_close(logprob.grad, -weight.double() * advantage, rtol=0, atol=1e-6)
-
-
-def test_gspo_keeps_apart_what_turns_deserve() -> None:
-    """Two tokens with advantages 1 and -1 and one ratio: the gradients are -s and s (equation 14), not their mean 0."""
-    logprob = double(-1.0, -2.0).requires_grad_()
-    proximal = double(-1.1, -2.1)
-    config = LossConfig(policy="gspo", options={"clip_low": 0.5, "clip_high": 0.5})
-    terms, _ = PolicyLoss(config)(logprob=logprob, proximal=proximal, advantage=double(1.0, -1.0), sequence=ONE_ROW[:2])
-    terms.sum().backward()
-    assert logprob.grad.tolist() == pytest.approx([-math.exp(0.1), math.exp(0.1)])
-
-
-@pytest.mark.parametrize("settings", POLICIES)
-def test_sequences_keep_to_themselves(settings: dict[str, Any]) -> None:
-    """Terms of two rows in one micro-batch are those of each alone, whatever the numbers of the rows."""
-    torch.manual_seed(1)
-    proximal, advantage = -3 * torch.rand(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
-    logprob = proximal + 0.3 * torch.randn(7, dtype=torch.float64)
-    config = LossConfig(**settings)
-
-    def terms(start: int, end: int, sequence: list[int]) -> Tensor:
-        part = slice(start, end)
-        return PolicyLoss(config)(
-            logprob=logprob[part], proximal=proximal[part], advantage=advantage[part], sequence=torch.tensor(sequence)
-        )[0]
-
-    together = terms(0, 7, [1, 1, 1, 0, 0, 0, 0])
-    torch.testing.assert_close(together, torch.cat([terms(0, 3, [0] * 3), terms(3, 7, [0] * 4)]), rtol=0, atol=1e-15)
 
 
 def mismatch(correction: str, **bounds: float) -> MismatchConfig:
@@ -236,10 +175,9 @@ def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
     "correction",
     ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"],
 )
-@pytest.mark.parametrize("high", [1.0, 2.0])
-def test_only_limited_tokens_count_as_corrected(correction: Any, high: float) -> None:
-    """Ratios of 1 are within bounds that end at 1; ratios of 8 and 1/8 are not within [0.5, 1] or [0.5, 2]."""
-    config, rows = mismatch(correction, low=0.5, high=high), torch.arange(3)
+def test_only_limited_tokens_count_as_corrected(correction: Any) -> None:
+    """Ratios of 1 are within bounds that end at 1; ratios of 8 and 1/8 are not within [0.5, 1]."""
+    config, rows = mismatch(correction, low=0.5, high=1.0), torch.arange(3)
     assert not mismatch_limits(config, torch.zeros(3, dtype=torch.float64), rows).any()
     limited = mismatch_limits(config, double(8, 1, 0.125).log(), rows).tolist()
     assert limited == ([False] * 3 if correction == "none" else [True, False, correction.endswith("mask")])
@@ -362,62 +300,7 @@ def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree
     assert noise.abs().max() < 1e-6
 
 
-def test_a_lost_certainty_pulls_harder_than_a_shifted_choice() -> None:
-    """The purpose of the term: a format token at 0.95 instead of 0.99995 weighs more than a choice among four that has
-    moved by a tenth, and whose advantage of about 1 it must not drown."""
-
-    def pull(now: float, sampled: float) -> float:
-        logprob = double(math.log(now)).requires_grad_()
-        (gradient,) = torch.autograd.grad(behaviour_kl(logprob, double(math.log(sampled))).sum(), logprob)
-        # in the token's log-odds, where an advantage A has the gradient A (1 - p)
-        return -gradient.item() * (1 - now)
-
-    assert pull(0.95, 0.99995) == pytest.approx(0.95 * 0.05 * math.log(0.99995 / 0.00005 * 0.05 / 0.95))
-    assert 3 * pull(0.95, 0.99995) > 0.9
-    assert abs(pull(0.35, 0.25)) < 0.12
-
-
 def test_negative_log_likelihood() -> None:
     logprob = double(-1, -2).requires_grad_()
     assert negative_log_likelihood(logprob).tolist() == [1, 2]
     assert torch.autograd.gradcheck(negative_log_likelihood, logprob)
-
-
-@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
-@pytest.mark.parametrize("settings", POLICIES)
-def test_what_stands_at_masked_positions_changes_nothing(
-    make_row: Callable[..., Row], settings: dict[str, Any], batching: Any
-) -> None:
-    """NaN, infinite and huge numbers where no token was sampled: terms and weights of all tokens stay bit for bit
-    equal."""
-
-    def numbers(poison: float | None) -> list[Tensor]:
-        rng = random.Random(3)
-        rows = [make_row(rng) for _ in range(4)]
-        rows[0].append_sampled([5, 6], [-1.0, -2.0], [Span("0", 0, 2, mixed=True)])
-        for row in rows:
-            row.weights = [1.0] * len(row.mask)
-            if poison is not None:
-                row.logprobs = [p if kept else poison for p, kept in zip(row.logprobs, row.mask, strict=True)]
-                row.weights = [1.0 if kept else poison for kept in row.mask]
-        made = [training_row(row, rng.gauss(0, 1)) for row in rows]
-        (batch,) = make_batches([row for row in made if row], batching, token_budget=60)
-        found = [torch.tensor(batch.normaliser)]
-        for part in batch.micro_batches:
-            proximal = part.streams["behaviour"] + 0.2
-            logprob = proximal + torch.linspace(-0.5, 0.5, len(proximal))
-            config = LossConfig(**settings)
-            found += PolicyLoss(config)(
-                logprob=logprob, proximal=proximal, advantage=part.streams["advantage"], sequence=part.sequence
-            )
-            found.append(
-                mismatch_weights(
-                    MismatchConfig(correction="sequence_truncate"), proximal - part.streams["behaviour"], part.sequence
-                )
-            )
-            found += [part.streams["weight"], mismatch_kl(proximal, part.streams["behaviour"])]
-        return found
-
-    clean = numbers(None)
-    for poison in (float("nan"), float("inf"), -1e30):
-        assert all(map(torch.equal, clean, numbers(poison)))

@@ -19,10 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
-from agentfactory.trainers.processes.host_memory import lock
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
-from agentfactory.trainers.update.offload import Offload
+from agentfactory.trainers.update.offload import Offload, lock
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.saved_checkpoint import save_checkpoint
 
@@ -33,11 +32,8 @@ Settings = dict[str, Any]
 
 SETTINGS: dict[str, tuple[Settings | None, Settings]] = {
     "full": (None, {"loss": {"kl": {"coefficient": 0.1}}}),
-    "adapter": ({"rank": 2}, {"loss": {"kl": {"coefficient": 0.1}}}),
-    "critic": (None, {"algorithm": "ppo"}),
     "two-adapters": ({"rank": 2}, {"algorithm": "ppo"}),
     "muon": (None, {"optimizer": {"name": "muon"}}),
-    "adafactor": (None, {"optimizer": {"name": "adafactor"}}),
     "nf4": ({"rank": 2, "quantization": "nf4"}, {}),
 }
 """`model.lora`, and fields of `train`."""

@@ -29,8 +29,8 @@ from transformers.masking_utils import sdpa_mask
 from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.attention import BY_RUNS, attention_by_runs, use_ours
+from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.row_layouts import resolve_batching
 from tests.trainers.float64 import assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers

@@ -1,6 +1,5 @@
 """QLoRA on the CPU, which bitsandbytes supports, too: it must equal an adapter on the dequantised base."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,22 +8,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM, PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.commands.export_command import export
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.group_source import SavedGroups
-from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from tests.saved_groups import write_groups
 from tests.trainers.resumed import train_twice
-from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
 pytestmark = pytest.mark.numbers
 
@@ -74,8 +67,7 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("train", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(("dtype", "train"), [("float32", {}), ("bfloat16", {"gradient_checkpointing": True})])
 def test_equals_an_adapter_on_its_dequantised_base(
     make_recipe: Make, wide_folder: Path, tmp_path: Path, dtype: Any, train: dict[str, Any]
 ) -> None:
@@ -131,26 +123,6 @@ def test_an_adapter_goes_on_on_its_four_bit_base(
         reference = make_reference(recipe, policy, accelerator)
         given = reference.logprobs(policy, IDS, TARGETS - 1, IDS.flatten()[TARGETS])
     assert torch.equal(given, began)
-
-
-@pytest.mark.long
-def test_two_processes_equal_one(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """Under DDP, which copies rank 0's weights to the others: 4-bit weights must arrive unchanged."""
-    course = {"steps": 2, "batch_size": 3, "updates_per_batch": 2, "learning_rate": 1e-3, "token_budget": 70}
-    one, two = (make_recipe(lora=NF4, **course, **how) for how in ({}, {"strategy": "ddp", "processes": 2}))
-    groups = tmp_path / "groups.jsonl"
-    write_groups(groups, make_groups(6, 3))
-    launch(TWO_PROCESSES["ddp"], [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)], True)
-    checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
-    train_rl(one, Accelerator(cpu=True), checkpoints, Services(lambda line: None, source=SavedGroups(groups, 6)))
-    expected, given = (
-        load_file(tmp_path / folder / "step-000002" / "adapter_model.safetensors") for folder in ("one", "0")
-    )
-    assert max(value.abs().max() for name, value in expected.items() if "lora_B" in name) > 1e-3
-    for name, value in expected.items():
-        torch.testing.assert_close(given[name], value, atol=1e-5, rtol=1e-4)
 
 
 def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(

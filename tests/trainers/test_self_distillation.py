@@ -27,14 +27,13 @@ from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.teachers.divergences import top_k_divergence
-from agentfactory.trainers.teachers.in_context import check_saved_prompts, is_graded
+from agentfactory.trainers.teachers.graded_rows import check_saved_prompts, is_graded
 from agentfactory.trainers.update.learner import Learner
-from agentfactory.trainers.update.policy_update import update_metrics, update_policy
-from tests.forked import start_ranks
+from agentfactory.trainers.update.policy_update import update_policy
 from tests.trainers.conftest import VOCABULARY, make_row
 from tests.trainers.float64 import never_through_float32
-from tests.trainers.launched_teachers import TEMPERATURE, exercise, in_context_rows
-from tests.trainers.test_teachers import PLAIN, Recorded, as_stored, by_hand, dense
+from tests.trainers.launched_teachers import TEMPERATURE, in_context_rows
+from tests.trainers.test_teachers import PLAIN, Recorded, check_by_hand, dense, teaching
 
 pytestmark = pytest.mark.numbers
 
@@ -42,26 +41,24 @@ MakeRecipe = Callable[..., TrainRecipe]
 
 
 def in_context(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
-    data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": {"context": "solution", **teacher}}
-    data["rollout"]["temperature"] = TEMPERATURE
-    return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
+    return teaching(recipe, context="solution", **teacher)
 
 
-def teachers_logits(folder: Path, rows: Sequence[TrainingRow]) -> list[Tensor]:
-    """The logits of the targets after the teacher's prompt, token by token by hand; of the row itself if it is not
-    graded."""
-    made = []
+def teachers_logits(folder: Path, rows: Sequence[TrainingRow]) -> list[Tensor | None]:
+    """The logits of the targets after the teacher's prompt, token by token by hand; None for rows without a prompt."""
+    graded = [row.in_context for row in rows if row.in_context is not None]
     for row in rows:
         theirs = row.in_context
-        if theirs is not None:
-            assert theirs.token_ids[theirs.targets].tolist() == row.token_ids[row.targets].tolist()
-        made.append(row if theirs is None else TrainingRow(theirs.token_ids, theirs.targets, {}))
+        assert theirs is None or theirs.token_ids[theirs.targets].tolist() == row.token_ids[row.targets].tolist()
     with torch.no_grad():
-        return dense(folder, made)[1]
+        logits = iter(dense(folder, graded)[1])
+    return [None if row.in_context is None else next(logits) for row in rows]
 
 
-@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
-@pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("reverse_kl", 4), ("jensen_shannon", VOCABULARY)])
+@pytest.mark.parametrize(
+    ("kind", "count", "batching"),
+    [("sampled", None, "tree"), ("reverse_kl", 4, "packed"), ("jensen_shannon", VOCABULARY, "padded")],
+)
 def test_an_update_equals_a_dense_forward_pass(
     make_recipe: MakeRecipe,
     model_folder: Path,
@@ -79,44 +76,7 @@ def test_an_update_equals_a_dense_forward_pass(
     assert [row.in_context is None for row in rows] == [False, False, True, False, False, False]
     with never_through_float32():
         done = Recorded(recipe, accelerator, rows)
-        assert len(done.batch.micro_batches) > 1
-        network, policy = dense(model_folder, rows)
-        teacher = teachers_logits(model_folder, rows)
-        terms, kls = [], []
-        for number, row in enumerate(rows):
-            labels = torch.from_numpy(row.token_ids[row.targets])[:, None]
-            own = policy[number].log_softmax(-1).gather(-1, labels)[:, 0]
-            advantage = as_stored(row.streams["advantage"])
-            if row.in_context is None:
-                pass
-            elif count is None:
-                theirs = teacher[number].log_softmax(-1).gather(-1, labels)[:, 0]
-                scored = torch.from_numpy(done.rows[number].streams["teacher"])
-                torch.testing.assert_close(scored, theirs, atol=1e-9, rtol=0)
-                kls.append(own.detach() - as_stored(scored.numpy()))
-                advantage = advantage - 0.8 * kls[-1]
-            else:
-                best = teacher[number].softmax(-1).topk(count)
-                merged = [policy[number].softmax(-1).gather(-1, best.indices), best.values]
-                if count < VOCABULARY:
-                    merged = [torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1) for kept in merged]
-                found = by_hand(kind, *(kept.log() for kept in merged), **options)
-                kls.append(found.detach())
-                terms.append(0.8 * found)
-            terms.append(-(own - own.detach()).exp() * advantage)
-        loss = torch.cat(terms).sum() / done.batch.tokens
-        loss.backward()
-    # log-probabilities of several tokens are stored in float32
-    tolerance = 1e-9 if count is None else 1e-6
-    torch.testing.assert_close(done.loss, loss.detach(), atol=tolerance, rtol=0)
-    expected = {name: weight.grad for name, weight in network.named_parameters()}
-    assert done.gradients.keys() == expected.keys()
-    assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
-    for name, gradient in done.gradients.items():
-        torch.testing.assert_close(gradient, expected[name], atol=tolerance, rtol=0)
-    reported = update_metrics([done.update], done.batch)["teacher/kl"]
-    assert reported == pytest.approx(float(torch.cat(kls).mean()), abs=1e-5)
-    assert abs(reported) > 1e-2
+        check_by_hand(done, model_folder, teachers_logits(model_folder, rows), kind, count, **options)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("forward_kl", 4)])
@@ -177,20 +137,6 @@ def test_the_teacher_has_the_weights_before_the_update(
     assert learner.take_seconds()["seconds/teacher"] > 0.0
 
 
-def test_the_base_of_an_adapter_teaches_with_a_context(
-    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator
-) -> None:
-    learner = Learner(in_context(make_recipe(lora={"rank": 4}), model=str(model_folder)), accelerator, TEMPERATURE)
-    assert len(learner.networks) == 1
-    before = learner.score(in_context_rows(), ["teacher"])
-    for name, weight in learner.policy.named_parameters():
-        if "lora_B" in name:
-            weight.data.normal_(std=0.3)
-    after = learner.score(in_context_rows(), ["teacher"])
-    for first, second in zip(before, after, strict=True):
-        np.testing.assert_allclose(first.streams["teacher"], second.streams["teacher"], atol=1e-6)
-
-
 def test_trls_losses_have_the_same_gradients() -> None:
     """SDPO's: the sampled token, and the most likely tokens with the tail as one more. TRL takes the policy's most
     likely tokens, and we the teacher's: they are equal if both have the same."""
@@ -223,33 +169,6 @@ def test_trls_losses_have_the_same_gradients() -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-7, rtol=0)
         gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (mine, theirs)]
         torch.testing.assert_close(*gradients, atol=1e-7, rtol=0)
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(
-    make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path, strategy: str
-) -> None:
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (None, {}),
-        ({"rank": 4}, {}),
-        (None, {"divergence": "forward_kl", "top_k": 4}),
-    ]
-    one, several = [], []
-    for lora, teacher in cases:
-        for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
-            recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
-            made.append(in_context(recipe, **teacher))
-    expected = [exercise(recipe, accelerator) for recipe in one]
-    arguments = (json.dumps([recipe.model_dump(mode="json") for recipe in several]), str(tmp_path / "found"))
-    log = tmp_path / "ranks.log"
-    ranks = start_ranks("tests.trainers.launched_teachers", *arguments, log=log, strategy=strategy)
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for given, wanted in zip(torch.load(tmp_path / "found"), expected, strict=True):
-        assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-        assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
-        torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)
 
 
 def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> None:

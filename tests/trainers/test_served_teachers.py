@@ -93,11 +93,9 @@ def chains() -> list[Group]:
 @pytest.mark.parametrize(
     ("kind", "count", "batching"),
     [
-        ("sampled", None, "padded"),
         ("sampled", None, "tree"),
-        ("reverse_kl", 5, "tree"),
-        ("jensen_shannon", 5, "packed"),
-        ("reverse_kl", VOCABULARY, "padded"),
+        ("reverse_kl", 5, "packed"),
+        ("jensen_shannon", VOCABULARY, "padded"),
     ],
 )
 def test_grades_and_updates_equal_a_dense_forward_pass(
@@ -160,22 +158,6 @@ def test_grades_and_updates_equal_a_dense_forward_pass(
     assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
     for name, gradient in found.items():
         torch.testing.assert_close(gradient.double(), expected[name], atol=5e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("reverse_kl", 5)])
-def test_a_teacher_equal_to_the_policy_gives_0(
-    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator, kind: str, count: int | None
-) -> None:
-    """The policy's own server at version 0."""
-    with embedded_server(model_folder, "--max-model-len", str(LONGEST + 1)) as url:
-        recipe = with_url(make_recipe(lora={"rank": 4}, **PLAIN), url, divergence=kind, top_k=count)
-        credit = Credit(graded(recipe, make_groups(2, 3)), recipe)
-    rows = credit.assign(credit.rows).rows
-    learner = Learner(recipe, accelerator)
-    batch = learner.deal(rows)
-    metrics = update_metrics(update_policy(learner, batch, recipe).updates, batch)
-    assert abs(metrics["teacher/kl"]) < 1e-5
-    assert metrics["grad_norm"] < 1e-4
 
 
 def test_rows_without_grades_are_refused(make_recipe: MakeRecipe) -> None:

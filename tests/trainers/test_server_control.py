@@ -12,7 +12,7 @@ from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync import server_control
 from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.canary import Canary
-from agentfactory.trainers.sync.retrying import RetryingSync
+from agentfactory.trainers.sync.proven_push import RetryingSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport
 

@@ -89,29 +89,18 @@ def test_epochs_are_whole_and_depend_on_the_seed(make_row: Callable[..., Row]) -
     assert taken != [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=2), 10)]
 
 
-def test_saved_rows_are_those_of_whole_chains(make_groups: Callable[..., list[Group]], tmp_path: Path) -> None:
-    groups = make_groups(2, 2)
-    groups[0].trajectories[1].outcome = Outcome.CANCELLED
-    path = tmp_path / "groups.jsonl"
-    write_groups(path, groups)
-    rows = saved_rows(path)
-    assert [row.token_ids.tolist() for row in rows] == [
-        chain.rows[0].token_ids for group in groups for chain in group.trajectories if not chain.outcome.failed
-    ]
-    with pytest.raises(ValueError, match=r"train\.from_trajectories: .* does not exist"):
-        saved_rows(tmp_path / "none")
-
-
-def test_rejection_sampling_takes_the_chains_that_did_well(
+def test_saved_rows_are_those_of_whole_chains_that_did_well(
     make_groups: Callable[..., list[Group]], tmp_path: Path
 ) -> None:
-    groups = make_groups(1, 4)
-    for chain, reward in zip(groups[0].trajectories, [0.2, 0.7, None, 0.9], strict=True):
+    (group,) = make_groups(1, 5)
+    for chain, reward in zip(group.trajectories, [0.2, 0.7, None, 0.9, 1.0], strict=True):
         chain.reward = reward
+    group.trajectories[4].outcome = Outcome.CANCELLED
     path = tmp_path / "groups.jsonl"
-    write_groups(path, groups)
-    chosen = [groups[0].trajectories[index].rows[0].token_ids for index in (1, 3)]
-    assert [row.token_ids.tolist() for row in saved_rows(path, min_reward=0.7)] == chosen
+    write_groups(path, [group])
+    for least, chosen in ((None, (0, 1, 2, 3)), (0.7, (1, 3))):
+        expected = [group.trajectories[index].rows[0].token_ids for index in chosen]
+        assert [row.token_ids.tolist() for row in saved_rows(path, least)] == expected
     with pytest.raises(ValueError, match=r"train\.min_reward: no chain of .* has at least 1\.0; the best has 0\.9"):
         saved_rows(path, min_reward=1.0)
 

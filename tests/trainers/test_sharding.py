@@ -1,6 +1,5 @@
 """Weights under fsdp2: only rank 0 loads them, and two ranks give the results of one process."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from transformers import (
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
-from tests.forked import start_ranks
-from tests.trainers.launched_loading import loss_and_gradients
+from tests.trainers.launched_loading import load, loss_and_gradients
+from tests.trainers.ranks import on_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
@@ -44,17 +43,14 @@ def save_network(folder: Path, layers: int, width: int) -> float:
     return sum(4e-6 * weight.numel() for weight in network.parameters())
 
 
-def recipe(folder: Path, strategy: str, dtype: str = "float32") -> dict[str, Any]:
+def recipe(folder: Path, strategy: str, dtype: str = "float32") -> TrainRecipe:
     settings = {"steps": 1, "strategy": strategy, "processes": 1 if strategy == "single" else 2}
-    return {"model": {"path": str(folder), "dtype": dtype}, "train": settings}
+    return TrainRecipe.model_validate({"model": {"path": str(folder), "dtype": dtype}, "train": settings})
 
 
-def two_ranks(folder: Path, recipes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def two_ranks(folder: Path, recipes: list[TrainRecipe]) -> list[list[dict[str, Any]]]:
     """Return the results of each of two ranks for each recipe."""
-    log = folder / "ranks.log"
-    ranks = start_ranks("tests.trainers.launched_loading", json.dumps(recipes), str(folder), log=log, strategy="fsdp2")
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    return [torch.load(folder / f"rank-{number}.pt") for number in range(2)]
+    return on_ranks(load, recipes, folder, "fsdp2")
 
 
 @pytest.mark.parametrize(
@@ -73,9 +69,7 @@ def test_a_rank_never_holds_the_weights_that_others_keep(
     assert 0.5 * size < second["peak"] < 0.9 * size + 40
     # rank 0 reads the file and keeps the whole network until the other rank has its shard
     assert first["peak"] < 2.1 * size + 40
-    expected = loss_and_gradients(
-        Learner(TrainRecipe.model_validate(recipe(tmp_path / "model", "single")), accelerator)
-    )
+    expected = loss_and_gradients(Learner(recipe(tmp_path / "model", "single"), accelerator))
     _assert_same(first, expected)
     _assert_same(second, expected)
 
@@ -112,8 +106,8 @@ def test_what_depends_on_weights_is_decided_by_rank_0(
     for rank in found:
         assert "GraniteForCausalLM changes its logits" in rank[1]["refused"]
         for number in (0, 2, 3):
-            single = TrainRecipe.model_validate(recipe(folders[number], "single"))
-            _assert_same(rank[number], loss_and_gradients(Learner(single, accelerator)))
+            single = Learner(recipe(folders[number], "single"), accelerator)
+            _assert_same(rank[number], loss_and_gradients(single))
     assert "model.lm_head.weight" in found[0][0]["gradients"]
     assert "model.lm_head.weight" not in found[0][2]["gradients"]
 
@@ -125,8 +119,7 @@ def test_bfloat16_is_as_exact_as_autocast(tmp_path: Path, accelerator: Accelerat
     first, second = (found[0] for found in two_ranks(tmp_path, [recipe(tmp_path / "model", "fsdp2", "bfloat16")]))
     found = {"fsdp2": first}
     for dtype in ("float32", "bfloat16"):
-        single = TrainRecipe.model_validate(recipe(tmp_path / "model", "single", dtype))
-        found[dtype] = loss_and_gradients(Learner(single, accelerator))
+        found[dtype] = loss_and_gradients(Learner(recipe(tmp_path / "model", "single", dtype), accelerator))
     assert first["used"] == second["used"] == {torch.bfloat16}
     assert found["bfloat16"]["used"] == {torch.float32}
     # shards of weights and gradients are in float32

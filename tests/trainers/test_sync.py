@@ -129,14 +129,6 @@ def test_nobody_else_can_write_the_files_that_a_server_reads(
     assert not [path for path in written if path.stat().st_mode & 0o022]
 
 
-def test_weights_that_did_not_arrive_are_found(make_recipe: Callable[..., TrainRecipe], server: ServerControl) -> None:
-    policy = load_policy(make_recipe())
-    disturb(policy, 5)
-    checksums = server.post("/weight_checker", {"action": "checksum"})["checksums"]
-    with pytest.raises(SyncError, match="differs from the trainer's"):
-        Content(policy.gather()).check(checksums)
-
-
 def test_a_server_chooses_the_digest() -> None:
     """On a GPU, and in vLLM's environment, it differs from a CPU's."""
     state = {"model.norm.weight": torch.randn(3), "lm_head.weight": torch.randn(64, 3)}

@@ -25,10 +25,10 @@ from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_
 from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
 from agentfactory.trainers.update.learner import Learner, Terms, Update
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
-from tests.forked import start_ranks
 from tests.trainers.conftest import VOCABULARY
 from tests.trainers.float64 import in_float64, never_through_float32
 from tests.trainers.launched_teachers import TEMPERATURE, exercise, make_rows
+from tests.trainers.ranks import on_ranks
 
 pytestmark = pytest.mark.numbers
 
@@ -36,10 +36,15 @@ EXACT = {"reverse_kl": {}, "forward_kl": {}, "jensen_shannon": {"beta": 0.3}}
 MakeRecipe = Callable[..., TrainRecipe]
 
 
-def with_teacher(recipe: TrainRecipe, folder: Path, **teacher: Any) -> TrainRecipe:
-    data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": {"model": str(folder), **teacher}}
+def teaching(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
+    """Return the recipe with these settings of its teacher."""
+    data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": teacher}
     data["rollout"]["temperature"] = TEMPERATURE
     return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
+
+
+def with_teacher(recipe: TrainRecipe, folder: Path, **teacher: Any) -> TrainRecipe:
+    return teaching(recipe, model=str(folder), **teacher)
 
 
 def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
@@ -73,15 +78,6 @@ def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
     gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (ours, hand, trl)]
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-9, rtol=0)
     torch.testing.assert_close(gradients[0], gradients[2], atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("kind", EXACT)
-def test_a_teacher_equal_to_the_policy_gives_0(kind: str) -> None:
-    policy = torch.randn(7, 50, dtype=torch.float64, requires_grad=True)
-    found = divergence(kind, policy, policy.detach() + 2.0)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-12, rtol=0)
-    (gradient,) = torch.autograd.grad(found.sum(), policy)
-    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -169,12 +165,64 @@ def as_stored(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.float32).astype(np.float64))
 
 
+def check_by_hand(
+    done: Recorded, folder: Path, teacher: list[Tensor | None], kind: str, count: int | None, **options: float
+) -> None:
+    """Compare loss, gradients and divergence of an update with a dense forward pass of the policy; `teacher` are the
+    teacher's logits of each row's targets, None for rows that it does not grade."""
+    assert len(done.batch.micro_batches) > 1
+    network, policy = dense(folder, done.rows)
+    terms, kls = [], []
+    for row, logits, theirs in zip(done.rows, policy, teacher, strict=True):
+        labels = torch.from_numpy(row.token_ids[row.targets])[:, None]
+        own = logits.log_softmax(-1).gather(-1, labels)[:, 0]
+        advantage = as_stored(row.streams["advantage"])
+        if theirs is not None and kind == "sampled":
+            # all rows of the teacher's head count, as where it samples itself
+            scored = row.streams["teacher"]
+            expected = theirs.log_softmax(-1).gather(-1, labels)[:, 0]
+            torch.testing.assert_close(torch.from_numpy(scored), expected, atol=1e-9, rtol=0)
+            kls.append(own.detach() - as_stored(scored))
+            advantage = advantage - 0.8 * kls[-1]
+            if "most" in row.streams:
+                least, most = (torch.from_numpy(row.streams[name]) for name in ("least", "most"))
+                advantage = torch.maximum(torch.minimum(advantage, most), least)
+        elif theirs is not None:
+            compared = [logits, theirs[:, :VOCABULARY]]
+            if count is not None:
+                best = compared[1].softmax(-1).topk(count)
+                kept = [compared[0].softmax(-1).gather(-1, best.indices), best.values]
+                if count < VOCABULARY:
+                    kept = [torch.cat([values, 1 - values.sum(-1, keepdim=True)], -1) for values in kept]
+                compared = [values.log() for values in kept]
+            found = by_hand(kind, *compared, **options)
+            kls.append(found.detach())
+            terms.append(0.8 * found)
+        terms.append(-(own - own.detach()).exp() * advantage)
+    loss = torch.cat(terms).sum() / done.batch.tokens
+    loss.backward()
+    # log-probabilities of several tokens are stored in float32
+    tolerance = 1e-9 if count is None else 1e-6
+    torch.testing.assert_close(done.loss, loss.detach(), atol=tolerance, rtol=0)
+    expected_gradients = {name: weight.grad for name, weight in network.named_parameters()}
+    assert done.gradients.keys() == expected_gradients.keys()
+    assert max(float(value.abs().max()) for value in expected_gradients.values()) > 1e-2
+    for name, gradient in done.gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], atol=tolerance, rtol=0)
+    reported = update_metrics([done.update], done.batch)["teacher/kl"]
+    assert reported == pytest.approx(float(torch.cat(kls).mean()), abs=1e-5)
+    assert abs(reported) > 1e-2
+
+
 PLAIN = {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}}
 
 
-@pytest.mark.parametrize("batching", ["padded", "packed", "tree"])
 @pytest.mark.parametrize(
-    ("kind", "count"), [*((kind, None) for kind in [*EXACT, "sampled"]), ("reverse_kl", 4), ("jensen_shannon", 4)]
+    ("kind", "count", "batching"),
+    [
+        *(("reverse_kl", None, "padded"), ("forward_kl", None, "packed"), ("jensen_shannon", None, "tree")),
+        *(("sampled", None, "tree"), ("sampled", None, "padded"), ("reverse_kl", 4, "tree")),
+    ],
 )
 def test_an_update_equals_a_dense_forward_pass(
     make_recipe: MakeRecipe,
@@ -204,43 +252,9 @@ def test_an_update_equals_a_dense_forward_pass(
             row.streams["least"] = np.where(left_out, 0.0, -np.inf)
     with never_through_float32():
         done = Recorded(recipe, accelerator, rows)
-        assert len(done.batch.micro_batches) > 1
-        network, policy = dense(model_folder, rows)
         with torch.no_grad():
             teacher = dense(teacher_folder, rows)[1]
-        terms = []
-        for number, row in enumerate(rows):
-            labels = torch.from_numpy(row.token_ids[row.targets])[:, None]
-            own = policy[number].log_softmax(-1).gather(-1, labels)[:, 0]
-            advantage = as_stored(row.streams["advantage"])
-            if kind == "sampled":
-                # all rows of the teacher's head count, as where it samples itself
-                theirs = teacher[number].log_softmax(-1).gather(-1, labels)[:, 0]
-                scored = done.rows[number].streams["teacher"]
-                torch.testing.assert_close(torch.from_numpy(scored), theirs, atol=1e-9, rtol=0)
-                advantage = advantage - 0.8 * (own.detach() - as_stored(scored))
-                least, most = (torch.from_numpy(row.streams[name]) for name in ("least", "most"))
-                advantage = torch.maximum(torch.minimum(advantage, most), least)
-            elif count is not None:
-                best = teacher[number][:, :VOCABULARY].softmax(-1).topk(count)
-                merged = [
-                    torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1).log()
-                    for kept in (policy[number].softmax(-1).gather(-1, best.indices), best.values)
-                ]
-                # as exact as log-probabilities in float32 are
-                terms.append(0.8 * by_hand(kind, *merged, **options))
-            else:
-                terms.append(0.8 * by_hand(kind, policy[number], teacher[number][:, :VOCABULARY], **options))
-            terms.append(-(own - own.detach()).exp() * advantage)
-        loss = torch.cat(terms).sum() / done.batch.tokens
-        loss.backward()
-    tolerance = 1e-9 if count is None else 1e-6
-    torch.testing.assert_close(done.loss, loss.detach(), atol=tolerance, rtol=0)
-    expected = {name: weight.grad for name, weight in network.named_parameters()}
-    assert done.gradients.keys() == expected.keys()
-    assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
-    for name, gradient in done.gradients.items():
-        torch.testing.assert_close(gradient, expected[name], atol=tolerance, rtol=0)
+        check_by_hand(done, model_folder, [*teacher], kind, count, **options)
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "sampled"])
@@ -294,28 +308,22 @@ def test_two_processes_equal_one(
     tmp_path: Path,
     strategy: str,
 ) -> None:
-    cases: list[tuple[Any, dict[str, Any], Path]] = [
-        (None, {}, teacher_folder),
-        ({"rank": 4}, {}, model_folder),
-        (None, {"divergence": "forward_kl", "top_k": 4}, teacher_folder),
-        ({"rank": 4}, {"divergence": "reverse_kl", "top_k": 4}, model_folder),
+    """Also with more in the teacher's context, where it is the policy itself."""
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (None, {"model": str(teacher_folder)}),
+        ({"rank": 4}, {"divergence": "reverse_kl", "top_k": 4, "model": str(model_folder)}),
+        (None, {"context": "solution", "divergence": "forward_kl", "top_k": 4}),
+        ({"rank": 4}, {"context": "solution"}),
     ]
     if strategy == "ddp":
-        cases += [
-            (None, {"divergence": "jensen_shannon"}, teacher_folder),
-            ({"rank": 4}, {"divergence": "reverse_kl"}, teacher_folder),
-        ]
+        cases.append(({"rank": 4}, {"divergence": "reverse_kl", "model": str(teacher_folder)}))
     one, several = [], []
-    for lora, teacher, folder in cases:
+    for lora, teacher in cases:
         for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
-            recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=60, max_grad_norm=1e9, **strategies)
-            made.append(with_teacher(recipe, folder, **teacher))
+            recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
+            made.append(teaching(recipe, **teacher))
     expected = [exercise(recipe, accelerator) for recipe in one]
-    arguments = (json.dumps([recipe.model_dump(mode="json") for recipe in several]), str(tmp_path / "found"))
-    log = tmp_path / "ranks.log"
-    ranks = start_ranks("tests.trainers.launched_teachers", *arguments, log=log, strategy=strategy)
-    assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
-    for given, wanted in zip(torch.load(tmp_path / "found"), expected, strict=True):
+    for given, wanted in zip(on_ranks(exercise, several, tmp_path, strategy)[0], expected, strict=True):
         assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
         torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)

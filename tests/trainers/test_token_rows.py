@@ -1,7 +1,6 @@
 """Tokens that a network cannot tell from others, and the training of their rows beside an adapter."""
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -19,15 +17,12 @@ from agentfactory.base.run_notices import notice_of
 from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
-from agentfactory.rollout.text.format_tokens import FormatTokens
-from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import make_reference
-from agentfactory.trainers.networks.lora import adapters_off
+from agentfactory.trainers.networks.lora import adapters_off, rows_of, with_trained_rows
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike, rows_of, with_trained_rows
+from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike
 from agentfactory.trainers.sync.canary import canary_rows, with_tokens
 from agentfactory.trainers.sync.server_control import SyncError
 from agentfactory.trainers.update.learner import Learner
@@ -289,23 +284,20 @@ def test_the_canary_sees_the_rows() -> None:
 
 @pytest.mark.processes
 @pytest.mark.numbers
-@pytest.mark.parametrize("kind", ["tied", pytest.param("untied", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("ddp", marks=pytest.mark.long), pytest.param("fsdp2", marks=pytest.mark.extended)]
-)
-def test_two_processes_train_rows_as_one_does(needs: TokenNeeds, tmp_path: Path, strategy: str, kind: str) -> None:
+@pytest.mark.extended
+def test_two_processes_train_rows_as_one_does(needs: TokenNeeds, tmp_path: Path) -> None:
     groups = make_groups(6, 3)
     for row in (row for group in groups for chain in group.trajectories for row in chain.rows):
         row.token_ids[-3:-1] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
     write_groups(tmp_path / "groups.jsonl", groups)
-    model, loss = make_untrained(kind, tmp_path / kind, needs), {"kl": {"coefficient": 0.1}}
+    model, loss = make_untrained("tied", tmp_path / "model", needs), {"kl": {"coefficient": 0.1}}
     course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-2, "token_budget": 70, "loss": loss}
     arguments = []
-    for how in ({}, {"strategy": strategy, "processes": 2}):
+    for how in ({}, {"strategy": "fsdp2", "processes": 2}):
         recipe = recipe_of(model, **course, **how).model_dump(mode="json")
         arguments.append([json.dumps([recipe]), str(tmp_path / "groups.jsonl"), str(tmp_path / f"of {len(how)}")])
     run_alone(arguments[0], tmp_path / "log", on_cpu=True)
-    launch(TWO_PROCESSES[strategy], arguments[1], cpu_by_environment=True)
+    launch(TWO_PROCESSES["fsdp2"], arguments[1], cpu_by_environment=True)
     one, two = (load_file(tmp_path / f"of {n}" / "0/step-000002/adapter_model.safetensors") for n in (0, 2))
     rows = [name for name in one if name.endswith(("lora_embedding_B", "lm_head.lora_A.weight"))]
     assert len(rows) == 2
@@ -349,24 +341,3 @@ def test_pushed_rows_are_proven(kind: str, needs: TokenNeeds, tmp_path: Path) ->
 
 
 # --- a real model ----------------------------------------------------------------------------------------------------
-
-REAL = os.environ.get("AGENTFACTORY_REAL_MODELS")
-"""A folder with Qwen2.5-Coder-0.5B-Instruct as `qwen-0.5b`."""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(REAL is None, reason="AGENTFACTORY_REAL_MODELS names no folder of real models")
-def test_the_tags_of_qwen_coder_were_never_trained() -> None:
-    folder = Path(REAL or "") / "qwen-0.5b"
-    tokenizer = load_tokenizer(str(folder))
-    found = {}
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        for parser in ("auto", "json"):
-            tokens = FormatTokens.of_info(make_renderer(tokenizer, parser=parser).info)
-            assert tokens is not None
-            head = find_alike("head", file.get_tensor("lm_head.weight"), tokens.written.values())
-            embedding = find_alike("embedding", file.get_tensor("model.embed_tokens.weight"), tokens.read.values())
-            found[parser] = {**head, **embedding}
-    assert {str(tokenizer.convert_ids_to_tokens(token)) for token in found["auto"]} == {OPEN, CLOSE}
-    assert all(alike.others > 3_000 for alike in found["auto"].values())
-    assert found["json"] == {}

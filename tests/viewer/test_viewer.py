@@ -20,7 +20,7 @@ import pytest
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, read_groups
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints.best_checkpoint import find_best
+from agentfactory.trainers.checkpoints.checkpoint_folder import find_best
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.charts import charts

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -128,19 +128,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
-        return MicroBatch(
-            ids=self.ids.to(device),
-            positions=None if self.positions is None else self.positions.to(device),
-            ends=None if self.ends is None else self.ends.to(device),
-            sources=self.sources.to(device),
-            labels=self.labels.to(device),
-            sequence=self.sequence.to(device),
-            rows=self.rows,
-            streams={name: stream.to(device) for name, stream in self.streams.items()},
-            images=self.images,
-            rotary=None if self.rotary is None else self.rotary.to(device),
-            in_step_with_images=self.in_step_with_images,
-        )
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved, streams={name: stream.to(device) for name, stream in self.streams.items()})
 
 
 @dataclass(frozen=True)

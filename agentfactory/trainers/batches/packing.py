@@ -7,7 +7,7 @@ holds for trees placed end to end in one line. A single row is a tree, too.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -128,7 +128,7 @@ def _fork(lengths: Ids) -> Float[np.ndarray, "rows"]:
     return BRANCH_TOKENS + lengths * np.minimum(lengths, RUN_LENGTH) / 2 / PAIRS_PER_TOKEN
 
 
-def deal(work: list[float], processes: int) -> list[list[int]]:
+def deal(work: Sequence[float], processes: int) -> list[list[int]]:
     """Assign the pieces of `work` to processes: the most expensive first, each to the process with the least work so
     far (Graham, 1969, "Bounds on multiprocessing timing anomalies")."""
     shares: list[list[int]] = [[] for _ in range(processes)]

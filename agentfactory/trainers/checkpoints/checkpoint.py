@@ -3,25 +3,127 @@ the next stage load unchanged, and from which training resumes exactly.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.text.format_tokens import FormatTokens
-from agentfactory.trainers.checkpoints.best_checkpoint import AUTO, figure, find_best, metric_names
-from agentfactory.trainers.checkpoints.checkpoint_folder import ONLY_BEST, checkpoints, prune, read_info
+from agentfactory.trainers.checkpoints.checkpoint_folder import (
+    AUTO,
+    ONLY_BEST,
+    checkpoints,
+    figure,
+    find_best,
+    metric_names,
+    prune,
+    read_info,
+)
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
-from agentfactory.trainers.checkpoints.train_state import TrainState
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.token_rows import TokenNeeds
+from agentfactory.trainers.processes.sharding import of_rank_0
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
+
+_NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
+
+
+@dataclass
+class TrainState:
+    """The history of the weights, over all processes and attempts of a run."""
+
+    step: int = 0
+    """Number of finished steps; also the version of the weights."""
+    seconds: float = 0.0
+    """Time spent in these steps."""
+    trained: set[str] = field(default_factory=set)
+    """Ids of all groups that were trained (rank 0)."""
+    groups: list[str] = field(default_factory=list)
+    """Ids of trained groups that no earlier checkpoint includes."""
+    labels: dict[str, int] = field(default_factory=dict)
+    """The servers' labels of the versions; see agentfactory.rollout.inference.weight_versions.WeightVersions."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Metrics of the last step."""
+    before: dict[str, float] = field(default_factory=dict)
+    """Evaluation of the initial weights."""
+    after: dict[str, float] = field(default_factory=dict)
+    """The latest evaluation."""
+    evaluated: int | None = None
+    """The step of the latest evaluation."""
+    best: float | None = None
+    """The highest evaluation of the metric that `train.keep_best` names, since the first step."""
+
+    def finish(self, step: int, groups: list[str], seconds: float) -> None:
+        """Note that `step` is finished and has trained `groups`."""
+        self.step = step
+        self.seconds += seconds
+        self.groups += groups
+        self.trained.update(groups)
+
+    def note_evaluation(self, step: int, figures: dict[str, float]) -> None:
+        """Note an evaluation of the weights of `step`."""
+        self.evaluated = step
+        self.after = figures
+        if step == 0:
+            self.before = figures
+        self.metrics |= figures
+
+    def take_groups(self) -> list[str]:
+        """Return, once, the ids of groups trained since the previous call."""
+        groups, self.groups = self.groups, []
+        return groups
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the data for `trainer_state.json`."""
+        return {**asdict(self), "trained": compact(self.trained), "version": self.step}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "TrainState":
+        """Invert `to_json`; ignore other keys. `groups` is empty: an earlier checkpoint includes them."""
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        return cls(**{**known, "trained": set(expand(data["trained"])), "groups": []})
+
+
+def compact(ids: Iterable[str]) -> list[list[str]]:
+    """Compact ids to ranges [first, last] of ids that differ only in a number at their end, which increases without a
+    gap."""
+    ranges: list[list[str]] = []
+    after: str | None = None
+    for prefix, digits in sorted(map(_split, ids), key=lambda parts: (parts[0], len(parts[1]), parts[1])):
+        name = prefix + digits
+        if name == after:
+            ranges[-1][1] = name
+        else:
+            ranges.append([name, name])
+        after = f"{prefix}{int(digits) + 1:0{len(digits)}d}" if digits else None
+    return ranges
+
+
+def expand(ranges: list[list[str]]) -> list[str]:
+    """Invert `compact`."""
+    ids: list[str] = []
+    for first, last in ranges:
+        prefix, digits = _split(first)
+        if first == last:
+            ids.append(first)
+        else:
+            end = int(_split(last)[1]) + 1
+            ids += [f"{prefix}{number:0{len(digits)}d}" for number in range(int(digits), end)]
+    return ids
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Split `name` into the part before the number at its end, and the number."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], match[2]) if match else (name, "")
+
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +169,8 @@ class Checkpoints:
     def token_needs(self, accelerator: Accelerator) -> TokenNeeds | None:
         """Return, in all ranks, the tokens that rank 0's renderer needs; None if it is unknown. Every process calls
         it."""
-        found = [FormatTokens.of_info(self._info.get("renderer", {}))]
-        if accelerator.num_processes > 1:
-            dist.broadcast_object_list(found, src=0)
-        return None if found[0] is None else TokenNeeds(found[0], self._tokenizer)
+        found = of_rank_0(accelerator, FormatTokens.of_info(self._info.get("renderer", {})))
+        return None if found is None else TokenNeeds(found, self._tokenizer)
 
     def due(self, step: int) -> bool:
         """Return whether the recipe requests a checkpoint of `step`."""
@@ -80,15 +180,13 @@ class Checkpoints:
     def is_best(self, accelerator: Accelerator) -> bool:
         """Return, in all ranks, rank 0's decision whether the last finished step was evaluated and is the best so far
         by `train.keep_best`. Every process calls it."""
-        answer = [False]
+        is_best = False
         if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
             names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
             value = figure(self.train_state.after, names[0]) if names else None
             if value is not None and (self.train_state.best is None or value > self.train_state.best):
-                self.train_state.best, answer = value, [True]
-        if accelerator.num_processes > 1:
-            dist.broadcast_object_list(answer, src=0)
-        return answer[0]
+                self.train_state.best, is_best = value, True
+        return of_rank_0(accelerator, is_best)
 
     def restore(self, learner: Learner) -> None:
         """Restore `learner` from the resumed checkpoint; every process calls it. Does nothing in a new run."""
@@ -121,11 +219,8 @@ class Checkpoints:
         processes, the error of writing it: DiskError if the disk is full."""
         if not self._writer.is_writing:
             return
-        done = [self._writer.is_done]
-        if accelerator.num_processes > 1:
-            # all processes note it, or raise its error, at the same step
-            dist.broadcast_object_list(done, src=0)
-        if done[0]:
+        # all processes note it, or raise its error, at the same step
+        if of_rank_0(accelerator, self._writer.is_done):
             self.wait()
 
     def wait(self) -> None:

@@ -28,9 +28,9 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import (
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.accelerator import PATIENCE
-from agentfactory.trainers.processes.host_memory import HostBuffer
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import TRAINING_STATE, Part, part_of, prefix, write_part
+from agentfactory.trainers.update.offload import HostBuffer
 
 Result = TypeVar("Result")
 
@@ -54,12 +54,9 @@ class CheckpointWriter:
     order.
 
     A checkpoint is a folder step-000080 (for step 80): the model in the transformers format in the policy's dtype, or
-    the adapter in peft's (its adapter_config.json names the base), the tokenizer with its chat template,
-    `trainer_state.json`, the learner's state, and the digests of all files. Rank 0 writes it, except for the parts of
-    the state of other ranks. It has a temporary name until it is durable.
-
-    Each process writes in a thread; the threads agree through a separate process group (gloo), because collective calls
-    of several threads must not mix.
+    the adapter in peft's, the tokenizer with its chat template, `trainer_state.json`, the learner's state, and the
+    digests of all files. Rank 0 writes it, except for other ranks' parts of the state. Each process writes in a thread;
+    the threads agree through a process group of their own, because their collective calls must not mix with others.
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,13 +1,12 @@
 """Advantages: how much better than expected a chain, a turn or a token was.
 
-The first part has the formulas. Per-token lists cover the sampled tokens of a chain; tool results in between are not
-steps. A chain without a reward (None: it broke) is not part of a baseline, and its advantage is 0.
+First the formulas. Per-token lists cover the sampled tokens of a chain; tool results in between are not steps. A chain
+without a reward (None: it broke) is not part of a baseline, and its advantage is 0.
 
-The second part has the estimators (`train.advantage.estimator`), which compute an advantage per sampled token from a
-batch's rewards. An estimator is a function of one of two kinds. A function that takes `rewards` (of one group's chains)
-returns one advantage per chain, which all its tokens get; it may also take `batch_rewards` (of all chains of the
-batch). A function that takes `groups` (the chains of the whole batch by group) returns a list per chain with an
-advantage per token; with a critic, it also returns the critic's target returns, in the same shape.
+Then the estimators (`train.advantage.estimator`). One that takes `rewards` (of one group's chains), and perhaps
+`batch_rewards` (of all chains), returns one advantage per chain, which all its tokens get. One that takes `groups` (the
+chains of the whole batch by group) returns a list per chain with an advantage per sampled token; with a critic, also
+the critic's target returns, in the same shape.
 """
 
 import math
@@ -42,11 +41,8 @@ def grpo_advantages(
     All advantages are 0 if all rewards are equal, or if fewer than two chains have one. Raises ValueError if a reward
     is not finite, or if `batch_std` is missing.
     """
-    known = _finite(rewards)
-    if len(known) < 2 or min(known) == max(known):
-        return [0.0] * len(rewards)
-    mean, scaling = fmean(known), _scaling(known, scale, batch_std)
-    return [0.0 if reward is None else (reward - mean) / scaling for reward in rewards]
+    known = _compared(rewards)
+    return _centred(rewards, known, _scaling(known, scale, batch_std)) if known else [0.0] * len(rewards)
 
 
 def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
@@ -57,11 +53,8 @@ def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
 
     With fewer than two rewards, the advantages are 0. Raises ValueError if a reward is not finite.
     """
-    known = _finite(rewards)
-    if len(known) < 2 or min(known) == max(known):
-        return [0.0] * len(rewards)
-    mean, scaling = fmean(known), (len(known) - 1) / len(known)
-    return [0.0 if reward is None else (reward - mean) / scaling for reward in rewards]
+    known = _compared(rewards)
+    return _centred(rewards, known, (len(known) - 1) / len(known)) if known else [0.0] * len(rewards)
 
 
 def raft_advantages(rewards: Sequence[float | None]) -> list[float]:
@@ -71,10 +64,8 @@ def raft_advantages(rewards: Sequence[float | None]) -> list[float]:
 
     All advantages are 0 if all rewards are equal: nothing was selected. Raises ValueError if a reward is not finite.
     """
-    known = _finite(rewards)
-    if len(known) < 2 or min(known) == max(known):
-        return [0.0] * len(rewards)
-    return [float(reward == max(known)) for reward in rewards]
+    known = _compared(rewards)
+    return [float(reward == max(known)) if known else 0.0 for reward in rewards]
 
 
 def process_advantages(
@@ -173,6 +164,17 @@ def _finite(rewards: Sequence[float | None]) -> list[float]:
     return known
 
 
+def _compared(rewards: Sequence[float | None]) -> list[float]:
+    """Return the rewards that are known; none if there is nothing to compare: one alone, or all are equal."""
+    known = _finite(rewards)
+    return known if len(known) > 1 and min(known) != max(known) else []
+
+
+def _centred(rewards: Sequence[float | None], known: Sequence[float], scaling: float) -> list[float]:
+    mean = fmean(known)
+    return [0.0 if reward is None else (reward - mean) / scaling for reward in rewards]
+
+
 def _scaling(known: Sequence[float], scale: Scale, batch_std: float | None) -> float:
     match scale:
         case "none":
@@ -229,17 +231,11 @@ Groups = Sequence[Sequence[ChainRewards]]
 
 
 def grpo(rewards: Sequence[float], batch_rewards: Sequence[float], scale: Scale) -> list[float]:
-    """See grpo_advantages."""
     return grpo_advantages(rewards, scale, stdev(_finite(batch_rewards)) if len(batch_rewards) > 1 else None)
 
 
-def rloo(rewards: Sequence[float]) -> list[float]:
-    """See rloo_advantages."""
-    return rloo_advantages(rewards)
-
-
 def raft(groups: Groups) -> PerToken:
-    """Select whole chains by the sum of their rewards: see raft_advantages."""
+    """Select whole chains by the sum of their rewards."""
     advantages: PerToken = []
     for group in groups:
         chosen = raft_advantages([chain.reward + sum(chain.turn_rewards) for chain in group])
@@ -248,7 +244,7 @@ def raft(groups: Groups) -> PerToken:
 
 
 def reinforce_pp_baseline(groups: Groups) -> PerToken:
-    """Subtract the group's mean reward, and whiten over the batch: see whiten."""
+    """Subtract the group's mean reward, and whiten over the batch."""
     return whiten(spread(groups, partial(grpo_advantages, scale="none"), "none"))
 
 
@@ -263,20 +259,17 @@ def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> Per
         anchors = [chain.anchors or [None] * len(chain.turn_ends) for chain in group]
         steps = step_advantages(later, anchors, scale)
         for chain, advantage, by_turn in zip(group, whole, steps, strict=True):
-            tokens = [advantage] * chain.tokens
-            for (start, end), step in zip(chain.turn_spans, by_turn, strict=True):
-                tokens[start:end] = [value + step_weight * step for value in tokens[start:end]]
-            advantages.append(tokens)
+            advantages.append(_by_token(chain, advantage, [step_weight * step for step in by_turn]))
     return advantages
 
 
 def reinforce_pp(groups: Groups, gamma: float) -> PerToken:
-    """Compute returns per token, whitened over the batch: see whiten."""
+    """Compute returns per token, whitened over the batch."""
     return whiten([returns(chain.token_rewards, gamma) for group in groups for chain in group])
 
 
 def gae(groups: Groups, gamma: float, gae_lambda: float) -> tuple[PerToken, PerToken]:
-    """See generalized_advantages; whitened over the batch. The second lists are the critic's targets."""
+    """Apply `generalized_advantages`, and whiten over the batch. The second lists are the critic's targets."""
     chains = [chain for group in groups for chain in group]
     found = [generalized_advantages(chain.token_rewards, chain.values, gamma, gae_lambda) for chain in chains]
     return whiten([advantages for advantages, _ in found]), [targets for _, targets in found]
@@ -289,7 +282,7 @@ def none(groups: Groups) -> PerToken:
 
 ESTIMATORS: dict[str, Callable[..., Any]] = {
     "grpo": grpo,
-    "rloo": rloo,
+    "rloo": rloo_advantages,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "gae": gae,
@@ -301,6 +294,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
 
 INPUTS = ("rewards", "batch_rewards", "groups")
 
+_FIELD = "train.advantage.estimator"
 _COMPARES_TURNS = (gigpo,)
 _COMPARES_CHAINS = (raft, reinforce_pp_baseline, *_COMPARES_TURNS)
 """Estimators that take `groups` and compare a group's chains. Estimators that take `rewards` always do."""
@@ -311,23 +305,15 @@ class Estimator:
 
     def __init__(self, config: AdvantageConfig) -> None:
         """Raise SettingError if the function cannot be loaded or its parameters do not fit."""
-        field = "train.advantage.estimator"
-        self._function = load_extension(field, config.estimator, ESTIMATORS, INPUTS, config)
-        takes = self._function.takes
-        if "groups" in takes and len(takes) > 1:
+        self._function = load_extension(_FIELD, config.estimator, ESTIMATORS, INPUTS, config)
+        self._name, takes = self._function.name, self._function.takes
+        self._judges_chains = "groups" not in takes
+        if not self._judges_chains and len(takes) > 1:
             problem = f"{self._name} takes both {' and '.join(takes)}"
-            raise SettingError(field, problem, "take groups alone, or rewards")
+            raise SettingError(_FIELD, problem, "take groups alone, or rewards")
         if takes == ("batch_rewards",):
             problem = f"{self._name} takes batch_rewards without rewards"
-            raise SettingError(field, problem, "take rewards too: the rewards of one group")
-
-    @property
-    def _name(self) -> str:
-        return self._function.name
-
-    @property
-    def _judges_chains(self) -> bool:
-        return "groups" not in self._function.takes
+            raise SettingError(_FIELD, problem, "take rewards too: the rewards of one group")
 
     @property
     def compares(self) -> bool:
@@ -357,13 +343,12 @@ class Estimator:
         chains = [chain for group in groups for chain in group]
         try:
             advantages = [[float(value) for value in chain] for chain in found]
-            fits = [len(values) for values in advantages] == [chain.tokens for chain in chains]
         except (TypeError, ValueError, OverflowError):
-            fits = False
-        if not fits:
+            advantages = []
+        if [len(values) for values in advantages] != [chain.tokens for chain in chains]:
             problem = f"{self._name} returned {short(found)}"
             fix = "return one flat list: for each chain of all groups in turn, a list of ChainRewards.tokens numbers"
-            raise SettingError("train.advantage.estimator", problem, fix)
+            raise SettingError(_FIELD, problem, fix)
         return advantages, []
 
     def _of_group(self, batch_rewards: Sequence[float], rewards: Sequence[float]) -> list[float]:
@@ -374,7 +359,7 @@ class Estimator:
             numbers = []
         if len(numbers) != len(rewards):
             problem = f"{self._name} returned {short(found)} for a group of {len(rewards)} chains"
-            raise SettingError("train.advantage.estimator", problem, "return one number for each of rewards")
+            raise SettingError(_FIELD, problem, "return one number for each of rewards")
         return numbers
 
 
@@ -388,12 +373,17 @@ def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale
         whole = estimate([chain.reward for chain in group])
         turns = process_advantages([chain.turn_rewards for chain in group], scale, turn_std)
         for chain, advantage, by_turn in zip(group, whole, turns, strict=True):
-            tokens = [advantage] * chain.tokens
-            if by_turn:
-                for (start, end), added in zip(chain.turn_spans, by_turn, strict=True):
-                    tokens[start:end] = [value + added for value in tokens[start:end]]
-            advantages.append(tokens)
+            advantages.append(_by_token(chain, advantage, by_turn))
     return advantages
+
+
+def _by_token(chain: ChainRewards, advantage: float, by_turn: Sequence[float]) -> list[float]:
+    """Return the chain's advantage for each token, plus that of its turn if turns have any."""
+    tokens = [advantage] * chain.tokens
+    if by_turn:
+        for (start, end), added in zip(chain.turn_spans, by_turn, strict=True):
+            tokens[start:end] = [value + added for value in tokens[start:end]]
+    return tokens
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:

@@ -16,24 +16,26 @@ run between two steps.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from signal import Signals
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from accelerate import Accelerator
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import LateChains
-from agentfactory.rollout.inference.weight_versions import WeightVersions
+from agentfactory.rollout.groups.group_files import read_groups
+from agentfactory.rollout.inference.weight_versions import Published, WeightVersions
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.batches.batch import Batch
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import Symptom, TrainRecipe
-from agentfactory.trainers.loop.group_source import GroupSource
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import Turns
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
@@ -45,6 +47,62 @@ from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.learner import Learner, Update
 from agentfactory.trainers.update.mismatch import mismatch_by_kind
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+
+
+class GroupSource(Protocol):
+    """The interface of a source for the training loop. Only rank 0 has a source; the code that opens it closes it."""
+
+    def next_batch(self, groups: int) -> list[Group]:
+        """Wait for the next groups to train on, and return them."""
+
+    def published(self, published: Published) -> None:
+        """Note that these weights are live. The first call has the version with which the run begins."""
+
+    def figures(self) -> dict[str, float]:
+        """Return counts from the production of the last batch, by metric name."""
+
+    def acknowledge(self, group_ids: list[str]) -> None:
+        """Note that a durable checkpoint includes the training on these groups."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return metrics of the published weights on held-out tasks; empty if there are none."""
+
+
+class SavedGroups:
+    """Groups from trajectories files, in order, each once: for training without a worker or server."""
+
+    def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
+        """`needed` groups are read in all; the first `skip` were already trained. Raises ValueError if `path` contains
+        fewer, or a line that is not a group."""
+        held = sum(1 for _ in read_saved(path))
+        if held < needed:
+            problem = f"{path} holds {held} groups, and train.steps x train.batch_size asks for {needed}"
+            raise SettingError("train.from_trajectories", problem, "lower one of them")
+        self._groups = islice(read_groups(path), skip, None)
+
+    def next_batch(self, groups: int) -> list[Group]:
+        return [next(self._groups) for _ in range(groups)]
+
+    def published(self, published: Published) -> None:
+        """Do nothing: saved groups do not depend on the weights."""
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def acknowledge(self, group_ids: list[str]) -> None:
+        """Do nothing: the files do not change."""
+
+    def evaluate(self) -> dict[str, float]:
+        # evaluation needs generation
+        return {}
+
+
+def read_saved(path: Path) -> Iterator[Group]:
+    """Return the groups of train.from_trajectories. Raises SettingError if there is no such file or folder."""
+    if not path.exists():
+        raise SettingError("train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups")
+    return read_groups(path)
+
 
 logger = logging.getLogger(__name__)
 
@@ -255,9 +313,9 @@ class _Loop:
     def canary_scores(self) -> Scores | None:
         """Return the scores of the canary's contexts with the current weights; every process calls it."""
         learner = self.learner
-        return (
-            self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images) if self.canary else None
-        )
+        if self.canary is None:
+            return None
+        return self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images)
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
         """Push the weights to the servers. Return metrics of the sync; empty if there was none. Every process calls

@@ -16,14 +16,13 @@ from agentfactory.rollout.data import conversation_of
 from agentfactory.rollout.data.load import TOO_DEEP
 from agentfactory.rollout.data.notices import tell_nulls
 from agentfactory.rollout.data.nulls import nulls_in_calls
-from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.token_row import Row
 from agentfactory.trainers.batches.batch import MicroBatch, TrainingRow, training_row
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.rl import Log, TrainResult
+from agentfactory.trainers.loop.rl import Log, TrainResult, read_saved
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.update.learner import Learner, Targets, Terms
 from agentfactory.trainers.update.losses import negative_log_likelihood
@@ -71,9 +70,7 @@ def _tell_unlearned(tasks: list[dict[str, Any]], rows: list[Row]) -> None:
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
     """Return the rows of all chains of a trajectories file that did not fail and have at least `min_reward`, if given
     (rejection sampling). Raises ValueError if none is left."""
-    if not path.exists():
-        raise SettingError("train.from_trajectories", f"{path} does not exist", "name a file or folder of saved groups")
-    ended = [c for group in read_groups(path) for c in group.trajectories if not c.outcome.failed]
+    ended = [c for group in read_saved(path) for c in group.trajectories if not c.outcome.failed]
     chosen = [c for c in ended if min_reward is None or (c.reward is not None and c.reward >= min_reward)]
     if not chosen:
         best = max((c.reward for c in ended if c.reward is not None), default=None)

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import psutil
 from accelerate import Accelerator
-from torch import distributed as dist
 
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.endings import Signalled
 from agentfactory.base.user_code import watch
 from agentfactory.trainers.config import Symptom
+from agentfactory.trainers.processes.sharding import of_rank_0
 
 Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -30,12 +30,9 @@ class _WaitCutShort(Exception):
 
 
 class Stop:
-    """The decision to end the run early: after SIGTERM or Ctrl-C, or because of a symptom (`train.stop_when`). A signal
-    never interrupts an update or a checkpoint, but it interrupts waits; before the first step it ends the process. A
-    second signal ends the process in any case.
-
-    Without `listen`, signals have no effect here.
-    """
+    """The decision to end the run early: after SIGTERM or Ctrl-C (once it listens), or because of a symptom
+    (`train.stop_when`). A signal interrupts waits, but no update or checkpoint; before the first step, and as the
+    second one, it ends the process."""
 
     def __init__(self) -> None:
         self.agreed_on: signal.Signals | Symptom | None = None
@@ -62,10 +59,9 @@ class Stop:
             for number in SIGNALS:
                 signal.signal(number, self._hear)
         if accelerator.num_processes > 1:
-            first = [(os.getpid(), psutil.Process().create_time())]
-            dist.broadcast_object_list(first, src=0)
+            first = of_rank_0(accelerator, (os.getpid(), psutil.Process().create_time()))
             if not accelerator.is_main_process:
-                self._follows = parent_watch.follow(*first[0])
+                self._follows = parent_watch.follow(*first)
 
     @property
     def asked(self) -> bool:
@@ -94,10 +90,7 @@ class Stop:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         self._stepping = True
-        decision = [self._heard or self._asked]
-        if accelerator.num_processes > 1:
-            dist.broadcast_object_list(decision, src=0)
-        self.agreed_on = decision[0]
+        self.agreed_on = of_rank_0(accelerator, self._heard or self._asked)
         return self.agreed_on is not None
 
     def end(self, accelerator: Accelerator) -> None:

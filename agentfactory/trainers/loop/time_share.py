@@ -9,7 +9,7 @@ import torch
 from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.retrying import retry_until_answered
+from agentfactory.trainers.sync.proven_push import retry_until_answered
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, WeightSync
 from agentfactory.trainers.update.learner import Learner
@@ -43,9 +43,8 @@ class TimeShare(Turns):
     """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
 
     `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
-    the server stays asleep: `waking` wakes it around the update of its weights, which is then proven as usual. A turn
-    that ends with an error offloads nothing. A run that is stopped within a turn leaves its server asleep for the next
-    attempt. On a CPU the trainer's tensors are already in host memory, so only the order is kept.
+    the server stays asleep: `waking` wakes it around the update of its weights. A turn that ends with an error offloads
+    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt.
     """
 
     server_sleeps = True
@@ -71,7 +70,7 @@ class TimeShare(Turns):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """See Turns. Raises SyncError if the server does not sleep, ServerGoneError if it does not come back."""
+        """Raise SyncError if the server does not sleep, ServerGoneError if it does not come back."""
         with self._timed("seconds/sleep"):
             retry_until_answered(
                 self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: self._stop.heard
@@ -85,7 +84,6 @@ class TimeShare(Turns):
                 self._offload.to_host()
 
     def share(self, learner: Learner) -> None:
-        """See Turns."""
         self._offload = Offload(learner) if self._moves else None
 
     def waking(self, sync: WeightSync) -> WeightSync:
@@ -93,7 +91,6 @@ class TimeShare(Turns):
         return _WakingSync(sync, self._server, self._timed)
 
     def take_seconds(self) -> dict[str, float]:
-        """See Turns."""
         taken, self._seconds = self._seconds, {}
         return taken
 
@@ -126,7 +123,7 @@ class _WakingSync:
         self._timed = timed
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
-        """See WeightSync. Also raises SyncError if the server does not wake up."""
+        """Push to the awake weights. Also raises SyncError if the server does not wake up."""
         if not self._server.asleep:
             # a second push of the same version, because the canary did not reach the server
             return self._sync.push(version, policy, state)
@@ -138,11 +135,9 @@ class _WakingSync:
         return report
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync."""
         return self._sync.restore(url)
 
     def close(self) -> None:
-        """See WeightSync."""
         self._sync.close()
 
 

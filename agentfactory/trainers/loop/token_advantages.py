@@ -20,8 +20,8 @@ from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow, only_targets, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty
-from agentfactory.trainers.loop.turn_anchors import step_metrics, turn_anchors
-from agentfactory.trainers.teachers.served import with_grades
+from agentfactory.trainers.loop.gigpo_anchors import step_metrics, turn_anchors
+from agentfactory.trainers.teachers.graded_rows import with_grades
 from agentfactory.trainers.update.losses import kl, token_weights
 
 
@@ -179,7 +179,9 @@ class Credit:
             for group in self._groups
         ]
         advantages, targets = self._estimated(groups)
-        _check_finite(advantages, self._recipe.train.advantage.estimator)
+        if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
+            problem = f"{Path(self._recipe.train.advantage.estimator).name} returned an advantage that is not a finite "
+            raise SettingError("train.advantage.estimator", f"{problem}float32", "look for a division by 0")
         if self._estimator.compares_turns:
             metrics |= step_metrics(groups)
         if targets:
@@ -237,12 +239,6 @@ ones of a group's chains, they differ by rounding, which depends on how the rows
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def _check_finite(advantages: Sequence[Sequence[float]], estimator: str) -> None:
-    if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
-        problem = f"{Path(estimator).name} returned an advantage that is not a finite float32"
-        raise SettingError("train.advantage.estimator", problem, "look for a division by 0")
-
-
 def needed_scores(recipe: TrainRecipe) -> list[str]:
     """Return the streams that credit and loss need from the weights before the update; see Learner.score."""
     loss = recipe.train.loss
@@ -297,11 +293,12 @@ def _chain(
     advantage = recipe.train.advantage
     malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
     anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
-    if trajectory.turn_rewards is None and not malformed and not anchors and not compares_turns:
-        return _Chain(trajectory.id, reward, limit, [], [], [], rows, places, sources, [])
-    # without context to predict it from, the first token of a row is not trained: see training_row
-    lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in trajectory.turn_spans()]
-    ends = list(accumulate(lengths))
+    ends: list[int] = []
+    if trajectory.turn_rewards is not None or malformed or anchors or compares_turns:
+        spans = trajectory.turn_spans()
+        # without context to predict it from, the first token of a row is not trained: see training_row
+        lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in spans]
+        ends = list(accumulate(lengths))
     return _Chain(
         trajectory.id, reward, limit, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors
     )
@@ -328,13 +325,9 @@ def _blame_malformed_turns(
 def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[str, Any]:
     """Return the credit of one trained row, for `Credit.lines`. NaN becomes null."""
     streams = {"advantage": row.streams["advantage"]} | before
-    noted = {name: _rounded(values) for name, values in streams.items() if not np.isnan(values).all()}
+    kept = {name: values for name, values in streams.items() if not np.isnan(values).all()}
+    noted = {name: values.astype(np.float64).round(6).tolist() for name, values in kept.items()}
     return {"row": place, "targets": row.targets.tolist()} | noted
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    rounded: list[float] = values.astype(np.float64).round(6).tolist()
-    return rounded
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:

@@ -10,12 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.backbone import Backbone
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, copy_adapter, has_adapter, use_adapter
 from agentfactory.trainers.networks.network import apply_options, body_of, load_network
-from agentfactory.trainers.networks.policy import Measure, Policy
+from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.networks.token_rows import copy_rows, table_of
 
 if TYPE_CHECKING:
@@ -54,12 +53,9 @@ class Critic(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as children of one module, which accelerate prepares.
-
-    A training step runs each role's forward and backward pass separately: with adapters both roles share one base, the
-    forward pass switches the adapter in use, and gradient checkpointing recomputes activations in the backward pass. A
-    backward pass of one role leaves the other's gradients unchanged.
-    """
+    """Policy and critic as children of one module, which accelerate prepares. A training step runs each role's forward
+    and backward pass separately: with adapters both share one base, the forward pass switches the adapter in use, and
+    gradient checkpointing recomputes activations in the backward pass."""
 
     def __init__(self, policy: Policy, critic: Critic) -> None:
         super().__init__()
@@ -71,33 +67,24 @@ class ActorCritic(nn.Module):
         # accelerate makes each module of these classes an FSDP2 unit; the critic's network has the same classes
         return self.policy._no_split_modules
 
-    def forward(
-        self,
-        role: Role,
-        ids: Int[Tensor, "batch length"],
-        sources: Int[Tensor, "targets"],
-        labels: Int[Tensor, "targets"],
-        positions: Int[Tensor, "1 length"] | None = None,
-        ends: Int[Tensor, "1 length"] | None = None,
-        images: Images | None = None,
-        temperature: float = 1.0,
-        entropy_gradient: bool = False,
-        measure: Measure | None = None,
-    ) -> tuple[Float[Tensor, "targets"], ...] | Float[Tensor, "targets"]:
-        """For the policy, return log-probabilities, entropies and the value of `measure`: see `Policy.forward`. For the
-        critic, return the value of the state in which each label is sampled, read at `sources`: no other position has a
-        value.
+    def forward(self, role: Role, *inputs: Any, **named: Any) -> tuple[Float[Tensor, "targets"], ...] | Tensor:
+        """For the policy, return the result of `Policy.forward` with these inputs. For the critic, return the value of
+        the state in which each label is sampled: no other position has a value.
 
         A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
         """
         if role == Role.POLICY:
-            options = (temperature, entropy_gradient, measure)
-            found = self.policy(ids, sources, labels, positions, ends, images, *options)
-            return tuple(map(self._guarded, found))
+            return tuple(map(self._guarded, self.policy(*inputs, **named)))
+        return self._guarded(self._values(*inputs))
+
+    def _values(
+        self, ids: Int[Tensor, "batch length"], sources: Int[Tensor, "targets"], labels: Tensor, *places: Any
+    ) -> Float[Tensor, "targets"]:
         base = self.critic.backbone or self.policy
         if has_adapter(base.model):
             use_adapter(base.model, CRITIC_ADAPTER)
-        return self._guarded(self.critic(base.hidden(ids, positions, ends, images).flatten(0, 1)[sources]))
+        values: Tensor = self.critic(base.hidden(ids, *places).flatten(0, 1)[sources])
+        return values
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
         """Return the weights that a role trains, so that each role's gradient can be clipped separately."""

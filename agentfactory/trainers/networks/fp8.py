@@ -41,11 +41,10 @@ _FP8_SINCE = (8, 9)
 
 def fp8_linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield (layer, name in it, linear layer) of all that compute in FP8: those within decoder `layers` whose sizes are
-    multiples of 16, except routers. Vision towers are left out by the caller: servers compute them in model.dtype, too.
+    multiples of 16, except routers.
 
-    Heads and embeddings are outside the layers: their rounding would go into the log-probabilities unattenuated. A
-    quantised linear layer has a class of its own. An adapter's matrices are added later: they are narrow, so casts
-    would cost more than they save.
+    Heads and embeddings, whose rounding would go into the log-probabilities, are outside the layers. An adapter's
+    matrices are added later: they are narrow, so casts would cost more than they save.
     """
     for layer in layers:
         for name, module in layer.named_modules():

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER, adapters_off, has_adapter
 from agentfactory.trainers.networks.network import apply_options, decoder_layers, load_network
-from agentfactory.trainers.networks.policy import Measure, Policy
+from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.processes.sharding import weights_of_rank_0
 
 
@@ -25,7 +24,7 @@ class FrozenPolicy:
     """A scorer of tokens whose weights do not change, by the policy's own code: with equal weights the two are equal.
 
     Its methods leave the adapters and trainable weights of `model` unchanged, and every process calls them. `model` is
-    the model that accelerate prepared.
+    the model that accelerate prepared; the further inputs are those of `Policy.forward`.
     """
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None, adapter: str | None = None) -> None:
@@ -40,50 +39,26 @@ class FrozenPolicy:
         return self._frozen
 
     @torch.no_grad()
-    def logprobs(
-        self,
-        model: nn.Module,
-        ids: Int[Tensor, "batch length"],
-        sources: Int[Tensor, "targets"],
-        labels: Int[Tensor, "targets"],
-        positions: Int[Tensor, "1 length"] | None = None,
-        ends: Int[Tensor, "1 length"] | None = None,
-        images: Images | None = None,
-        temperature: float = 1.0,
-    ) -> Float[Tensor, "targets"]:
-        """Return the log-probability of each label: see `Policy.forward`."""
-        return self._forward(model, ids, sources, labels, positions, ends, images, temperature)[0]
+    def forward(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Return the result of `Policy.forward` with these weights."""
+        if self._frozen is not None:
+            return self._frozen(*inputs, **named)  # type: ignore[no-any-return]
+        role = (Role.POLICY,) if isinstance(self._accelerator.unwrap_model(model), ActorCritic) else ()
+        with self._in_use(model):
+            return model(*role, *inputs, **named)  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def measured(
-        self,
-        model: nn.Module,
-        measure: Measure,
-        ids: Int[Tensor, "batch length"],
-        sources: Int[Tensor, "targets"],
-        labels: Int[Tensor, "targets"],
-        positions: Int[Tensor, "1 length"] | None = None,
-        ends: Int[Tensor, "1 length"] | None = None,
-        images: Images | None = None,
-        temperature: float = 1.0,
-    ) -> Float[Tensor, "targets ..."]:
-        """Return the value of `measure` for these weights' own logits: see `Policy.forward`."""
-        return self._forward(model, ids, sources, labels, positions, ends, images, temperature, False, measure)[2]
+    def logprobs(self, model: nn.Module, *inputs: Any, **named: Any) -> Float[Tensor, "targets"]:
+        """Return the log-probability of each label."""
+        return self.forward(model, *inputs, **named)[0]
 
     @torch.no_grad()
     def states(
-        self,
-        model: nn.Module,
-        ids: Int[Tensor, "batch length"],
-        sources: Int[Tensor, "targets"],
-        positions: Int[Tensor, "1 length"] | None = None,
-        ends: Int[Tensor, "1 length"] | None = None,
-        images: Images | None = None,
+        self, model: nn.Module, ids: Int[Tensor, "batch length"], sources: Int[Tensor, "targets"], *places: Any
     ) -> Float[Tensor, "targets width"]:
         """Return the hidden state that predicts each target, for `logits`. Not for a frozen adapter, and not for fsdp2,
         which gathers weights only in a whole forward pass."""
         with self._in_use(model) as policy:
-            return policy.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
+            return policy.hidden(ids, *places).flatten(0, 1)[sources]
 
     @torch.no_grad()
     def logits(
@@ -93,24 +68,20 @@ class FrozenPolicy:
         with self._in_use(model) as policy:
             return policy.logits(hidden, temperature)
 
-    def _forward(self, model: nn.Module, *inputs: Any) -> tuple[Tensor, ...]:
-        if self._frozen is not None:
-            return self._frozen(*inputs)  # type: ignore[no-any-return]
-        role = (Role.POLICY,) if isinstance(self._accelerator.unwrap_model(model), ActorCritic) else ()
-        with self._in_use(model):
-            return model(*role, *inputs)  # type: ignore[no-any-return]
-
     @contextmanager
     def _in_use(self, model: nn.Module) -> Iterator[Policy]:
         """Yield the policy that computes with these weights in this context."""
         if self._frozen is not None:
             yield self._frozen
             return
-        unwrapped = self._accelerator.unwrap_model(model)
-        policy = unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
+        policy = self._trained(model)
         assert has_adapter(policy.model)
         with policy.scoring_with(self._adapter) if self._adapter is not None else adapters_off(policy.model):
             yield policy
+
+    def _trained(self, model: nn.Module) -> Policy:
+        unwrapped: Any = self._accelerator.unwrap_model(model)
+        return unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
 
 
 class CurrentPolicy(FrozenPolicy):
@@ -121,8 +92,7 @@ class CurrentPolicy(FrozenPolicy):
 
     @contextmanager
     def _in_use(self, model: nn.Module) -> Iterator[Policy]:
-        unwrapped = self._accelerator.unwrap_model(model)
-        yield unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
+        yield self._trained(model)
 
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:

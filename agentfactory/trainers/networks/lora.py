@@ -1,22 +1,26 @@
-"""LoRA adapters on a network: adding them, and selecting the one that the next forward pass uses.
+"""LoRA adapters on a network: adding them, selecting the one that the next forward pass uses, and their files, in which
+trained rows of tables (see token_rows) are low-rank factors.
 
 peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds.
 """
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError, short
+from agentfactory.base.files.disk import set_usual_modes, writing
 from agentfactory.rollout.config import LoraConfig
-from agentfactory.rollout.inference.adapter_config import ADAPTER
+from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -67,12 +71,9 @@ def add_adapter(
 def _uses_rslora(config: LoraConfig) -> bool:
     """Return whether the scale of the adapter to continue is alpha / sqrt(rank); False while it does not exist yet."""
     file = Path(config.from_ or "") / ADAPTER
-    return config.from_ is not None and file.is_file() and bool(_read(file).get("use_rslora"))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    if config.from_ is None or not file.is_file():
+        return False
+    return bool(json.loads(file.read_text(encoding="utf-8")).get("use_rslora"))
 
 
 def add_reference_adapter(model: "PeftModel") -> None:
@@ -186,3 +187,92 @@ def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+
+
+# ---- files
+
+
+def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor]) -> Path:
+    """Write `state`, the gathered weights of the policy's adapter, to `folder` in peft's format, and return their file.
+    Raises DiskError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / WEIGHTS
+    with writing(file):
+        # a copy: a checkpoint and a sync may be written at the same time
+        config = copy.copy(model.peft_config[POLICY_ADAPTER])
+        state = with_low_rank_rows(model.get_base_model(), config, state)
+        # the saved adapter is for inference, not for training; the flag is part of peft's format
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
+    set_usual_modes(folder)
+    return file
+
+
+def rows_of(network: Any) -> list[tuple[str, Any]]:
+    """Return peft's layers with the trained rows of embedding and head, by the name of the table; a tied head's layer
+    refers to the embedding's rows."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    return [
+        (name, module.token_adapter)
+        for name, module in network.named_modules()
+        if isinstance(module, TrainableTokensWrapper)
+    ]
+
+
+def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a gathered adapter with its trained rows as low-rank factors of embedding and head, which peft and servers
+    load; `config` (peft's) is changed accordingly. This is exact: one factor has the rows' differences, the other
+    selects the tokens."""
+    if not config.trainable_token_indices:
+        return state
+    state, ranks = dict(state), {}
+    first: Tensor | None = None
+    for name, layer in rows_of(network):
+        rows = state.pop(f"base_model.model.{name}.token_adapter.trainable_tokens_delta", first)
+        assert rows is not None
+        first = rows if first is None else first
+        tokens = layer.token_indices[POLICY_ADAPTER]
+        change = rows.cpu().float() - _original(layer)
+        select = torch.zeros(len(tokens), layer.base_layer.weight.shape[0])
+        select[torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
+        prefix = f"base_model.model.{name}"
+        if isinstance(layer.base_layer, nn.Embedding):
+            state |= {f"{prefix}.lora_embedding_A": select, f"{prefix}.lora_embedding_B": change.T.contiguous()}
+        else:
+            state |= {f"{prefix}.lora_A.weight": change, f"{prefix}.lora_B.weight": select.T.contiguous()}
+        ranks[name] = len(tokens)
+    targets = config.target_modules
+    if isinstance(targets, str):
+        config.target_modules = "|".join([f"(?:{targets})", *(re.escape(name) for name in ranks)])
+    else:
+        config.target_modules = {*targets, *ranks}
+    # a scale of 1
+    config.rank_pattern = ranks
+    config.alpha_pattern = {name: rank**0.5 if config.use_rslora else rank for name, rank in ranks.items()}
+    config.trainable_token_indices = None
+    return state
+
+
+def _original(layer: Any) -> Tensor:
+    rows: Tensor = (layer.tied_adapter or layer).original_rows
+    return rows
+
+
+def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter with its low-rank factors of embedding and head as trained rows, the inverse of
+    `with_low_rank_rows`. Raises ValueError if they are of other tokens than the network's adapter trains."""
+    state = dict(state)
+    for name, layer in rows_of(network):
+        prefix = f"base_model.model.{name}"
+        if isinstance(layer.base_layer, nn.Embedding):
+            select, change = state.pop(f"{prefix}.lora_embedding_A"), state.pop(f"{prefix}.lora_embedding_B").T
+        else:
+            change, select = state.pop(f"{prefix}.lora_A.weight"), state.pop(f"{prefix}.lora_B.weight").T
+        tokens = layer.token_indices[POLICY_ADAPTER]
+        if select.argmax(1).tolist() != list(tokens):
+            raise ValueError(f"the adapter has rows of the tokens {select.argmax(1).tolist()}, not of {list(tokens)}")
+        if layer.tied_adapter is None:
+            state[f"{prefix}.token_adapter.trainable_tokens_delta"] = _original(layer) + change
+    return state

@@ -1,6 +1,5 @@
 """The policy: a module that computes log-probabilities of chosen tokens from token ids."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.disk import set_usual_modes, writing
+from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.backbone import Backbone
+from agentfactory.trainers.networks.backbone import Backbone, proof_rows, resolve_batching
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.lora import (
     POLICY_ADAPTER,
@@ -29,10 +28,11 @@ from agentfactory.trainers.networks.lora import (
     add_reference_adapter,
     has_adapter,
     load_adapter,
+    save_adapter,
     use_adapter,
+    with_trained_rows,
 )
 from agentfactory.trainers.networks.network import apply_options, load_network
-from agentfactory.trainers.networks.row_layouts import proof_rows, resolve_batching
 from agentfactory.trainers.networks.token_rows import (
     TokenNeeds,
     compute_rows_alone,
@@ -40,8 +40,6 @@ from agentfactory.trainers.networks.token_rows import (
     table_of,
     tables_of,
     tokens_to_train,
-    with_low_rank_rows,
-    with_trained_rows,
 )
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
@@ -57,9 +55,6 @@ SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "chunk *several"]]
 """(logits of a chunk of the targets, the chunk) -> a further value, or several, per target."""
-
-# Subtracted by servers from the logits of tokens that must not be sampled (`logit_bias`).
-BAN = 100.0
 
 
 class Policy(Backbone):
@@ -155,7 +150,7 @@ class Policy(Backbone):
         if cap := next((value for name in SOFT_CAPS if (value := getattr(config, name, None))), None):
             logits = torch.tanh(logits / cap) * cap
         if self.banned:
-            logits[:, self.banned] -= BAN
+            logits[:, self.banned] += BANNED_BIAS
         return logits / temperature if temperature != 1.0 else logits
 
     def gather(self) -> Weights:
@@ -167,21 +162,9 @@ class Policy(Backbone):
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
-        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights. Raises
-        DiskError."""
+        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights."""
         assert has_adapter(self.model)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "adapter_model.safetensors"
-        with writing(file):
-            # a copy: a checkpoint and a sync may be written at the same time
-            config = copy.copy(self.model.peft_config[POLICY_ADAPTER])
-            state = with_low_rank_rows(self.network, config, state)
-            # the saved adapter is for inference, not for training; the flag is part of peft's format
-            config.inference_mode = True
-            config.save_pretrained(str(folder))
-            save_file({name: value.cpu() for name, value in state.items()}, file, metadata={"format": "pt"})
-        set_usual_modes(folder)
-        return file
+        return save_adapter(self.model, folder, state)
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -247,11 +230,10 @@ def check_head(network: PreTrainedModel) -> None:
     """Check that backbone and head give the network's logits, also in padded rows: some networks process them further
     (scale them, for example), and some attend to what follows.
 
-    Compare rows of several lengths, padded, with the network's own forward pass of each alone, with eager attention,
-    which applies everything that a network passes to its attention. In half precision, the kinds of attention round
-    differently, and the layers of a pretrained network amplify this: its log-probabilities differ by .8. So the head is
-    compared after the same attention, and the attention by its median effect on a row's hidden states, which is up to
-    .1 by rounding. Raise SettingError if they differ.
+    Compare rows of several lengths, padded, with the network's own forward pass of each alone, with eager attention. In
+    half precision, kinds of attention round differently, which the layers of a pretrained network amplify to .8 nats:
+    so the head is compared after the same attention, and the attention by its median effect on a row's hidden states,
+    which is up to .1 by rounding. Raise SettingError if they differ.
     """
     try:
         problem = _fault(network)

@@ -6,8 +6,7 @@ same probability, and an adapter on the layers cannot change that.
 """
 
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -21,7 +20,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.text.format_tokens import FormatTokens, pieces_of, token_id
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.lora import POLICY_ADAPTER
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,18 +156,6 @@ def tables_of(network: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
     return {name: list(tokens) for name, module in network.named_modules() if module in tables} if tokens else {}
 
 
-def rows_of(network: Any) -> list[tuple[str, Any]]:
-    """Return peft's layers with the trained rows of embedding and head, by the name of the table; a tied head's layer
-    refers to the embedding's rows."""
-    from peft.utils.other import TrainableTokensWrapper
-
-    return [
-        (name, module.token_adapter)
-        for name, module in network.named_modules()
-        if isinstance(module, TrainableTokensWrapper)
-    ]
-
-
 @torch.no_grad()
 def set_initial_rows(network: Any, tokens: Sequence[int], needs: TokenNeeds, seed: int) -> None:
     """Set the policy's rows of `tokens` to their own values, or if those are (nearly) equal to others, to the mean of
@@ -230,63 +217,3 @@ def _forward(self: Any, inputs: Tensor, active_adapters: list[str]) -> Tensor:
         return torch.where(hit.any(-1, keepdim=True), chosen.to(output.dtype), output)
     bias = table.bias[tokens] if table.bias is not None else None
     return output.index_copy(-1, tokens, nn.functional.linear(inputs, rows.to(inputs.dtype), bias).to(output.dtype))
-
-
-# ---- as low-rank factors
-
-
-def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a gathered adapter with its trained rows as low-rank factors of embedding and head, which peft and servers
-    load; `config` (peft's) is changed accordingly. This is exact: one factor has the rows' differences, the other
-    selects the tokens."""
-    if not config.trainable_token_indices:
-        return state
-    state, ranks = dict(state), {}
-    first: Tensor | None = None
-    for name, layer in rows_of(network):
-        rows = state.pop(f"base_model.model.{name}.token_adapter.trainable_tokens_delta", first)
-        assert rows is not None
-        first = rows if first is None else first
-        tokens = layer.token_indices[POLICY_ADAPTER]
-        change = rows.cpu().float() - _original(layer)
-        select = torch.zeros(len(tokens), layer.base_layer.weight.shape[0])
-        select[torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
-        prefix = f"base_model.model.{name}"
-        if isinstance(layer.base_layer, nn.Embedding):
-            state |= {f"{prefix}.lora_embedding_A": select, f"{prefix}.lora_embedding_B": change.T.contiguous()}
-        else:
-            state |= {f"{prefix}.lora_A.weight": change, f"{prefix}.lora_B.weight": select.T.contiguous()}
-        ranks[name] = len(tokens)
-    targets = config.target_modules
-    if isinstance(targets, str):
-        config.target_modules = "|".join([f"(?:{targets})", *(re.escape(name) for name in ranks)])
-    else:
-        config.target_modules = {*targets, *ranks}
-    # a scale of 1
-    config.rank_pattern = ranks
-    config.alpha_pattern = {name: rank**0.5 if config.use_rslora else rank for name, rank in ranks.items()}
-    config.trainable_token_indices = None
-    return state
-
-
-def _original(layer: Any) -> Tensor:
-    rows: Tensor = (layer.tied_adapter or layer).original_rows
-    return rows
-
-
-def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter with its low-rank factors of embedding and head as trained rows, the inverse of
-    `with_low_rank_rows`. Raises ValueError if they are of other tokens than the network's adapter trains."""
-    state = dict(state)
-    for name, layer in rows_of(network):
-        prefix = f"base_model.model.{name}"
-        if isinstance(layer.base_layer, nn.Embedding):
-            select, change = state.pop(f"{prefix}.lora_embedding_A"), state.pop(f"{prefix}.lora_embedding_B").T
-        else:
-            change, select = state.pop(f"{prefix}.lora_A.weight"), state.pop(f"{prefix}.lora_B.weight").T
-        tokens = layer.token_indices[POLICY_ADAPTER]
-        if select.argmax(1).tolist() != list(tokens):
-            raise ValueError(f"the adapter has rows of the tokens {select.argmax(1).tolist()}, not of {list(tokens)}")
-        if layer.tied_adapter is None:
-            state[f"{prefix}.token_adapter.trainable_tokens_delta"] = _original(layer) + change
-    return state

@@ -51,7 +51,8 @@ def init_method(urls: Iterable[str]) -> str | None:
     first = os.environ.get("RANK", "0") == "0"
     if not on_one_machine():
         if first:
-            notify(logger, "open ports", _REACHABLE.format(_address()), see=_PAGE)
+            address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+            notify(logger, "open ports", _REACHABLE.format(address), see=_PAGE)
         return None
     loopback = loopback_interface()
     if loopback is not None:
@@ -77,10 +78,6 @@ _LAUNCHER = (
     f"`{' '.join(f'{name}={value}' for name, value in PORTLESS_ENVIRONMENT.items())} accelerate launch "
     f"{' '.join(PORTLESS_OPTIONS)} ...`"
 )
-
-
-def _address() -> str:
-    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def _store_file() -> Path:

@@ -1,10 +1,11 @@
-"""Loading of networks for fsdp2: only rank 0 loads the weights, and the other ranks get their shards from it."""
+"""What other ranks get from rank 0: its decisions, and under fsdp2 their shards of the weights, which only it loads."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -13,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from agentfactory.base.errors import SettingError
 
 Decision = TypeVar("Decision")
+Value = TypeVar("Value")
 
 
 def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
@@ -71,3 +73,11 @@ def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
     for buffer in model.buffers():
         # buffers outside the state dictionary, such as the frequencies of rotary embeddings
         dist.broadcast(buffer, src=0)
+
+
+def of_rank_0(accelerator: Accelerator, value: Value) -> Value:
+    """Return rank 0's `value` in all ranks; every process calls it."""
+    found = [value]
+    if accelerator.num_processes > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]

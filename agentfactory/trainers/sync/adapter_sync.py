@@ -10,12 +10,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import file_digest
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import ForeignWeightsError, SyncReport, find, lock_for_others, on_each
-
-_WEIGHTS = "adapter_model.safetensors"
 
 
 class LoraSync:
@@ -44,7 +43,6 @@ class LoraSync:
         self._unfinished: int | None = None
 
     def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
-        """See WeightSync."""
         started = time.perf_counter()
         if self._unfinished != version:
             self._begin(version, policy, state)
@@ -53,8 +51,7 @@ class LoraSync:
         return self._report(started)
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync. The server gets all adapters in use, under their existing names, which a restarted server
-        has never used."""
+        """Give the server all adapters in use, under their existing names, which a restarted one has never used."""
         started = time.perf_counter()
         self._complete(find(self._servers, url))
         return self._report(started)
@@ -93,8 +90,7 @@ class LoraSync:
                 _load(server, name, path)
 
     def close(self) -> None:
-        """See WeightSync. The servers unload the adapters, to make room for the next run; the files stay in the run
-        folder."""
+        """Make the servers unload the adapters, for the next run; the files stay in the run folder."""
         for name in self._loaded:
             # after a failed run, there may be no server left
             with suppress(SyncError):
@@ -103,7 +99,7 @@ class LoraSync:
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
         version, name, digest = self._last
-        size = (self._loaded[name] / _WEIGHTS).stat().st_size
+        size = (self._loaded[name] / WEIGHTS).stat().st_size
         return SyncReport(version, name, name, size, time.perf_counter() - started, digest)
 
 
@@ -126,8 +122,8 @@ def _load(server: ServerControl, name: str, path: Path) -> None:
             if root
             else f"{server.url} reported the adapter {name} as loaded, but does not list it in /v1/models"
         )
-    if not path.name.endswith(file_digest(path / _WEIGHTS)[:16]):
-        raise SyncError(f"{path / _WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
+    if not path.name.endswith(file_digest(path / WEIGHTS)[:16]):
+        raise SyncError(f"{path / WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
 
 
 def _listed(server: ServerControl) -> dict[str, str | None]:

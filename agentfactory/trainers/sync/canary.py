@@ -2,12 +2,8 @@
 
 Even with the right weights, a server may compute with others: a cache of older weights, a packed copy, a listed but
 unapplied adapter, a replica that was not updated. The canary sends the same requests as rollouts, to
-`/inference/v1/generate` of each replica and through its prefix cache, so both get the same results. vLLM's
-`prompt_logprobs` would not work, because such requests do not read the prefix cache. `logprob_token_ids` returns the
-log-probabilities of chosen tokens at the position of one sampled token.
-
-Entries that other requests have evicted from a server's cache since the last version cannot be stale, and are not
-checked.
+`/inference/v1/generate` of each replica and through its prefix cache, which vLLM's `prompt_logprobs` would not read.
+`logprob_token_ids` returns the log-probabilities of chosen tokens at the position of one sampled token.
 """
 
 import base64
@@ -28,12 +24,12 @@ from PIL import Image
 from torch import Tensor
 
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.images.vision import BANNED_BIAS, Vision
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.fp8 import in_high_precision
-from agentfactory.trainers.networks.policy import BAN, Policy
+from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict, judge_rows
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import (
@@ -137,13 +133,8 @@ def with_image_rows(
         half = len(text) // 2
         collapsed = [*text[:half], vision.image_token_id, *text[half:]]
         context, spans = vision.expand(collapsed, [image])
-        rows[number] = replace(
-            rows[number],
-            context=context,
-            images=tuple(spans),
-            collapsed=tuple(collapsed),
-            png=store.png(image[0]),
-        )
+        shown: dict[str, Any] = {"images": tuple(spans), "collapsed": tuple(collapsed), "png": store.png(image[0])}
+        rows[number] = replace(rows[number], context=context, **shown)
     return rows
 
 
@@ -182,7 +173,7 @@ def server_scores(
         params = {"max_tokens": 1, "temperature": 1.0, "logprobs": len(asked), "logprob_token_ids": asked}
         body: dict[str, Any] = {"token_ids": row.context, "model": report.model, "sampling_params": params}
         if row.banned:
-            params["logit_bias"] = {str(token): -BAN for token in row.banned}
+            params["logit_bias"] = {str(token): BANNED_BIAS for token in row.banned}
         if row.images:
             url = f"data:image/png;base64,{base64.b64encode(row.png).decode()}"
             body["content_parts"] = [{"type": "image_url", "url": url, "uuid": image.digest} for image in row.images]
@@ -203,10 +194,8 @@ def server_scores(
                 f"{server.url} tokenises an image of the canary differently from the trainer: the prompt ids differ"
             )
         if not report.is_adapter and versions != {report.label}:
-            raise OtherVersionError(
-                f"{server.url} generates with version {', '.join(map(repr, versions))}, not with {report.label!r}",
-                versions,
-            )
+            told = f"{server.url} generates with version {', '.join(map(repr, versions))}, not with {report.label!r}"
+            raise OtherVersionError(told, versions)
         missing = [token for token in row.candidates if given.get(token, _INVALID) == _INVALID]
         if missing:
             raise SyncError(f"{server.url} returned no log-probability for token {missing[0]} of logprob_token_ids")
@@ -240,7 +229,6 @@ class Canary:
     def trainer_scores(
         self, policy: Policy, forward: Forward | None = None, images: ImageLoader | None = None
     ) -> Scores:
-        """See the function of the same name."""
         return trainer_scores(policy, self.rows, forward, images)
 
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
@@ -290,12 +278,9 @@ class Canary:
 
     def _touched(self) -> np.ndarray:
         """Return whether each score depends on a watched token: as the candidate, or in the context."""
+        whole = [not self._watched.isdisjoint(row.context) for row in self.rows]
         return np.array(
-            [
-                token in self._watched or not self._watched.isdisjoint(row.context)
-                for row in self.rows
-                for token in row.candidates
-            ]
+            [w or t in self._watched for row, w in zip(self.rows, whole, strict=True) for t in row.candidates]
         )
 
     def _compare_with_proof(self, server: ServerControl, report: SyncReport) -> None:

@@ -1,9 +1,8 @@
 """Drift: a check that changes of the server's log-probabilities follow the trainer's. A pure state machine, one per
 server.
 
-Server and trainer score the same tokens at every version, and their log-probabilities change from version to version.
-If the server has the trainer's weights, both change in the same way, even if they disagree by a constant. Changes below
-the noise of scoring prove nothing.
+Server and trainer score the same tokens at every version. If the server has the trainer's weights, both change in the
+same way, even if they disagree by a constant. Changes below the noise of scoring prove nothing.
 
 Server and trainer are compared over all tokens, and the server must not deviate in any context: if one of several
 servers behind an address was not updated, the contexts that it answers deviate. If the two have different weights by

@@ -2,44 +2,33 @@
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from agentfactory.base.files.disk import set_usual_modes, writing
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.content_proof import Content, Served, served_checksums
-from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights
+from agentfactory.trainers.sync.content_proof import Content, served_checksums
+from agentfactory.trainers.sync.full_sync import FullSync, holds_full_weights, parts_beyond
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find, lock_for_others, on_each
+from agentfactory.trainers.sync.weight_sync import SyncReport, find, lock_for_others, on_each
 
 _FILE_BYTES = 2**30
 """File size at which the next file begins. At most this and one weight are in memory."""
 
 
-class FileSync:
-    """A sync backend for full weights as safetensors files, for CPUs or servers that share a disk.
-
-    Weights are gathered while they are written. Proof: a server echoes the version, and its checksum of every weight
-    equals ours.
-    """
+class FileSync(FullSync):
+    """A sync backend for full weights as safetensors files, for CPUs or servers that share a disk. Weights are gathered
+    while they are written. Proof: a server echoes the version, and its checksum of every weight equals ours."""
 
     def __init__(self, servers: list[ServerControl], folder: Path, prefix: str = "", keep_caches: bool = False) -> None:
-        """`folder` contains the files of the last version; servers must be able to read them under the same path.
-        Versions are called {prefix}{version}. `keep_caches`: see update_full_weights."""
-        self._servers = servers
+        """`folder` contains the files of the last version; servers must be able to read them under the same path."""
+        super().__init__(servers, prefix, keep_caches)
         self._folder = folder
-        self._prefix = prefix
-        self._keep_caches = keep_caches
-        self._model = base_model(servers)
         self._last: tuple[int, Path] | None = None
         self._written: tuple[Weights, Path, Content] | None = None
-        self._served: Served = {}
-        self._digest = ""
         # deletion takes a quarter of the time of writing, and no step need wait for it
         self._deletes = ThreadPoolExecutor(1, "delete")
         self._deleted: Future[None] | None = None
@@ -47,7 +36,6 @@ class FileSync:
             _init(server)
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
-        """See WeightSync."""
         started = time.perf_counter()
         # a lost server interrupts a push, but the written files remain valid
         if self._written is None or self._written[0] is not state:
@@ -60,10 +48,9 @@ class FileSync:
             self._deleted = self._deletes.submit(_delete, self._last[1])
         # kept until the next version is proven, for restarted servers
         self._last = version, target
-        return self._report(started)
+        return self._report(version, _size(target), started)
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync."""
         assert self._last is not None
         started = time.perf_counter()
         version, target = self._last
@@ -73,10 +60,9 @@ class FileSync:
         server, content = find(self._servers, url), Content(state)
         if not holds_full_weights(server, self._label(version), content):
             self._update(server, version, target, content)
-        return self._report(started)
+        return self._report(version, _size(target), started)
 
     def close(self) -> None:
-        """See WeightSync."""
         self._wait_for_deletes()
         if self._last is not None:
             _delete(self._last[1])
@@ -97,10 +83,11 @@ class FileSync:
         target = (self._folder / str(version)).resolve()
         target.mkdir(parents=True, exist_ok=True)
         try:
-            for number, part in enumerate(_parts(content.passing(state.stream()))):
+            weights = ((name, value.cpu()) for name, value in content.passing(state.stream()))
+            for number, part in enumerate(parts_beyond(weights, _FILE_BYTES)):
                 file = target / f"model-{number:05}.safetensors"
                 with writing(file):
-                    save_file(part, file, metadata={"format": "pt"})
+                    save_file(dict(part), file, metadata={"format": "pt"})
             set_usual_modes(target)
             lock_for_others(target)
         except BaseException:
@@ -115,21 +102,15 @@ class FileSync:
         def transfer() -> None:
             server.post("/update_weights", {"update_info": {"path": str(target)}})
 
-        self._digest = update_full_weights([server], self._label(version), content, transfer, self._keep_caches)
+        self._load([server], version, content, transfer)
 
     def _wait_for_deletes(self) -> None:
         if self._deleted is not None:
             self._deleted.result()
 
-    def _label(self, version: int) -> str:
-        return f"{self._prefix}{version}"
 
-    def _report(self, started: float) -> SyncReport:
-        assert self._last is not None
-        version, target = self._last
-        size, label = sum(file.stat().st_size for file in target.iterdir()), self._label(version)
-        salt = label if self._keep_caches else None
-        return SyncReport(version, label, self._model, size, time.perf_counter() - started, self._digest, salt)
+def _size(target: Path) -> int:
+    return sum(file.stat().st_size for file in target.iterdir())
 
 
 def _delete(target: Path) -> None:
@@ -139,17 +120,3 @@ def _delete(target: Path) -> None:
 
 def _init(server: ServerControl) -> None:
     server.post("/init_weight_transfer_engine", {"init_info": {}})
-
-
-def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of one file after the other, in host memory."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, value in weights:
-        part[name] = value.cpu()
-        size += value.nbytes
-        if size > _FILE_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part

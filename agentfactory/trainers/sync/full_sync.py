@@ -1,12 +1,15 @@
 """Updates of a server's full weights with any transport: pause, transfer, resume, prove."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from string import digits
 
+from torch import Tensor
+
 from agentfactory.trainers.networks.vision_tower import is_of_tower
-from agentfactory.trainers.sync.content_proof import Content
+from agentfactory.trainers.sync.content_proof import Content, Served
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync.weight_sync import INITIAL_LABEL, ForeignWeightsError
+from agentfactory.trainers.sync.weight_sync import INITIAL_LABEL, ForeignWeightsError, SyncReport, base_model
 
 FORGET_FEATURES = "/reset_encoder_cache"
 """Route that drops the vision tower's features of all images."""
@@ -29,9 +32,7 @@ def update_full_weights(
     wakes, so it is neither paused nor resumed here.
     """
     for server in servers:
-        if not server.asleep:
-            # by default vLLM would drop the caches here, including those of running requests
-            server.post("/pause?mode=keep&clear_cache=false")
+        _pause(server)
         server.post("/start_weight_update")
     transfer()
     for server in servers:
@@ -54,10 +55,15 @@ def update_full_weights(
         except ServerGoneError:
             raise
         except SyncError:
-            if not server.asleep:
-                server.post("/pause?mode=keep&clear_cache=false")
+            _pause(server)
             raise
     return digest
+
+
+def _pause(server: ServerControl) -> None:
+    if not server.asleep:
+        # by default vLLM would drop the caches here, including those of running requests
+        server.post("/pause?mode=keep&clear_cache=false")
 
 
 def holds_full_weights(server: ServerControl, label: str, content: Content) -> bool:
@@ -77,3 +83,42 @@ def holds_full_weights(server: ServerControl, label: str, content: Content) -> b
     except SyncError:
         return False
     return True
+
+
+def parts_beyond(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield weights in parts, each of which ends with the weight that exceeds `most` bytes."""
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, value in weights:
+        part.append((name, value))
+        size += value.nbytes
+        if size > most:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+class FullSync:
+    """The common part of the backends for full weights: version names, updates with their proof, and reports."""
+
+    def __init__(self, servers: list[ServerControl], prefix: str, keep_caches: bool) -> None:
+        """Versions are called {prefix}{version}. `keep_caches`: see update_full_weights."""
+        self._servers = servers
+        self._prefix = prefix
+        self._keep_caches = keep_caches
+        self._model = base_model(servers)
+        self._served: Served = {}
+        """The servers' checksums of the last version, whose layouts the next one probably has, too."""
+        self._digest = ""
+
+    def _label(self, version: int) -> str:
+        return f"{self._prefix}{version}"
+
+    def _load(self, servers: list[ServerControl], version: int, content: Content, transfer: Callable[[], None]) -> None:
+        self._digest = update_full_weights(servers, self._label(version), content, transfer, self._keep_caches)
+
+    def _report(self, version: int, size: int, started: float) -> SyncReport:
+        label = self._label(version)
+        salt = label if self._keep_caches else None
+        return SyncReport(version, label, self._model, size, time.perf_counter() - started, self._digest, salt)

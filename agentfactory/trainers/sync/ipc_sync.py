@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.content_proof import Content, Served
-from agentfactory.trainers.sync.full_sync import holds_full_weights, update_full_weights
+from agentfactory.trainers.sync.content_proof import Content
+from agentfactory.trainers.sync.full_sync import FullSync, holds_full_weights
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
-from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find, on_each
+from agentfactory.trainers.sync.weight_sync import SyncReport, find, on_each
 
 BUFFER_BYTES = 2**27
 """Bytes of a shared buffer, unless one weight is larger."""
@@ -79,15 +79,14 @@ class Buffer:
             torch.cuda.empty_cache()
 
 
-class IpcSync:
+class IpcSync(FullSync):
     """A sync backend for full weights in parts through memory shared by trainer and server, in the packed mode of
-    vLLM's `ipc` weight transfer engine. vLLM servers need `--weight-transfer-config '{"backend": "ipc"}'`.
+    vLLM's `ipc` weight transfer engine. Proof: a server echoes the version, and its checksum of every weight equals
+    ours.
 
-    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC). It fills one
-    while the server reads the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks
-    of `multiprocessing.shared_memory`, which the embedded engine reads; these blocks persist and serve as the copy. The
-    policy's weights may be on another device than the buffer: an offloaded trainer's go from the CPU to a GPU. Proof: a
-    server echoes the version, and its checksum of every weight equals ours.
+    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC): it fills one while the server reads
+    the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks of
+    `multiprocessing.shared_memory`, which persist and serve as the copy. The policy's weights may be on another device.
     """
 
     def __init__(
@@ -99,27 +98,20 @@ class IpcSync:
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """Raise SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
-        current GPU, or the CPU if there is none. Versions are called {prefix}{version}. `keep_caches`: see
-        update_full_weights."""
-        self._servers = servers
-        self._prefix = prefix
-        self._keep_caches = keep_caches
+        current GPU, or the CPU if there is none."""
+        super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         gpu = torch.cuda.is_available()
         self._device = device or (torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
-        self._model = base_model(servers)
         self._version = 0
         # a copy of the last pushed version for restarted servers, since the policy's own weights keep changing
         self._copy: dict[str, Tensor] = {}
         self._shared: list[Buffer] = []
         """On a CPU: the copy's memory, one block per part."""
-        self._served: Served = {}
-        self._digest = ""
         for server in servers:
             self._init(server)
 
     def push(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> SyncReport:
-        """See WeightSync."""
         started = time.perf_counter()
         content = Content(state, self._served)
         if self._copy.keys() != state.keys():
@@ -131,19 +123,17 @@ class IpcSync:
         for part in copied:
             part.result()
         self._served = content.served
-        return self._report(started)
+        return self._report(version, self._size, started)
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync."""
         assert self._copy
         started = time.perf_counter()
         server, content = find(self._servers, url), Content(self._copy)
-        if not holds_full_weights(server, self._label, content):
+        if not holds_full_weights(server, self._label(self._version), content):
             self._update(server, content, [])
-        return self._report(started)
+        return self._report(self._version, self._size, started)
 
     def close(self) -> None:
-        """See WeightSync."""
         self._copy = {}
         while self._shared:
             self._shared.pop().close()
@@ -229,17 +219,11 @@ class IpcSync:
                 if read is not None:
                     read.result()
 
-        self._digest = update_full_weights([server], self._label, content, transfer, self._keep_caches)
+        self._load([server], self._version, content, transfer)
 
     @property
-    def _label(self) -> str:
-        return f"{self._prefix}{self._version}"
-
-    def _report(self, started: float) -> SyncReport:
-        size = sum(value.nbytes for value in self._copy.values())
-        salt = self._label if self._keep_caches else None
-        seconds = time.perf_counter() - started
-        return SyncReport(self._version, self._label, self._model, size, seconds, self._digest, salt)
+    def _size(self) -> int:
+        return sum(value.nbytes for value in self._copy.values())
 
 
 def parts(state: dict[str, Tensor], capacity: int) -> Iterator[Part]:

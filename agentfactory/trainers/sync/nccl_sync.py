@@ -9,26 +9,30 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from jaxtyping import UInt8
 from torch import Tensor
 
+from agentfactory.rollout.inference.sglang.weight_translation import group_name
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.content_proof import Content, Served, served_checksums
-from agentfactory.trainers.sync.full_sync import update_full_weights
+from agentfactory.trainers.sync.content_proof import Content, served_checksums
+from agentfactory.trainers.sync.full_sync import FullSync, parts_beyond
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync.torch_group import TorchGroup
-from agentfactory.trainers.sync.weight_sync import SyncReport, base_model, find
+from agentfactory.trainers.sync.weight_sync import SyncReport, find
 
 BUFFER_BYTES = 2**28
 """Bytes per broadcast. Both sides split the stream of weights at this size, which is sent in `init_info`."""
 BUFFERS = 2
 """Number of broadcasts that a server's worker may hold in memory."""
+_TIMEOUT = timedelta(minutes=30)
+"""torch's own for gloo, which SGLang's workers keep, too."""
 _GROUP_ENDED = "its NCCL group has ended: resume the run from its last checkpoint"
 
 
@@ -60,13 +64,44 @@ class VllmGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
-        """See BroadcastGroup."""
         self._communicator.broadcast(buffer, src=0)
         torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """See BroadcastGroup."""
         self._communicator.destroy()
+
+
+class TorchGroup:
+    """The process group of torch.distributed that servers other than vLLM join. NCCL is untested: it needs GPUs.
+
+    SGLang's workers join by `init_custom_process_group`, which is torch's `init_process_group` without its global
+    state. Both ends need the same prefixes of the store's keys, so this one calls the same function of torch.
+    """
+
+    def __init__(self, address: str, port: int, world_size: int, backend: str) -> None:
+        """`backend` is nccl or gloo."""
+        from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+        # by default, the store would listen on all interfaces, without a key
+        listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        descriptor = listener.detach()
+        store = dist.TCPStore(address, port, world_size, True, timeout=_TIMEOUT, master_listen_fd=descriptor)
+        name = group_name(port)
+        helper: Any = _new_process_group_helper
+        prefixed = dist.PrefixStore(name, store)
+        kind = dist.Backend(backend)
+        self._group, _ = helper(world_size, 0, [], kind, prefixed, group_name=name, timeout=_TIMEOUT)
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        on_gpu = backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
+        dist.broadcast(buffer, src=0, group=self._group)
+        if buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
 
 
 def group_for(answers: Sequence[Mapping[str, Any]]) -> OpenGroup:
@@ -95,7 +130,7 @@ def why_impossible(kind: str | None = None) -> str | None:
     return None
 
 
-class NcclSync:
+class NcclSync(FullSync):
     """A sync backend for full weights by packed broadcast, through vLLM's `nccl` weight transfer engine. Servers need
     `--weight-transfer-config '{"backend": "nccl"}'` and other devices than the trainer's. Untested on a GPU.
 
@@ -113,20 +148,16 @@ class NcclSync:
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """Join one group with all workers of all servers. Raises SyncError with the reason if NCCL cannot work.
-        `open_group` replaces NCCL by another transport. Versions are called {prefix}{version}. `keep_caches`: see
-        update_full_weights."""
-        self._servers = servers
-        self._prefix = prefix
-        self._keep_caches = keep_caches
+        `open_group` replaces NCCL by another transport."""
+        super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
-        self._model = base_model(servers)
         self._last: SyncReport | None = None
-        self._served: Served = {}
         answers = [server.get("/get_world_size") for server in servers]
         workers = [int(answer["world_size"]) for answer in answers]
         open_group = open_group or group_for(answers)
         # SGLang's workers may be elsewhere than its front
-        hosts = [answer.get("host") or _host(server) for server, answer in zip(servers, answers, strict=True)]
+        pairs = zip(servers, answers, strict=True)
+        hosts = [answer.get("host") or urlsplit(server.url).hostname or "" for server, answer in pairs]
         address, port = _own_address(hosts), _free_port()
         info = {
             "master_address": address,
@@ -149,9 +180,7 @@ class NcclSync:
         self._group = joined[0]
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
-        """See WeightSync."""
         started = time.perf_counter()
-        label = f"{self._prefix}{version}"
         if not self._served:
             self._served = {server.url: served_checksums(server) for server in self._servers}
         content = Content(state.meta, self._served, keep=False)
@@ -171,52 +200,39 @@ class NcclSync:
             _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
 
         try:
-            self._check_joined()
-            digest = update_full_weights(self._servers, label, content, transfer, self._keep_caches)
+            for server in self._servers:
+                # a broadcast would wait forever for a server that was restarted since
+                self._check_version(server)
+            self._load(self._servers, version, content, transfer)
         except ServerGoneError as error:
             raise SyncError(f"{error}; {_GROUP_ENDED}") from error
         self._served = content.served
-        size = state.nbytes
-        salt = label if self._keep_caches else None
-        seconds = time.perf_counter() - started
-        self._last = SyncReport(version, label, self._model, size, seconds, digest, salt)
+        self._last = self._report(version, state.nbytes, started)
         return self._last
 
     def restore(self, url: str) -> SyncReport:
-        """See WeightSync. Raises SyncError: a restarted server has left the group, which cannot be repaired."""
+        """Raise SyncError if the server was restarted: it has left the group, which cannot be repaired."""
         assert self._last is not None
-        self._check_version(find(self._servers, url), self._last.label)
+        self._check_version(find(self._servers, url))
         return self._last
 
     def close(self) -> None:
-        """See WeightSync."""
         self._group.close()
 
-    def _check_joined(self) -> None:
-        """Raise SyncError if a server was restarted since the last push: a broadcast would wait for it forever."""
-        for server in self._servers:
-            if self._last is not None:
-                self._check_version(server, self._last.label)
-
-    def _check_version(self, server: ServerControl, label: str) -> None:
+    def _check_version(self, server: ServerControl) -> None:
+        """Raise SyncError if the server does not have the last pushed version."""
+        if self._last is None:
+            return
         echoed = server.get("/weight_info").get("weight_version")
-        if echoed != label:
+        if echoed != self._last.label:
             raise SyncError(f"{server.url} was restarted and serves version {echoed!r}; {_GROUP_ENDED}")
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
     """Yield weights as a stream of buffers. A buffer ends with the weight that exceeds `buffer_bytes`; the receiver
     applies the same rule to names, dtypes and shapes alone."""
-    parts: list[Tensor] = []
-    size = 0
-    for _, value in weights:
-        parts.append(value.contiguous().view(-1).view(torch.uint8))
-        size += parts[-1].numel()
-        if size > buffer_bytes:
-            yield torch.cat(parts)
-            parts, size = [], 0
-    if parts:
-        yield torch.cat(parts)
+    for part in parts_beyond(weights, buffer_bytes):
+        yield torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in part])
 
 
 def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[], None]:
@@ -248,10 +264,6 @@ def _together(*calls: Callable[[], None]) -> None:
         error = ended.get()
         if error is not None:
             raise error
-
-
-def _host(server: ServerControl) -> str:
-    return urlsplit(server.url).hostname or ""
 
 
 def _own_address(hosts: Iterable[str]) -> str:

@@ -1,6 +1,10 @@
-"""A push of weights to the servers, followed by the canary's proof that they compute with them."""
+"""A push of weights to the servers, followed by the canary's proof that they compute with them, and retries while
+servers are being restarted, by a supervisor or the user."""
 
 import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
@@ -10,6 +14,10 @@ from agentfactory.trainers.sync.server_control import ServerGoneError
 from agentfactory.trainers.sync.weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+Result = TypeVar("Result")
 
 
 def push_proven(
@@ -35,3 +43,54 @@ def push_proven(
             return report, canary.prove(report, scores)
         except ServerGoneError as error:
             logger.warning("pushing version %d again: %s", version, error)
+
+
+class RetryingSync:
+    """A WeightSync that retries while no server answers."""
+
+    def __init__(self, sync: WeightSync, canary: Canary, retry_seconds: float) -> None:
+        """`canary` checks restored servers."""
+        self._sync = sync
+        self._canary = canary
+        self._retry_seconds = retry_seconds
+
+    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
+        """Raise ServerGoneError when no server has answered for `retry_seconds`."""
+        return retry_until_answered(
+            lambda: self._sync.push(version, policy, state), f"version {version}", self._retry_seconds
+        )
+
+    def restore(self, url: str) -> SyncReport:
+        return self._sync.restore(url)
+
+    def bring_back(self, url: str) -> bool:
+        """Restore the server at `url`, which has just answered. Return False if it is gone again."""
+        try:
+            report = self.restore(url)
+            self._canary.prove_again(report, url)
+        except ServerGoneError as error:
+            logger.warning("server %s is gone again: %s", url, error)
+            return False
+        logger.warning("server %s is back and has proven that it holds version %d", url, report.version)
+        return True
+
+    def close(self) -> None:
+        self._sync.close()
+
+
+def retry_until_answered(
+    call: Callable[[], Result], what: str, retry_seconds: float, hurried: Callable[[], bool] = lambda: False
+) -> Result:
+    """Return the result of `call` once a server answers. Raises ServerGoneError if none has for `retry_seconds`, or
+    immediately if `hurried`. `what` names the waiting operation in the log."""
+    deadline = time.monotonic() + retry_seconds
+    while True:
+        try:
+            return call()
+        except ServerGoneError as error:
+            if hurried():
+                raise
+            if time.monotonic() > deadline:
+                raise ServerGoneError(f"{error} (no server answered for {retry_seconds:g} s)") from error
+            logger.warning("%s waits for a server: %s", what, error)
+            time.sleep(POLL_SECONDS)

@@ -30,6 +30,7 @@ class ServerGoneError(SyncError):
 
 SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
 """Routes that sleep requires."""
+_SHARING = "placement.mode: time_share"
 
 
 class ServerControl:
@@ -76,10 +77,8 @@ class ServerControl:
         except ServerGoneError:
             raise
         except (SyncError, ValueError) as error:
-            text = (
-                f"server {self.url} does not report its load ({error}): if it has replicas, not all prove their weights"
-            )
-            notify(logger, f"{self.url} reports no load", f"{text}; {LOAD_FIX}")
+            text = f"server {self.url} does not report its load ({error}): if it has replicas, not all prove their "
+            notify(logger, f"{self.url} reports no load", f"{text}weights; {LOAD_FIX}")
             count = 1
         return [*range(count)] if count > 1 else [None]
 
@@ -93,16 +92,9 @@ class ServerControl:
             "start the server by `agentfactory train` or `agentfactory serve` with placement.mode=time_share (vLLM: "
             "--enable-sleep-mode), or use placement.mode=split"
         )
-        try:
-            self.post("/sleep?level=1&mode=abort")
-        except ServerGoneError:
-            raise
-        except SyncError as error:
-            raise SyncError(f"placement.mode: time_share: the server does not sleep: {error}; {fix}") from error
+        self._share("/sleep?level=1&mode=abort", "the server does not sleep", fix)
         if not self.is_sleeping():
-            raise SyncError(
-                f"placement.mode: time_share: {self.url} accepted /sleep, but reports that it is awake; {fix}"
-            )
+            raise SyncError(f"{_SHARING}: {self.url} accepted /sleep, but reports that it is awake; {fix}")
         self.asleep = True
 
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
@@ -115,18 +107,19 @@ class ServerControl:
             "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and "
             "continue with --resume"
         )
+        self._share(f"/wake_up?tags={part}", "the server does not wake up", fix)
+        if part == "kv_cache":
+            if self.is_sleeping():
+                raise SyncError(f"{_SHARING}: {self.url} accepted /wake_up, but reports that it is asleep; {fix}")
+            self.asleep = False
+
+    def _share(self, path: str, problem: str, fix: str) -> None:
         try:
-            self.post(f"/wake_up?tags={part}")
+            self.post(path)
         except ServerGoneError:
             raise
         except SyncError as error:
-            raise SyncError(f"placement.mode: time_share: the server does not wake up: {error}; {fix}") from error
-        if part == "kv_cache":
-            if self.is_sleeping():
-                raise SyncError(
-                    f"placement.mode: time_share: {self.url} accepted /wake_up, but reports that it is asleep; {fix}"
-                )
-            self.asleep = False
+            raise SyncError(f"{_SHARING}: {problem}: {error}; {fix}") from error
 
     def is_sleeping(self) -> bool:
         """Query whether the server is asleep."""
@@ -144,19 +137,15 @@ class ServerControl:
                 notify(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
-        except OSError as error:
-            raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
-        except http.client.HTTPException as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
         finally:
             connection.close()
-        if response.status in (502, 503, 504):
-            raise ServerGoneError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
-        if response.status == 401:
-            raise SyncError(f"{method} {self.url}{path} answered 401: {lacking_key(self.url, self._api_key_env)}")
-        if response.status != 200:
-            raise SyncError(f"{method} {self.url}{path} answered {response.status}: {text[:500]}")
-        return text
+        if response.status == 200:
+            return text
+        told = lacking_key(self.url, self._api_key_env) if response.status == 401 else text[:500]
+        kind = ServerGoneError if response.status in (502, 503, 504) else SyncError
+        raise kind(f"{method} {self.url}{path} answered {response.status}: {told}")
 
 
 def _object(text: str) -> dict[str, Any]:

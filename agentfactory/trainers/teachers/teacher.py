@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,10 +17,10 @@ from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.text.common_tokens import tokens_missing
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
+from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.frozen_policy import CurrentPolicy, FrozenPolicy, freeze
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Measure, Policy, check_head
-from agentfactory.trainers.networks.row_layouts import resolve_batching
 from agentfactory.trainers.networks.token_rows import table_of
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
@@ -47,12 +47,7 @@ class Teacher:
         return self._frozen.network
 
     def logprobs(
-        self,
-        model: nn.Module,
-        ids: Int[Tensor, "batch length"],
-        sources: Int[Tensor, "targets"],
-        labels: Int[Tensor, "targets"],
-        *rest: Any,
+        self, model: nn.Module, ids: Tensor, sources: Tensor, labels: Tensor, *rest: Any
     ) -> Float[Tensor, "targets"]:
         """Return the teacher's log-probability of each label. Raise SettingError if it cannot read a token."""
         self._check(ids, labels)
@@ -60,31 +55,22 @@ class Teacher:
             return self._frozen.logprobs(model, ids, sources, labels, *rest)
 
     def top(
-        self,
-        model: nn.Module,
-        ids: Int[Tensor, "batch length"],
-        sources: Int[Tensor, "targets"],
-        labels: Int[Tensor, "targets"],
-        *rest: Any,
+        self, model: nn.Module, ids: Tensor, sources: Tensor, labels: Tensor, *rest: Any
     ) -> Float[Tensor, "targets 2 k"]:
         """Return the recipe's `top_k` most likely tokens at each target, among those of the policy's vocabulary, and
         their log-probabilities: see divergences.top_k. Raise SettingError if the teacher cannot read a token."""
         self._check(ids, labels)
         count = self._config.top_k
         assert count is not None
+
+        def measure(logits: Tensor, chunk: slice) -> Tensor:
+            return top_k(logits[:, : self._rows], count)
+
         with self._timed(ids.device):
-            return self._frozen.measured(
-                model, lambda logits, _: top_k(logits[:, : self._rows], count), ids, sources, labels, *rest
-            )
+            return self._frozen.forward(model, ids, sources, labels, *rest, measure=measure)[2]
 
     def measure(
-        self,
-        model: nn.Module,
-        temperature: float,
-        ids: Int[Tensor, "batch length"],
-        sources: Int[Tensor, "targets"],
-        labels: Int[Tensor, "targets"],
-        *places: Any,
+        self, model: nn.Module, temperature: float, ids: Tensor, sources: Tensor, labels: Tensor, *places: Any
     ) -> Measure:
         """Return a function that computes the exact divergence of the policy's logits from the teacher's, for
         `Policy.forward`. Only the teacher's hidden states are kept, and its logits are computed by chunk. Raise

@@ -1,7 +1,7 @@
 """The learner: policy, optimiser and schedule on accelerate. It scores rows and performs optimiser updates."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,11 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
 from agentfactory.trainers.networks.frozen_policy import make_reference
-from agentfactory.trainers.networks.image_check import check_images
-from agentfactory.trainers.networks.policy import Measure, Policy, load_policy
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds
-from agentfactory.trainers.networks.vision_tower import sees, tower_is_trained
+from agentfactory.trainers.networks.vision_tower import check_images, sees, tower_is_trained
 from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
-from agentfactory.trainers.teachers.in_context import teachers_rows, with_scores, without_long
+from agentfactory.trainers.teachers.graded_rows import teachers_rows, with_scores, without_long
 from agentfactory.trainers.teachers.teacher import make_teacher, top_k_measure
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
 
@@ -167,22 +166,20 @@ class Learner:
     def _score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
         """Return rank 0's `rows` with further streams: see `score`."""
         batch, made = self.deal(rows), []
+        frozen: dict[str, Any] = {}
+        if self._reference is not None:
+            frozen["reference"] = self._reference.logprobs
+        if self._teacher is not None:
+            frozen |= {"teacher": self._teacher.logprobs, "teacher_top": self._teacher.top}
         for part in batch.micro_batches:
             streams: dict[str, Targets] = {}
             if "proximal" in names or "entropy" in names:
                 streams["proximal"], streams["entropy"] = self._policy_pass(part)
-            if "reference" in names:
-                assert self._reference is not None
-                streams["reference"] = self._reference.logprobs(self.model, *self._inputs(part), self.temperature)
-            if "teacher" in names:
-                assert self._teacher is not None
-                streams["teacher"] = self._teacher.logprobs(self.model, *self._inputs(part), self.temperature)
-            if "teacher_top" in names:
-                assert self._teacher is not None
-                streams["teacher_top"] = self._teacher.top(self.model, *self._inputs(part), self.temperature)
+            for name in [name for name in frozen if name in names]:
+                streams[name] = frozen[name](self.model, *self._inputs(part), self.temperature)
             if "value" in names:
                 streams["value"] = self._value_pass(part)
-            made.append({name: values for name, values in streams.items() if name in names})
+            made.append({name: streams[name] for name in names})
         scores = self.by_row(batch, made)
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
@@ -256,16 +253,13 @@ class Learner:
 
     def _graded_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
         """Run the policy's forward pass, and measure its distributions against the teacher's if the recipe wants it."""
-        inputs = self._inputs(part)
-        return self.policy_forward(*inputs, self.temperature, self.entropy_gradient, self._measure(part, *inputs))
-
-    def _measure(self, part: MicroBatch, *inputs: Any) -> Measure | None:
-        if self._grading is None or self._grading.is_sampled:
-            return None
-        if self._grading.top_k is not None:
-            return top_k_measure(self._grading, part.streams["teacher_top"])
-        assert self._teacher is not None
-        return self._teacher.measure(self.model, self.temperature, *inputs)
+        inputs, measure = self._inputs(part), None
+        if self._grading is not None and self._grading.top_k is not None:
+            measure = top_k_measure(self._grading, part.streams["teacher_top"])
+        elif self._grading is not None and not self._grading.is_sampled:
+            assert self._teacher is not None
+            measure = self._teacher.measure(self.model, self.temperature, *inputs)
+        return self.policy_forward(*inputs, self.temperature, self.entropy_gradient, measure)
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of the teacher's forward passes since the last call, by metric name."""
@@ -278,12 +272,10 @@ class Learner:
         parameters = self._actor_critic.parameters_of(role) if self._actor_critic else self.model.parameters()
         return clip_gradients(self.accelerator, parameters, self.max_grad_norm, whose=role)
 
-    @contextlib.contextmanager
-    def _syncing(self, sync: bool) -> Iterator[None]:
+    def _syncing(self, sync: bool) -> contextlib.AbstractContextManager[None]:
         # fsdp2 would keep whole gradients of all weights until they are synced
         whole = sync or self.accelerator.is_fsdp2
-        with contextlib.nullcontext() if whole else self.accelerator.no_sync(self.model):
-            yield
+        return contextlib.nullcontext() if whole else self.accelerator.no_sync(self.model)
 
     def _report(self, terms: list[Terms], normaliser: float, grad_norm: float) -> Update:
         sums = ["loss", *terms[0].sums]

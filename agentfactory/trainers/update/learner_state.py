@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from agentfactory.trainers.batches.packing import deal
 from agentfactory.trainers.update.learner import Learner
 
 TRAINING_STATE = "training_state"
@@ -69,9 +70,9 @@ def part_of(learner: Learner) -> Part:
                 tensors[f"optimizer/{name}/{slot}"] = value.detach()
             else:
                 numbers[name][slot] = value
-    whole = {key: value for key, value in tensors.items() if not isinstance(value, DTensor)}
-    owners = _deal(whole, processes)
-    part: Part = {key: value for key, value in tensors.items() if owners.get(key, rank) == rank}
+    whole = [key for key, value in tensors.items() if not isinstance(value, DTensor)]
+    others = {*whole} - {whole[number] for number in deal([tensors[key].nbytes for key in whole], processes)[rank]}
+    part: Part = {key: value for key, value in tensors.items() if key not in others}
     for device, state in _random_state(learner.accelerator.device).items():
         part[f"random/{rank}/{device}"] = state
     if rank == 0:
@@ -242,15 +243,6 @@ def _check_names(checkpoint: Path, held: Iterable[str], trained: dict[str, nn.Pa
     other = sorted(set(held) ^ trained.keys())
     if other:
         raise ValueError(f"{checkpoint} holds other weights than are trained, such as {other[0]}")
-
-
-def _deal(tensors: dict[str, Tensor], processes: int) -> dict[str, int]:
-    """Assign tensors to processes by size, the largest first, each to the least loaded; return the rank of each."""
-    load, owners = [0] * processes, {}
-    for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-        owners[key] = load.index(min(load))
-        load[owners[key]] += tensor.nbytes
-    return owners
 
 
 def _room(entry: TensorStorageMetadata, weight: nn.Parameter) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from agentfactory.trainers.batches.batch import Batch, MicroBatch
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.teachers.in_context import is_graded
+from agentfactory.trainers.teachers.graded_rows import is_graded
 from agentfactory.trainers.update.learner import Learner, Targets, Terms, Update
 from agentfactory.trainers.update.losses import PolicyLoss, behaviour_kl, kl, value_loss
 from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_limits, mismatch_weights

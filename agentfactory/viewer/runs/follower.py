@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint
+from agentfactory.trainers.checkpoints.checkpoint_folder import BestCheckpoint
 from agentfactory.viewer.runs.chain_index import Index, Line, has_run_version, rows_of
 from agentfactory.viewer.runs.run_data import CreditLine, Run, Runs
 from agentfactory.viewer.runs.saved_groups import outline, read_bytes

@@ -24,8 +24,7 @@ from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.recipe.composition import resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
 from agentfactory.rollout.groups.group_files import CREDIT_FILE
-from agentfactory.trainers.checkpoints.best_checkpoint import BestCheckpoint, find_best
-from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints
+from agentfactory.trainers.checkpoints.checkpoint_folder import BestCheckpoint, checkpoints, find_best
 from agentfactory.viewer.runs.growing_file import GrowingFile
 
 _MOST_PROBLEMS = 20

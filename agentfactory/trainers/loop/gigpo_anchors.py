@@ -2,7 +2,7 @@
 
 import logging
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.trajectory import Trajectory
@@ -35,14 +35,10 @@ def _observed(trajectory: Trajectory) -> list[str | None]:
         if turn - 1 in trajectory.malformed_turns:
             anchors.append(anchors[-1])
         else:
-            seen = [_seen(message) for message in messages[before:place]]
+            seen = [[m["role"], m.get("name"), m.get("content")] for m in messages[before:place]]
             anchors.append(anchor_text(seen) if seen else None)
         before = place + 1
     return anchors
-
-
-def _seen(message: dict[str, Any]) -> list[Any]:
-    return [message["role"], message.get("name"), message.get("content")]
 
 
 def step_metrics(groups: Groups) -> dict[str, float]:

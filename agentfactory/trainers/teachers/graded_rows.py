@@ -1,9 +1,10 @@
-"""Rows that a teacher grades with more in its context than the policy has (teacher.context): see Row.teacher_prompt.
+"""Training rows with a teacher's log-probabilities, as the streams `teacher` or `teacher_top`: from a server, or with
+more in the teacher's context than the policy has (teacher.context, see Row.teacher_prompt).
 
-The teacher's rows are other rows than the policy's, so they are scored in passes of their own; their targets are the
-policy's, in the same order. Tokens of other rows are not graded: their `teacher` is infinite, or all tokens of their
-`teacher_top` are -1, and their divergence and its gradient are 0. NaN is no such mark: it comes from a broken teacher,
-and must reach the gradient, where the learner refuses it.
+With a context, the teacher's rows are scored in passes of their own; their targets are the policy's, in the same order.
+Tokens of other rows are not graded: their `teacher` is infinite, or all tokens of their `teacher_top` are -1, and their
+divergence and its gradient are 0. NaN is no such mark: it comes from a broken teacher, and must reach the gradient,
+where the learner refuses it.
 """
 
 import logging
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.run_notices import notify
+from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.batches.batch import TrainingRow
+from agentfactory.trainers.config import TeacherConfig
 
 logger = logging.getLogger(__name__)
 
@@ -81,3 +84,22 @@ def is_graded(streams: dict[str, Tensor]) -> Bool[Tensor, "targets"]:
         return scores != torch.inf
     # an exact divergence covers all
     return torch.ones_like(streams["weight"], dtype=torch.bool)
+
+
+def with_grades(training: TrainingRow, row: Row, config: TeacherConfig) -> TrainingRow:
+    """Add the grades of `row`, which the rollout worker got from the teacher's server, to its training row, as the
+    stream `config.stream`. Raise SettingError if it has none, or others."""
+    name, count = config.stream, len(training.targets)
+    assert name is not None
+    grades = row.teacher_logprobs
+    if (
+        grades is None
+        or len(grades) != count * (config.top_k or 1)
+        or (row.teacher_tokens is None) != config.is_sampled
+    ):
+        problem = f"a row of {count} sampled tokens has no grades of the server at {config.url}, or others"
+        raise SettingError("teacher.url", problem, "begin another run with output=OTHER")
+    values = np.asarray(grades, dtype=np.float64)
+    if row.teacher_tokens is not None:
+        values = np.stack([np.asarray(row.teacher_tokens, np.float64), values]).reshape(2, count, -1).transpose(1, 0, 2)
+    return replace(training, streams=training.streams | {name: values})
