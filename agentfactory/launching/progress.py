@@ -123,7 +123,7 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
     """
     notices = Notices()
     try:
-        with handled_by(_Warnings(say, notices)):
+        with handled_by(_Said(say, notices)):
             yield notices
     finally:
         if lines := notices.last_lines():
@@ -133,7 +133,7 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
 @contextmanager
 def tell_information(say: Callable[[str], None]) -> Iterator[None]:
     """Pass information (`inform`) of our loggers to `say` while the context is open."""
-    with handled_by(_Information(say)):
+    with handled_by(_Said(say)):
         yield
 
 
@@ -151,18 +151,10 @@ def handled_by(handler: logging.Handler) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Information(logging.Handler):
-    def __init__(self, say: Callable[[str], None]):
-        super().__init__(logging.INFO)
-        self._say = say
+class _Said(logging.Handler):
+    """Passes notices of information to `say`; with `notices`, also warnings and the first notice on each topic."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING and (notice := notice_of(record)) is not None:
-            self._say(str(notice))
-
-
-class _Warnings(logging.Handler):
-    def __init__(self, say: Callable[[str], None], notices: Notices):
+    def __init__(self, say: Callable[[str], None], notices: Notices | None = None):
         super().__init__(logging.INFO)
         self._say = say
         self._notices = notices
@@ -172,7 +164,7 @@ class _Warnings(logging.Handler):
         if record.levelno < logging.WARNING:
             if notice is not None:
                 self._say(str(notice))
-        elif notice is None or self._notices.take(notice):
+        elif self._notices is not None and (notice is None or self._notices.take(notice)):
             self._say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 

@@ -299,6 +299,14 @@ class Hold:
         os.pwrite(opened, str(os.getpid()).encode(), 0)
 
 
+def check_run_of(recipe: Path) -> None:
+    """Raise RunFolderError if the file `recipe` is in a run folder with links or other special files."""
+    folder = RunFolder(recipe.parent)
+    # a folder with only some of them is not a task either
+    if recipe.name == RECIPE and any(map(os.path.lexists, folder.parts)):
+        folder.check_entries("recipe")
+
+
 def is_run(path: Path) -> bool:
     """Return whether `path` is a run folder. A folder with only a recipe, such as a task's, is not."""
     folder = RunFolder(path)

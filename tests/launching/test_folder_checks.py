@@ -9,7 +9,7 @@ import pytest
 from agentfactory.commands.export_command import ExportError, export
 from agentfactory.commands.main import main
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
-from agentfactory.launching.untrusted_folders import check_weights_folder
+from agentfactory.launching.served_weights import check_weights_folder
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     INFO,
     DamagedCheckpointError,

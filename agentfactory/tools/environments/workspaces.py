@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +21,9 @@ from mcp import StdioServerParameters
 
 from agentfactory.base.config import CHAIN
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files import removal
+from agentfactory.base.files import untrusted_files
 from agentfactory.base.files.disk import refusal
-from agentfactory.base.files.tree_copy import TreeCopy
-from agentfactory.base.files.untrusted_files import RefusedFileError, opened_folder
+from agentfactory.base.files.untrusted_files import RefusedFileError, TreeCopy, opened_folder
 from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox.limits import sandbox_user
 
@@ -156,7 +154,7 @@ def _keep(folder: Path, place: Path) -> None:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            removal.make_writable(folder)
+            untrusted_files.make_writable(folder)
             _copy_as_it_is(folder, place)
     except OSError as error:
         _tell_lost(place.name, place.parent, error)
@@ -179,7 +177,7 @@ def _copy_as_it_is(folder: Path, place: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a chain's folder, and notify the user of files that cannot be removed."""
-    if left := removal.remove(folder):
+    if left := untrusted_files.remove(folder):
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         notify(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
 
@@ -204,10 +202,10 @@ def _root() -> Path:
     process if it was killed."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
-    atexit.register(removal.remove, root)
+    atexit.register(untrusted_files.remove, root)
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweeper = subprocess.Popen(
-        [sys.executable, "-I", "-S", removal.__file__, root],  # its stdin closes with this process
+        ["sh", "-c", untrusted_files.SWEEP, "sh", root],  # its stdin closes with this process
         cwd="/",
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

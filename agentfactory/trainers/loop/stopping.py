@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import distributed as dist
 
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.endings import Signalled
+from agentfactory.base.processes.supervised import Signalled
 from agentfactory.base.user_code import watch
 from agentfactory.trainers.config import Symptom
 
