@@ -104,9 +104,7 @@ def prepared(quickstart_run: Path) -> Path:
 @pytest.mark.parametrize(
     ("victim", "number", "last_words"),
     [
-        pytest.param("launcher", signal.SIGINT, "interrupted by Ctrl-C", marks=pytest.mark.long),
         ("launcher", signal.SIGTERM, "interrupted by SIGTERM"),
-        pytest.param("trainer", signal.SIGKILL, "the trainer was ended by signal 9", marks=pytest.mark.long),
         pytest.param("worker", signal.SIGKILL, "the rollout worker was killed by signal 9", marks=pytest.mark.long),
         pytest.param("server", signal.SIGKILL, "the server was ended by signal 9", marks=pytest.mark.long),
     ],

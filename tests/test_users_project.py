@@ -57,7 +57,7 @@ def whose() -> str:
 }
 
 
-@pytest.fixture(params=["package", pytest.param("plain folder", marks=pytest.mark.long)])
+@pytest.fixture(params=["package"])
 def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's folder, as current folder; its tools/ is a package, or a folder of modules."""
     folder = tmp_path / "project"
@@ -98,10 +98,7 @@ STARTS = {"installed": [AGENTFACTORY], "python -m": [sys.executable, "-m", "agen
     ("start", "place", "project"),
     [
         ("installed", "project", "package"),
-        pytest.param("installed", "checkout", "plain folder", marks=pytest.mark.long),
-        pytest.param("python -m", "project", "plain folder", marks=pytest.mark.long),
-        ("python -m", "checkout", "package"),
-        pytest.param("python -m", "checkout", "plain folder", marks=pytest.mark.long),
+        ("python -m", "checkout", "plain folder"),
     ],
     indirect=["project"],
 )
@@ -119,7 +116,6 @@ def test_commands(start: str, place: str, project: Path, quickstart_run: Path, w
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("project", ["package"], indirect=True)
 def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None:
     """Launcher, trainer, worker, server and a pool of processes, all of them from the user's folder."""
     serve = ["-m", "agentfactory", "tools", "serve", "tasks/world.py:World"]

@@ -27,8 +27,7 @@ def test_loads_once_under_a_private_name(tmp_path: Path) -> None:
         ("missing.py:search", "missing.py:search: there is no file .*missing.py"),
         ("mine.py:serach", "defines no serach; it defines search, Index"),
         ("empty.py:x", "it defines no function and no class"),
-        ("broken.py:x", "broken.py fails on import: ZeroDivisionError: division by zero"),
-        ("broken.py:x", r"division by zero \(line 1\); fix: correct the file$"),
+        ("broken.py:x", r"broken.py fails on import: ZeroDivisionError: division by zero \(line 1\); fix: correct the"),
         (
             "syntax.py:x",
             r"SyntaxError: .*syntax.py, line 1\); fix: correct the file$",
@@ -144,7 +143,6 @@ def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
             r"No module named 'no_such_module' \(line 1\); fix: install it, or .* import_path; .* in .*/",
         ),
         ("from no_such.place import x", r"No module named 'no_such' \(line 1\); fix: install it"),
-        ("1 / 0", r"division by zero \(line 1\); fix: correct the file"),
         ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
         ("from . import broken_helper", "fix: write `import NAME` for a file beside it"),
         ("from yaml import mine", "give .*yaml.py another name: the library yaml comes before it"),

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,6 +40,10 @@ def test_every_stage_but_the_first_trains_the_checkpoint_of_the_one_before(two_s
     assert (first.state, second.state) == (State.NEW, State.NEW)
     assert second.recipe.model.path == str(two_stages / "first" / "checkpoints" / "step-000007")
     assert not two_stages.exists(), "a plan writes nothing"
+    after_adapter = planned("first.model.lora.rank=2").stages[1]
+    assert after_adapter.merge is not None
+    assert after_adapter.merge.reason == "second trains all weights"
+    assert after_adapter.recipe.model.path == str(after_adapter.merge.output)
 
 
 def test_a_completed_stage_is_not_due_and_gives_the_checkpoint_that_it_has(two_stages: Path) -> None:
@@ -62,7 +65,7 @@ def test_the_trainer_is_given_the_whole_recipe(project: Path, tmp_path: Path) ->
     stage = StagePlan(recipe, RunFolder(recipe.output), checkpoint=tmp_path / "step-000002").placed(placement)
     assignment = stage.assignment("http://127.0.0.1:7000")
     assignment.write(tmp_path / "assignment.json")
-    read = Assignment.read(tmp_path / "assignment.json")
+    read = Assignment.wait_for(tmp_path / "assignment.json")
     assert read == assignment
     given = read.recipe.model_dump()
     assert given["server"].pop("url") == "http://127.0.0.1:7000"
@@ -118,15 +121,6 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
 
 
-def test_an_assignment_is_waited_for(project: Path, tmp_path: Path) -> None:
-    recipe = recipe_of()
-    assignment = StagePlan(recipe, RunFolder(recipe.output)).placed(Placement()).assignment("http://127.0.0.1:7000")
-    with ThreadPoolExecutor() as pool:
-        read = pool.submit(Assignment.wait_for, tmp_path / "assignment.json")
-        assignment.write(tmp_path / "assignment.json")
-        assert read.result(10) == assignment
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -147,14 +141,11 @@ def test_what_is_no_assignment_is_refused(tmp_path: Path, text: str | None, said
     assert "fix: only the launcher writes one" in str(caught.value)
 
 
-def test_an_assignment_stands_alone(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="--assignment: it contains the recipe"):
-        train.parse(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
-
-
 def test_an_assignment_is_for_the_launchers_processes(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(SettingError, match="--assignment: it contains the recipe"):
+        train.parse(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
     recipe = recipe_of()
     stage = StagePlan(recipe, RunFolder(recipe.output)).placed(Placement())
     stage.assignment("http://127.0.0.1:7000").write(tmp_path / "a.json")

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from agentfactory.launching.progress import Progress
-from agentfactory.launching.run_results import draw_curve
+from agentfactory.launching.run_results import conclude, draw_curve
 
 STEP = {"step": 1, "reward": 0.25, "success": 0.125, "turns": 5.0, "entropy": 1.5, "tokens_per_second": 1234.5}
 STEP["seconds/step"] = 90.0
@@ -65,3 +65,17 @@ def test_the_curve_is_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     assert draw_curve([{"step": 1, "loss": 2.0}], tmp_path / "loss.png", "run") is not None
     assert draw_curve([{"step": 0, "eval/reward": 1.0}], tmp_path / "none.png", "run") is None
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({}, None),
+        ({"success_before": 0.5, "success_after": 0.5, "reward_before": 0, "reward_after": 1}, "success has not risen"),
+        ({"success_before": 1.0, "success_after": 1.0}, None),
+        ({"reward_before": 2.5, "reward_after": 2.25}, "reward has not risen"),
+    ],
+)
+def test_a_run_that_has_learned_nothing_says_so(figures: dict[str, float], said: str | None, tmp_path: Path) -> None:
+    told = [line for line in conclude("run", figures, tmp_path, None) if "has not risen" in line]
+    assert [line.partition(":")[0] for line in told] == ([said] if said else [])
