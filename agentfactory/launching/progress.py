@@ -71,11 +71,7 @@ class Progress:
         if now - self._plain_at >= 1.0 or self._step == self.total:
             self._plain_at = now
             figures = "  ".join(f"{name} {text}" for name, text in shown.items())
-            self._print(f"step {self._step}/{self.total}  {figures}  {speed} tokens/s  {self._eta()}")
-
-    def note(self, text: str) -> None:
-        """Print a separate line that stays on the terminal."""
-        self._print(text)
+            self.note(f"step {self._step}/{self.total}  {figures}  {speed} tokens/s  {self._eta()}")
 
     def close(self) -> None:
         """Restore the terminal; lines already shown stay."""
@@ -91,9 +87,10 @@ class Progress:
                 name for name in figures if name.endswith("/reward")
             ]
             text = ", ".join(f"{name.replace('/', ' ')} {figures[name]:.3f}" for name in wanted or figures)
-            self._print(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
+            self.note(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a separate line that stays on the terminal."""
         self.console.print(Text(text), soft_wrap=True)
 
     def _eta(self) -> str:

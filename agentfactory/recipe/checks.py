@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.http.addresses import is_http_address
-from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.http.loopback import is_http_address, is_loopback
 from agentfactory.base.processes.environment import is_setting
 from agentfactory.base.user_code.source_files import source_files, variables_read
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter

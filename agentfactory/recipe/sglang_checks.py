@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.http.loopback import is_http_address
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import has_vision_tower

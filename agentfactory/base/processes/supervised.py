@@ -311,21 +311,17 @@ class _Supervisor:
             if (where := self._inside.place(main_only=not holds)) is not None:
                 fix = HOLDS_LOCK if holds else "let KeyboardInterrupt end it, and handle no SIGTERM and SIGINT in it"
                 self._end(f"was killed, because user code did not react to a signal: {where}; fix: {fix}")
-        if self._limit is not None and self._silent > max(self._limit[0], QUIET_SECONDS):
-            where = self._inside.place() or "user code"
+        is_over = self._limit is not None and self._silent > max(self._limit[0], QUIET_SECONDS)
+        if is_over or self._silent >= self._due:
+            where = self._inside.place()
             # it may have come back while this process looked
             self.hear()
-            if self._silent:
-                held = f"{where}, held Python's lock for longer than {self._limit[1]}"
+            if self._silent and is_over and self._limit is not None:
+                held = f"{where or 'user code'}, held Python's lock for longer than {self._limit[1]}"
                 self._end(f"was killed, because nothing else in it could run: {held}; fix: {HOLDS_LOCK}")
-        if self._silent >= self._due:
-            where = self._inside.place()
-            self.hear()
-            if where is not None and self._silent:
-                watch.say(
-                    f"{where}, has held Python's lock for {self._silent:.0f} s, and nothing else in this process can "
-                    f"run; fix: {HOLDS_LOCK}"
-                )
+            if self._silent and where is not None:
+                held = f"{where}, has held Python's lock for {self._silent:.0f} s"
+                watch.say(f"{held}, and nothing else in this process can run; fix: {HOLDS_LOCK}")
             self._due *= 3
         elif self._silent < QUIET_SECONDS:
             self._due = QUIET_SECONDS
