@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,27 +131,20 @@ def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None
     assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
 
 
-@pytest.fixture
-def own_server(warm_start: Path) -> Iterator[str]:
-    """A separate server for a test that trains, because others need warm_server's initial weights. Must be created
-    before the project, whose folder becomes the current one."""
-    with embedded_server(warm_start, "--max-model-len", "1024") as url:
-        yield url
-
-
-SCRIPTS = {"file": [str(REPOSITORY / "train.py")], "module": ["-m", "agentfactory.train"]}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["file", pytest.param("module", marks=pytest.mark.long)])
 @pytest.mark.parametrize("project", ["plain folder"], indirect=True)
-def test_accelerate_launch(script: str, own_server: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:
+def test_accelerate_launch(
+    project: Path, quickstart_run: Path, warm_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)  # for the server
     write_recipe(project, quickstart_run, warm_start)
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch"]
     flags = ["--config_file", str(REPOSITORY / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"]
-    flags += ["--main_process_port", "0"]
-    settings = ["train.processes=2", "train.strategy=ddp", f"server.url={own_server}", "output=run"]
-    run(*launch, *flags, *SCRIPTS[script], "recipe.yaml", *settings, ACCELERATE_USE_CPU="true")
+    flags += ["--main_process_port", "0", str(REPOSITORY / "train.py")]
+    # a separate server, because others need warm_server's initial weights
+    with embedded_server(warm_start, "--max-model-len", "1024") as url:
+        settings = ["train.processes=2", "train.strategy=ddp", f"server.url={url}", "output=run"]
+        run(*launch, *flags, "recipe.yaml", *settings, cwd=project, ACCELERATE_USE_CPU="true")
     assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
 
 
