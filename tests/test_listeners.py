@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -244,24 +243,6 @@ def test_an_inference_server_answers_its_own_user_only(warm_server: str) -> None
         assert status in {0, 401, 413}, status
         assert grown < FLOOD_MB / 2, f"{grown:.0f} MiB"
     assert endless_header(warm_server, pid) < FLOOD_MB / 8
-
-
-@pytest.mark.extended
-def test_what_a_model_is_chatted_with_answers_its_own_user_only(warm_start: Path, tmp_path: Path) -> None:
-    """It uses the gateway's keys and bounds."""
-    recipe, log = tmp_path / "recipe.yaml", tmp_path / "log"
-    model = {"path": str(warm_start), "dtype": "float32"}
-    server = {"engine": "embedded", "max_model_len": 256}
-    recipe.write_text(json.dumps({"model": model, "server": server, "output": str(tmp_path / "run")}))
-    process = Forked(COMMAND, "serve", str(recipe), "--chat", log=log)
-    try:
-        said = wait_for(lambda: log.exists() and re.search(r"export OPENAI_BASE_URL=(\S+)/v1\n", log.read_text()), 60)
-        assert {urlsplit(said[1]).port} < {each.port for each in listening(process.pid)}
-        assert only_loopback(process.pid)
-        assert status_of(said[1], "/v1/chat/completions", Authorization="Bearer wrong") == 401
-        assert status_of(said[1], "/v1/chat/completions") == 401
-    finally:
-        process.kill(signal.SIGTERM)
 
 
 async def test_the_gateway_listens_on_loopback() -> None:

@@ -207,7 +207,7 @@ def _root() -> Path:
     process if it was killed."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
-    atexit.register(subprocess.run, ["sh", "-c", _REMOVE, "sh", root])
+    atexit.register(subprocess.call, ["sh", "-c", _REMOVE, "sh", root])
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweeper = subprocess.Popen(
         ["sh", "-c", _SWEEP, "sh", root],  # its stdin closes with this process
