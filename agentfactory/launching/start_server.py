@@ -1,4 +1,4 @@
-"""An inference server as a child process of a command (`start_server`), or of a script or notebook (`serve`)."""
+"""An inference server as a child process of a command (`begin_server`), or of a script or notebook (`serve`)."""
 
 import asyncio
 import os
@@ -20,21 +20,6 @@ _END_SECONDS = 10.0
 _SAY_EVERY_SECONDS = 10.0
 
 
-def start_server(
-    recipe: RolloutRecipe,
-    command: Sequence[str],
-    children: Children,
-    log: Path,
-    say: Callable[[str], None],
-    adapters: Mapping[str, Path] | None = None,
-    env: dict[str, str] | None = None,
-) -> tuple[Child, str]:
-    """Start a server with `command`, which serves `recipe.model` and `adapters`, and wait until it is ready. Return the
-    child and its address. Raises ChildFailed."""
-    server = begin_server(recipe, command, children, log, say, adapters, env)
-    return server, wait_for_server(recipe, server, children, say)
-
-
 def begin_server(
     recipe: RolloutRecipe,
     command: Sequence[str],
@@ -44,7 +29,7 @@ def begin_server(
     adapters: Mapping[str, Path] | None = None,
     env: dict[str, str] | None = None,
 ) -> Child:
-    """Start a server as `start_server` does, without waiting for it."""
+    """Start a server with `command`, which serves `recipe.model` and `adapters`."""
     beside = f" with {', '.join(str(path) for path in adapters.values())}" if adapters else ""
     say(f"starting the {recipe.server.engine} server on {recipe.server.model or recipe.model.path}{beside}")
     return children.start("server", command, log, env=env, explain=serving.explain)

@@ -78,14 +78,14 @@ def ended_by(status: int, doing: str = "") -> str:
 
 def show_to(writer: int) -> None:
     """Let the process at the other end of the pipe `writer` see what this one does (`Inside`)."""
-    # a real-time signal, because programs use SIGUSR1 and SIGUSR2 themselves
+    watch.supervise(writer)
     if hasattr(signal, "SIGRTMIN"):
         faulthandler.register(_asking(), file=writer, all_threads=False)
-    watch.supervise(writer)
-    watch.tell("shows")
+        watch.tell("shows")
 
 
 def _asking() -> int:
+    # a real-time signal, because programs use SIGUSR1 and SIGUSR2 themselves
     return int(signal.SIGRTMIN) + 9
 
 
