@@ -1,7 +1,9 @@
-"""Tests of the key that a server stores for clients of its own user."""
+"""Tests of the key that a server stores for clients of its own user, and of its address."""
 
 import fcntl
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http import server_keys
+from agentfactory.base.http.key_guard import listen
 from agentfactory.base.http.server_keys import find_key, key_file, key_folder, pinned, published_key
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -94,3 +97,19 @@ def test_a_folder_that_others_could_write_is_refused(runtime: Path, how: str) ->
         find_key("http://127.0.0.1:4007")
     with pytest.raises(SettingError, match="another user"), published_key("127.0.0.1", 4007):
         pass
+
+
+def test_a_free_port_is_taken() -> None:
+    with listen("127.0.0.1", 0, "--http") as listener, socket.create_connection(listener.getsockname()):
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_port_that_cannot_be_used_is_named_with_its_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = "{}:{}".format(*other.getsockname())
+        with pytest.raises(
+            SettingError, match=rf"--http: {re.escape(address)} cannot be used: .*; fix: choose another"
+        ):
+            listen("127.0.0.1", other.getsockname()[1], "--http")
+    with pytest.raises(SettingError, match=r"--port: 127\.0\.0\.1:99999 cannot be used"):
+        listen("127.0.0.1", 99999, "--port")

@@ -2,12 +2,14 @@
 
 import io
 import json
+import logging
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from agentfactory.launching.progress import Progress
+from agentfactory.base.run_notices import notify
+from agentfactory.launching.progress import Progress, tell_warnings
 from agentfactory.launching.run_results import conclude, draw_curve
 
 STEP = {"step": 1, "reward": 0.25, "success": 0.125, "turns": 5.0, "entropy": 1.5, "tokens_per_second": 1234.5}
@@ -79,3 +81,28 @@ def test_the_curve_is_a_picture(tmp_path: Path) -> None:
 def test_a_run_that_has_learned_nothing_says_so(figures: dict[str, float], said: str | None, tmp_path: Path) -> None:
     told = [line for line in conclude("run", figures, tmp_path, None) if "has not risen" in line]
     assert [line.partition(":")[0] for line in told] == ([said] if said else [])
+
+
+def test_a_notice_is_shown_once_and_again_at_the_end_with_its_count() -> None:
+    said: list[str] = []
+    logger = logging.getLogger("agentfactory")
+    with pytest.raises(InterruptedError), tell_warnings(said.append):
+        for died in ("call 3", "call 9", "call 12"):
+            notify(logger, "tool server search", f"tool server search was restarted at {died}", see="logs/worker.log")
+        for lost in (4, 80):
+            notify(logger, "lost chains", f"{lost} of 128 chains are lost", times=0)
+        logger.warning("some other warning")
+        said.append("a step")
+        raise InterruptedError
+    assert said == [
+        "warning: tool server search was restarted at call 3; see logs/worker.log",
+        "warning: 4 of 128 chains are lost",
+        "warning: some other warning",
+        "a step",
+        "warnings of this run:\n"
+        "  tool server search was restarted at call 12; see logs/worker.log (3 times)\n"
+        "  80 of 128 chains are lost",
+    ]
+    with tell_warnings(said.append):
+        logger.warning("another")
+    assert said[5:] == ["warning: another"], "a run without a notice ends without a list"
