@@ -104,8 +104,7 @@ def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) ->
 
 
 def has_few_values(content: bytes, most: int = JSON_VALUES) -> bool:
-    """Return whether JSON has at most about `most` values. Commas and brackets within texts count too."""
-    # each of these begins a value
+    """Return whether JSON has at most about `most` values. Commas and brackets, which begin one, count in texts too."""
     return sum(map(content.count, (b",", b"[", b"{"))) <= most
 
 
