@@ -10,6 +10,7 @@ import yaml
 from agentfactory import train
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
+from agentfactory.commands.main import main
 from agentfactory.launching.launch_plan import Assignment, RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
@@ -17,7 +18,6 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT
 from tests.launching.test_resume import recipe_of, write_checkpoint
-from tests.project import Command
 
 
 @pytest.fixture
@@ -94,12 +94,14 @@ def test_the_commands_of_several_processes(two_stages: Path) -> None:
     assert stage.trainer.env == expected
 
 
-@pytest.mark.processes
-def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> None:
-    result = agentfactory("train", "both.yaml", "--dry-run")
-    assert result.returncode == 0, result.stderr
-    assert len(yaml.safe_load(result.stdout)["stages"]) == 2
-    lines = [line for line in result.stdout.splitlines() if line.startswith("#")]
+def test_a_dry_run_prints_the_plan(two_stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*arguments: str) -> str:
+        assert main(["train", *arguments, "--dry-run"]) == 0
+        return capsys.readouterr().out
+
+    plan = printed("both.yaml")
+    assert len(yaml.safe_load(plan)["stages"]) == 2
+    lines = [line for line in plan.splitlines() if line.startswith("#")]
     lines = [line for line in lines if not line.startswith("# warning: train.batch_size: got 8, more than the rows")]
     assert lines[0] == "# first: new, in runs/both/first"
     (server,) = [line for line in lines if line.startswith("# second: server: ")]
@@ -112,12 +114,11 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
     assert isinstance(recipe, Recipe)
     folder = RunFolder.create(recipe.output, recipe.to_yaml())
     write_checkpoint(folder, recipe, 2)
-    taken = agentfactory("train", "first.yaml", "--dry-run")
-    assert taken.returncode == 0
     told = f"# would be refused: output: {recipe.output} holds the run 'first' of the recipe in "
-    assert taken.stdout.splitlines()[-1].startswith(told)
-    resumed = agentfactory("train", "first.yaml", "--dry-run", "--resume")
-    assert "# first: started, in runs/first, resumes from runs/first/checkpoints/step-000002" in resumed.stdout
+    assert printed("first.yaml").splitlines()[-1].startswith(told)
+    assert "# first: started, in runs/first, resumes from runs/first/checkpoints/step-000002" in printed(
+        "first.yaml", "--resume"
+    )
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
 
 
