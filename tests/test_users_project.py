@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
+from tests.conftest import QUICKSTART, REPOSITORY
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -128,23 +128,6 @@ def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None
     write_recipe(project, quickstart_run, warm_start, **own, rewards=["tasks/prepare.py:always"])
     run(sys.executable, "-m", "agentfactory", "train", "recipe.yaml", "output=run")
     assert json.loads((project / "run" / "prepared" / "said.json").read_text()) == "user"
-    assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("project", ["plain folder"], indirect=True)
-def test_accelerate_launch(
-    project: Path, quickstart_run: Path, warm_start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPOSITORY)  # for the server
-    write_recipe(project, quickstart_run, warm_start)
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-    flags = ["--config_file", str(REPOSITORY / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"]
-    flags += ["--main_process_port", "0", str(REPOSITORY / "train.py")]
-    # a separate server, because others need warm_server's initial weights
-    with embedded_server(warm_start, "--max-model-len", "1024") as url:
-        settings = ["train.processes=2", "train.strategy=ddp", f"server.url={url}", "output=run"]
-        run(*launch, *flags, "recipe.yaml", *settings, cwd=project, ACCELERATE_USE_CPU="true")
     assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
 
 

@@ -13,7 +13,7 @@ import sysconfig
 import threading
 import time
 from asyncio import events
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -212,7 +212,7 @@ def loop_watched(warn: Warn) -> Iterator[None]:
 
 def _watch(loop: asyncio.AbstractEventLoop, thread: int, warn: Warn) -> None:
     """Ask the loop to answer, which it does after each round of callbacks, as long as it is watched."""
-    blocked: Counter[CodeType] = Counter()
+    blocked: defaultdict[CodeType, float] = defaultdict(float)
     minute = time.monotonic()
     while _watched[loop]:
         if time.monotonic() - minute > _MINUTE:
@@ -228,7 +228,7 @@ def _watch(loop: asyncio.AbstractEventLoop, thread: int, warn: Warn) -> None:
     del _watched[loop]
 
 
-def _look_until(answered: threading.Event, thread: int, blocked: Counter[CodeType], warn: Warn) -> None:
+def _look_until(answered: threading.Event, thread: int, blocked: dict[CodeType, float], warn: Warn) -> None:
     """Look at the thread of a loop that does not answer. Add the seconds for which a user's function blocks it, within
     a minute, to `blocked`; warn of it, and tell the supervising process when it has reached the limit."""
     # the function that ran at the last look: a reference, because a later frame may have the same address
@@ -242,7 +242,7 @@ def _look_until(answered: threading.Event, thread: int, blocked: Counter[CodeTyp
             before, since = held, now
             continue
         where, code = described(places), held.f_code
-        blocked[code] += seconds  # type: ignore[assignment]
+        blocked[code] += seconds
         if blocked[code] >= BLOCKED_SECONDS and code not in _told:
             _told.add(code)
             is_async = code.co_flags & inspect.CO_COROUTINE
