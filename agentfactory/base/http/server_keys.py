@@ -97,15 +97,10 @@ def find_key(url: str) -> str | None:
     instead of an IP address (see `pinned`). Raises SettingError if another user could have written it."""
     if not _is_address(urlsplit(url).hostname or ""):
         return None
-    for host, port in _addresses(url):
-        file = key_file(host, port)
-        with suppress(FileNotFoundError):
-            try:
-                status = file.stat()
-                return _read(file, status.st_ino, status.st_mtime_ns)
-            except PermissionError:
-                _check_private(file.parent)
-                raise
+    with suppress(FileNotFoundError):
+        if (file := key_file_of(url)) is not None:
+            status = file.stat()
+            return _read(file, status.st_ino, status.st_mtime_ns)
     return None
 
 
