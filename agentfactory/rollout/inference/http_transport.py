@@ -134,7 +134,7 @@ class Connection:
         return status == 200
 
     def lacking_key(self, url: str) -> str:
-        """See the function of the same name."""
+        """Return why the server at `url` rejected the key or its absence, and the fix."""
         return lacking_key(url, self._api_key_env, self._section)
 
     async def is_guarded(self, url: str) -> bool:
