@@ -24,15 +24,14 @@ from typing import NoReturn
 
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.launch_plan import Assignment
-from agentfactory.launching.resume_option import add_resume_option, settle_resume
+from agentfactory.launching import add_resume_option, settle_resume
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.endings import Signalled, exited_by
-from agentfactory.base.processes.supervised import DiedFromInside, supervised
+from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
 from agentfactory.base.files.disk import DiskError
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import spare_loopback

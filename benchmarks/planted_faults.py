@@ -312,8 +312,8 @@ FAULTS = (
     Fault(
         "orphans",
         "launching/child_processes.py",
-        "        psutil.wait_procs(descendants, timeout=1.0)\n        _kill(descendants)",
-        "        pass",
+        "    psutil.wait_procs(descendants, timeout=1.0)\n    _kill(descendants)",
+        "    pass",
         "launching/test_processes.py",
     ),
     Fault(

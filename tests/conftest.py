@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parent.parent
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 
 PROCESSES = {
-    *("quickstart_run", "agentfactory", "server", "servers", "served", "engine", "own_server", "untied", "tied"),
+    *("quickstart_run", "agentfactory", "server", "servers", "served", "engine", "untied", "tied"),
     *("adapting", "seeing_server", "hunt_url", "exported", "tracked", "site", "browser", "viewer"),
 }
 """Fixtures that start processes."""

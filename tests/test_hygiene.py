@@ -62,8 +62,8 @@ class Run:
 
 
 @contextmanager
-def start_run(folder: Path, warm_start: Path, prepared: Path, steps: int, *options: str) -> Iterator[Run]:
-    """Train the treasure hunt over a stdio tool server: five processes. `options` end the command line."""
+def start_run(folder: Path, warm_start: Path, prepared: Path) -> Iterator[Run]:
+    """Train the treasure hunt over a stdio tool server: five processes."""
     hunt = {
         "command": "python",
         "args": ["-m", "agentfactory.tools.serve", str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
@@ -74,14 +74,14 @@ def start_run(folder: Path, warm_start: Path, prepared: Path, steps: int, *optio
         "mcp_servers": {"hunt": {**hunt, "environment": {}}},
         "rollout": {"group_size": 4, "max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
         "server": {"engine": "embedded", "max_model_len": 512},
-        "train": {"steps": steps, "batch_size": 4, "learning_rate": 1e-4, "checkpoint_every": 2},
+        "train": {"steps": 1000, "batch_size": 4, "learning_rate": 1e-4, "checkpoint_every": 2},
     }
     # JSON is YAML
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
     output = folder / "run"
     command = [sys.executable, "-m", "agentfactory", "train", str(folder / "recipe.yaml"), f"output={output}"]
     with subprocess.Popen(
-        [*command, *options],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -104,9 +104,7 @@ def prepared(quickstart_run: Path) -> Path:
 @pytest.mark.parametrize(
     ("victim", "number", "last_words"),
     [
-        pytest.param("launcher", signal.SIGINT, "interrupted by Ctrl-C", marks=pytest.mark.long),
         ("launcher", signal.SIGTERM, "interrupted by SIGTERM"),
-        pytest.param("trainer", signal.SIGKILL, "the trainer was ended by signal 9", marks=pytest.mark.long),
         pytest.param("worker", signal.SIGKILL, "the rollout worker was killed by signal 9", marks=pytest.mark.long),
         pytest.param("server", signal.SIGKILL, "the server was ended by signal 9", marks=pytest.mark.long),
     ],
@@ -114,7 +112,7 @@ def prepared(quickstart_run: Path) -> Path:
 def test_a_death_ends_the_whole_run(
     tmp_path: Path, warm_start: Path, prepared: Path, victim: str, number: signal.Signals, last_words: str
 ) -> None:
-    with start_run(tmp_path, warm_start, prepared, steps=1000) as run:
+    with start_run(tmp_path, warm_start, prepared) as run:
         run.wait_for_steps(1)
         names = {name: run.find(name).pid for name in MARKS}
         assert len(set(names.values())) == len(MARKS)
@@ -129,43 +127,9 @@ def test_a_death_ends_the_whole_run(
     check_folder(run.output)
 
 
-def logged(output: Path) -> list[int]:
-    """The steps of metrics.jsonl, each of whose lines is whole."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if "loss" in line]
-
-
 def check_folder(output: Path) -> None:
     """Assert that a broken run's folder can be read."""
-    assert logged(output)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert any("loss" in line for line in lines)
     assert len(list(read_groups(output / "trajectories"))) >= 4
     assert (output / "recipe.yaml").exists()
-
-
-@pytest.mark.long
-def test_a_killed_run_goes_on_by_the_same_command_and_outlives_its_tool_server(
-    tmp_path: Path, warm_start: Path, prepared: Path
-) -> None:
-    """The first attempt's launcher is killed, then the second's tool server, for which no chain gets a bad reward."""
-    with start_run(tmp_path, warm_start, prepared, steps=1000) as run:
-        run.wait_for_steps(3)
-        run.find("launcher").kill()
-        assert run.left_after(GONE_WITHIN) == []
-    check_folder(run.output)
-    done = len(logged(run.output))
-    assert done >= 3
-    steps = done + 20
-    with start_run(tmp_path, warm_start, prepared, steps, "--resume") as run:
-        # this count is reached once this attempt has trained a step beyond the first attempt's
-        run.wait_for_steps(done + 1)
-        run.find("tool server").kill()
-        said, _ = run.process.communicate()
-        assert run.process.returncode == 0, said
-        assert run.left_after(GONE_WITHIN) == []
-    assert logged(run.output) == list(range(1, steps + 1))
-    summary = json.loads((run.output / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("completed", steps)
-    chains = [t for group in read_groups(run.output / "trajectories") for t in group.trajectories]
-    failed = [t for t in chains if t.outcome.failed]
-    assert {t.outcome.value for t in failed} <= {"tool_infrastructure"}
-    assert all(t.reward is None for t in failed)

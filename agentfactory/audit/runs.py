@@ -6,8 +6,7 @@ from agentfactory.audit.foreign.formats import read as read_foreign
 from agentfactory.audit.record import Record
 from agentfactory.audit.run_record import records_of
 from agentfactory.base.errors import SettingError
-from agentfactory.launching.run_folder import RECIPE, RunFolderError
-from agentfactory.launching.untrusted_folders import check_run_of
+from agentfactory.launching.run_folder import RECIPE, RunFolderError, check_run_of
 
 
 def records_at(path: Path) -> list[Record]:

@@ -16,6 +16,15 @@ Content = str | list[dict[str, Any]]
 `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`."""
 
 
+def own_copy(value: Any) -> Any:
+    """Copy the mappings and lists of a JSON-like value; everything else in it is shared."""
+    if type(value) is dict:
+        return {key: own_copy(part) for key, part in value.items()}
+    if type(value) is list:
+        return [own_copy(part) for part in value]
+    return value
+
+
 def text_of(content: Content) -> str:
     """Return `content` as text, with at least one line per part; an image becomes a visible marker, so that nothing is
     dropped silently."""

@@ -14,10 +14,9 @@ from typing import Any
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, ToolInfrastructureError, text_of
 from agentfactory.base.processes.interruption import run_interruptibly
-from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError
+from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError, check_run_of
 from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import serve
-from agentfactory.launching.untrusted_folders import check_run_of
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of

@@ -18,7 +18,7 @@ from agentfactory.launching.run_folder import (
     is_run,
     named_base,
 )
-from agentfactory.launching.untrusted_folders import check_weights_folder
+from agentfactory.launching.served_weights import check_weights_folder
 from agentfactory.recipe.composition import display
 from agentfactory.rollout.model_hub import HubName, check_answers, check_names, is_hub_name
 from agentfactory.trainers.checkpoints.checkpoint_folder import (

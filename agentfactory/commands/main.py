@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.http.proxies import spare_loopback
-from agentfactory.base.processes.endings import Signalled, exited_by
-from agentfactory.base.processes.supervised import DiedFromInside, supervised
+from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
 from agentfactory.commands import completion
 from agentfactory.commands.options import make_parser, parse
 
@@ -145,8 +144,7 @@ def _run(options: argparse.Namespace) -> int:
     # these imports do not load torch
     from agentfactory.base.errors import SettingError
     from agentfactory.launching.progress import tell_information
-    from agentfactory.launching.run_folder import RunFolderError, is_run
-    from agentfactory.launching.untrusted_folders import check_run_of
+    from agentfactory.launching.run_folder import RunFolderError, check_run_of, is_run
     from agentfactory.recipe.load import load_recipe
 
     if options.command == "eval" and options.url is not None:

@@ -15,7 +15,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.entry_points import COMMANDS, registered
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.commands.completion import SHELLS, complete_override
-from agentfactory.launching.resume_option import add_resume_option, settle_resume
+from agentfactory.launching import add_resume_option, settle_resume
 
 _ABOUT = {
     "new": "write a small working task: tool, reward, data, recipes, test",

@@ -20,7 +20,7 @@ from agentfactory.launching.reach_early import check_hub, check_tools_open
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.served_weights import Served, what_is_served
-from agentfactory.launching.start_server import start_server
+from agentfactory.launching.start_server import begin_server, wait_for_server
 from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
@@ -59,7 +59,8 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
         transfer = replace(placement, sync=None).weight_transfer(served.recipe)
         log, env = folder.logs / "server.log", placement.environment("server")
         command = placement.server_command(served.recipe, served.adapters, transfer)
-        server, url = start_server(served.recipe, command, children, log, say, served.adapters, env)
+        server = begin_server(served.recipe, command, children, log, say, served.adapters, env)
+        url = wait_for_server(served.recipe, server, children, say)
         say(f"ready {url} (log: {display(log)})")
         if served.recipe.server.api_key_env is None:
             say(f"requests need its key, which AgentFactory finds; for other clients: {key_file_of(url)}")
@@ -299,7 +300,8 @@ def acting(
             _log_to(folder, command)
             if not urls:
                 log, start = folder.logs / "server.log", server_command(served.recipe, served.adapters)
-                server, url = start_server(served.recipe, start, children, log, say, served.adapters)
+                server = begin_server(served.recipe, start, children, log, say, served.adapters)
+                url = wait_for_server(served.recipe, server, children, say)
                 urls = [url]
             yield served, folder, urls
         except Exception as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -75,6 +75,48 @@ class Child:
         return self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()[-lines:]
 
 
+def start_child(
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    show: bool = False,
+    explain: Callable[[list[str]], str | None] | None = None,
+    is_finishing: Callable[[], bool] = lambda: False,
+    inherited: Mapping[str, str] = os.environ,
+) -> Child:
+    """Start a child in the environment `inherited`, with the variables `env`; its output goes to `log`, or with `show`
+    only its stderr. It leads its own session, so that a terminal's Ctrl-C does not reach it."""
+    with writing(log.parent):
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        log_start = file.tell()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if show else file,
+            stderr=file,
+            # threads that spin while they wait would take cores from the other processes
+            env={"OMP_WAIT_POLICY": "passive", **inherited, **parent_watch.environment(), **(env or {})},
+            start_new_session=True,
+        )
+    return Child(name, process, log, log_start, explain, is_finishing)
+
+
+def end_child(child: Child, ends: Callable[[Child], bool]) -> None:
+    """Send a child SIGTERM, which it passes to its own children in the order that it needs. Kill it unless it `ends`,
+    and then the processes that are left."""
+    descendants = _descendants(child)
+    if child.process.poll() is None:
+        child.process.terminate()
+        if not ends(child):
+            descendants += _descendants(child)
+            child.process.kill()
+            child.process.wait()
+    psutil.wait_procs(descendants, timeout=1.0)
+    _kill(descendants)
+
+
 class Children:
     """The children of one command. Leaving the context ends them and all their descendants.
 
@@ -114,33 +156,9 @@ class Children:
         for number, handler in {**self._handlers, signal.SIGINT: interrupt}.items():
             signal.signal(number, handler)
 
-    def start(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        env: dict[str, str] | None = None,
-        show: bool = False,
-        explain: Callable[[list[str]], str | None] | None = None,
-        is_finishing: Callable[[], bool] = lambda: False,
-        inherited: Mapping[str, str] = os.environ,
-    ) -> Child:
-        """Start a child in the environment `inherited`, with the variables `env`; its output goes to `log`, or with
-        `show` only its stderr. See Child for `explain` and `is_finishing`."""
-        with writing(log.parent):
-            log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            log_start = file.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=None if show else file,
-                stderr=file,
-                # threads that spin while they wait would take cores from the other processes
-                env={"OMP_WAIT_POLICY": "passive", **inherited, **parent_watch.environment(), **(env or {})},
-                start_new_session=True,
-            )
-        child = Child(name, process, log, log_start, explain, is_finishing)
+    def start(self, name: str, command: Sequence[str], log: Path, **options: Any) -> Child:
+        """Start a child, with the options of `start_child`."""
+        child = start_child(name, command, log, **options)
         self._children.append(child)
         return child
 
@@ -166,20 +184,9 @@ class Children:
                 raise child.failure()
 
     def stop(self, child: Child) -> None:
-        """Send a child SIGTERM, which it passes to its own children in the order that it needs.
-
-        Kill the processes that are left after 5 s. A child that is finishing its work gets up to 10 minutes, unless a
-        second signal arrives.
-        """
-        descendants = _descendants(child)
-        if child.process.poll() is None:
-            child.process.terminate()
-            if not self._ends(child):
-                descendants += _descendants(child)
-                child.process.kill()
-                child.process.wait()
-        psutil.wait_procs(descendants, timeout=1.0)
-        _kill(descendants)
+        """End a child after 5 s. One that is finishing its work gets up to 10 minutes, unless a second signal
+        arrives."""
+        end_child(child, self._ends)
         if child in self._children:
             self._children.remove(child)
 

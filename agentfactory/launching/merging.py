@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.disk import set_usual_modes
+from agentfactory.base.files.disk import filled
 from agentfactory.base.files.untrusted_files import read_json
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.user_code.import_path import own_python
@@ -152,26 +152,19 @@ def _origin(adapter: Path, base: str) -> dict[str, str]:
 
 
 def _merge_for_run(adapter: Path, base: str, dtype: str, output: Path) -> str:
-    """Write the merged model with the tokenizer of the checkpoint `adapter`, or of `base` if it is not one of ours.
-    `output` gets its name once complete."""
-    aside = output.with_name(f".{output.name}.partial")
-    if aside.exists():
-        # left by an earlier run that was killed
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    if (adapter / INFO).is_file():
-        for name in verify(adapter):
-            if Path(name).parts[0] not in (*ONLY_FOR_TRAINING, ADAPTER, WEIGHTS):
-                (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(adapter / name, aside / name, follow_symlinks=False)
-    else:
-        from agentfactory.rollout.text.tokenizer import load_tokenizer
+    """Write the merged model with the tokenizer of the checkpoint `adapter`, or of `base` if it is not one of ours."""
+    with filled(output) as aside:
+        if (adapter / INFO).is_file():
+            for name in verify(adapter):
+                if Path(name).parts[0] not in (*ONLY_FOR_TRAINING, ADAPTER, WEIGHTS):
+                    (aside / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(adapter / name, aside / name, follow_symlinks=False)
+        else:
+            from agentfactory.rollout.text.tokenizer import load_tokenizer
 
-        load_tokenizer(base).save_pretrained(aside)
-    said = merge_adapter(adapter, base, dtype, aside)
-    (aside / _ORIGIN).write_text(json.dumps(_origin(adapter, base), indent=2) + "\n", encoding="utf-8")
-    set_usual_modes(aside)
-    aside.rename(output)
+            load_tokenizer(base).save_pretrained(aside)
+        said = merge_adapter(adapter, base, dtype, aside)
+        (aside / _ORIGIN).write_text(json.dumps(_origin(adapter, base), indent=2) + "\n", encoding="utf-8")
     return said
 
 

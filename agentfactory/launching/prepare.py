@@ -3,14 +3,13 @@
 The child is `python -m agentfactory.launching.prepare FILE.py:NAME FOLDER SEED [IMPORT_PATH ...]`.
 """
 
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.disk import set_usual_modes
+from agentfactory.base.files.disk import filled
 from agentfactory.base.processes import environment, parent_watch
 from agentfactory.base.user_code import import_path
 from agentfactory.base.user_code.import_path import own_python
@@ -51,17 +50,11 @@ def run_prepare(recipe: "Recipe | StagedRecipe", children: "Children", say: Call
 
 
 def prepare(reference: str, folder: Path, seed: int) -> None:
-    """Call the user's function (folder, seed). `folder` gets its name once complete, so it never exists half filled."""
-    aside = folder.with_name(f".{folder.name}.partial")
-    if aside.exists():
-        # left by an earlier run that was killed
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    function = load_object(reference, Path.cwd())
-    with announced(f"running {Path(reference).name}"):
-        function(aside, seed)
-    set_usual_modes(aside)
-    aside.rename(folder)
+    """Call the user's function (folder, seed)."""
+    with filled(folder) as aside:
+        function = load_object(reference, Path.cwd())
+        with announced(f"running {Path(reference).name}"):
+            function(aside, seed)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,7 @@ class Progress:
         if now - self._plain_at >= 1.0 or self._step == self.total:
             self._plain_at = now
             figures = "  ".join(f"{name} {text}" for name, text in shown.items())
-            self._print(f"step {self._step}/{self.total}  {figures}  {speed} tokens/s  {self._eta()}")
-
-    def note(self, text: str) -> None:
-        """Print a separate line that stays on the terminal."""
-        self._print(text)
+            self.note(f"step {self._step}/{self.total}  {figures}  {speed} tokens/s  {self._eta()}")
 
     def close(self) -> None:
         """Restore the terminal; lines already shown stay."""
@@ -91,9 +87,10 @@ class Progress:
                 name for name in figures if name.endswith("/reward")
             ]
             text = ", ".join(f"{name.replace('/', ' ')} {figures[name]:.3f}" for name in wanted or figures)
-            self._print(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
+            self.note(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
 
-    def _print(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a separate line that stays on the terminal."""
         self.console.print(Text(text), soft_wrap=True)
 
     def _eta(self) -> str:
@@ -123,7 +120,7 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
     """
     notices = Notices()
     try:
-        with handled_by(_Warnings(say, notices)):
+        with handled_by(_Said(say, notices)):
             yield notices
     finally:
         if lines := notices.last_lines():
@@ -133,7 +130,7 @@ def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
 @contextmanager
 def tell_information(say: Callable[[str], None]) -> Iterator[None]:
     """Pass information (`inform`) of our loggers to `say` while the context is open."""
-    with handled_by(_Information(say)):
+    with handled_by(_Said(say)):
         yield
 
 
@@ -151,18 +148,10 @@ def handled_by(handler: logging.Handler) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Information(logging.Handler):
-    def __init__(self, say: Callable[[str], None]):
-        super().__init__(logging.INFO)
-        self._say = say
+class _Said(logging.Handler):
+    """Passes notices of information to `say`; with `notices`, also warnings and the first notice on each topic."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING and (notice := notice_of(record)) is not None:
-            self._say(str(notice))
-
-
-class _Warnings(logging.Handler):
-    def __init__(self, say: Callable[[str], None], notices: Notices):
+    def __init__(self, say: Callable[[str], None], notices: Notices | None = None):
         super().__init__(logging.INFO)
         self._say = say
         self._notices = notices
@@ -172,7 +161,7 @@ class _Warnings(logging.Handler):
         if record.levelno < logging.WARNING:
             if notice is not None:
                 self._say(str(notice))
-        elif notice is None or self._notices.take(notice):
+        elif self._notices is not None and (notice is None or self._notices.take(notice)):
             self._say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import mmap
 import os
 import re
 import shutil
@@ -33,7 +34,6 @@ RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
 """A file that marks a checkpoint as an adapter."""
 
-_BLOCK = 1 << 20
 _PREPARED = "prepared"
 """Folder that the user's `prepare` fills, and may replace with a link."""
 _BESIDE = re.compile(r"(eval|rollout|serve)(-\d+)?")
@@ -228,18 +228,13 @@ class RunFolder:
 
 
 def _cut(path: Path, size: int) -> None:
+    """Truncate a file to the whole lines within its first `size` bytes."""
+    whole = 0
     with path.open("rb+") as file:
-        file.truncate(size)
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            line_end = file.read(end - start).rfind(b"\n")
-            if line_end >= 0:
-                file.truncate(start + line_end + 1)
-                return
-            end = start
-        file.truncate(0)
+        if size:
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+                whole = content.rfind(b"\n") + 1
+        file.truncate(whole)
 
 
 class Hold:
@@ -297,6 +292,14 @@ class Hold:
         self._held = opened
         os.ftruncate(opened, 0)
         os.pwrite(opened, str(os.getpid()).encode(), 0)
+
+
+def check_run_of(recipe: Path) -> None:
+    """Raise RunFolderError if the file `recipe` is in a run folder with links or other special files."""
+    folder = RunFolder(recipe.parent)
+    # a folder with only some of them is not a task either
+    if recipe.name == RECIPE and any(map(os.path.lexists, folder.parts)):
+        folder.check_entries("recipe")
 
 
 def is_run(path: Path) -> bool:

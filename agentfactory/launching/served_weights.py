@@ -1,12 +1,14 @@
 """The weights that a command serves: the recipe's model, a checkpoint of it, an adapter on its base, or a hub name."""
 
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.files.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter, is_run
-from agentfactory.launching.untrusted_folders import check_weights_folder
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
@@ -104,3 +106,26 @@ def check_weights(folder: Path, option: str) -> None:
 def _unquantised(recipe: Recipe) -> Recipe:
     """Drop server.model: a quantised copy of the initial model is not a copy of another one."""
     return recipe.model_copy(update={"server": recipe.server.model_copy(update={"model": None})})
+
+
+def check_weights_folder(path: Path) -> None:
+    """Raise RunFolderError if the weights folder that a user named has files that must not be opened. A checkpoint must
+    have regular files only, with readable JSON. A model may have links, as in the hub's cache."""
+    is_ours = path.parent.name == "checkpoints"
+    within = path.parents[1] if is_ours else path
+    try:
+        if not is_ours and not os.path.lexists(path / INFO):
+            for file in path.iterdir():
+                if not (file.is_file() or file.is_dir()) and file.exists():
+                    raise refused(file, stat.S_IFMT(file.stat().st_mode))
+            return
+        check_tree(path, within)
+        for name in entries_of(path, within):
+            if name.endswith(".json"):
+                read_json(path / name, within)
+    except RefusedFileError as error:
+        raise RunFolderError(str(error)) from None
+    except OSError as error:
+        raise RunFolderError(f"{error.filename}: {error.strerror}; fix: make it readable") from None
+    except ValueError as error:
+        raise RunFolderError(f"{path / name} cannot be read: {error}; fix: name another checkpoint") from None

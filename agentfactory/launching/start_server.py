@@ -1,4 +1,4 @@
-"""An inference server as a child process of a command (`start_server`), or of a script or notebook (`serve`)."""
+"""An inference server as a child process of a command (`begin_server`), or of a script or notebook (`serve`)."""
 
 import asyncio
 import os
@@ -6,36 +6,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-import psutil
-
-from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.threads import run_in_thread
-from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children
+from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children, end_child, start_child
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.model_hub import check_names, model_names
 
 _END_SECONDS = 10.0
 _SAY_EVERY_SECONDS = 10.0
-
-
-def start_server(
-    recipe: RolloutRecipe,
-    command: Sequence[str],
-    children: Children,
-    log: Path,
-    say: Callable[[str], None],
-    adapters: Mapping[str, Path] | None = None,
-    env: dict[str, str] | None = None,
-) -> tuple[Child, str]:
-    """Start a server with `command`, which serves `recipe.model` and `adapters`, and wait until it is ready. Return the
-    child and its address. Raises ChildFailed."""
-    server = begin_server(recipe, command, children, log, say, adapters, env)
-    return server, wait_for_server(recipe, server, children, say)
 
 
 def begin_server(
@@ -47,7 +29,7 @@ def begin_server(
     adapters: Mapping[str, Path] | None = None,
     env: dict[str, str] | None = None,
 ) -> Child:
-    """Start a server as `start_server` does, without waiting for it."""
+    """Start a server with `command`, which serves `recipe.model` and `adapters`."""
     beside = f" with {', '.join(str(path) for path in adapters.values())}" if adapters else ""
     say(f"starting the {recipe.server.engine} server on {recipe.server.model or recipe.model.path}{beside}")
     return children.start("server", command, log, env=env, explain=serving.explain)
@@ -81,7 +63,9 @@ async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIte
     the server failed to start or had already ended.
     """
     await run_in_thread(partial(check_names, model_names(recipe)))
-    child = _start(recipe, adapters)
+    descriptor, log = tempfile.mkstemp(prefix="agentfactory-server-", suffix=".log")
+    os.close(descriptor)
+    child = start_child("server", serving.server_command(recipe, adapters), Path(log), explain=serving.explain)
     try:
         url = await _ready(child, recipe.server.startup_seconds)
         try:
@@ -90,22 +74,7 @@ async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIte
             if child.process.poll() is None:
                 child.log.unlink()
     finally:
-        await asyncio.to_thread(_end, child.process)
-
-
-def _start(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> Child:
-    descriptor, name = tempfile.mkstemp(prefix="agentfactory-server-", suffix=".log")
-    with os.fdopen(descriptor, "ab") as file:
-        process = subprocess.Popen(
-            serving.server_command(recipe, adapters),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={"OMP_WAIT_POLICY": "passive", **os.environ, **parent_watch.environment()},
-            # Ctrl-C in a notebook or a terminal must not reach the server
-            start_new_session=True,
-        )
-    return Child("server", process, Path(name), 0, serving.explain)
+        await asyncio.to_thread(end_child, child, _ends)
 
 
 async def _ready(child: Child, seconds: float) -> str:
@@ -125,18 +94,7 @@ def _not_ready(seconds: float, log: Path) -> ChildFailed:
     return ChildFailed(f"the server was not ready after {seconds:g} s (log: {log})")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the server and its descendants."""
-    try:
-        processes = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        processes = []
-    process.terminate()
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    _, left = psutil.wait_procs(processes, timeout=1.0)
-    for one in left:
-        one.kill()
+def _ends(child: Child) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        child.process.wait(_END_SECONDS)
+    return child.process.poll() is not None

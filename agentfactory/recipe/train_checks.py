@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.http.loopback import is_http_address
 from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from agentfactory.base.messages import Message
-from agentfactory.base.user_code.own_copy import own_copy
+from agentfactory.base.messages import Message, own_copy
 from agentfactory.rollout.token_row import Row
 
 

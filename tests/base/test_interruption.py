@@ -60,20 +60,6 @@ def test_a_signal_that_comes_as_the_coroutine_returns_is_handled() -> None:
         run_interruptibly(go())
 
 
-def test_code_that_blocks_the_loop_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interruption, "_SAME_SECONDS", 0.05)
-    monkeypatch.setattr(interruption, "BLOCKED_SECONDS", 0.1)
-
-    async def block() -> None:
-        kill(signal.SIGTERM)
-        time.sleep(60)  # noqa: ASYNC251
-
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        run_interruptibly(block())
-    assert time.monotonic() - begun < 30
-
-
 def test_a_further_signal_ends_a_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interruption, "_SAME_SECONDS", 0.05)
 

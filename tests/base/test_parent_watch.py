@@ -1,4 +1,4 @@
-"""Tests of processes that end with the process that started them, however it ends."""
+"""Tests of processes that end with the process that started them, however it ends, or are killed and replaced."""
 
 import subprocess
 import sys
@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.killable import KillableProcesses
+from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.processes
 
@@ -16,6 +18,8 @@ FOLLOWER = """
 import signal, sys, time
 from pathlib import Path
 from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.killable import KillableProcesses
+from tests.conftest import REPOSITORY
 parent_watch.follow_parent()
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -27,6 +31,8 @@ time.sleep(60)
 PARENT = """
 import os, subprocess, sys, time
 from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.killable import KillableProcesses
+from tests.conftest import REPOSITORY
 env = {**os.environ, **parent_watch.environment()}
 child = subprocess.Popen(["sh", "-c", '"$0" "$@"; true', sys.executable, "-c", *sys.argv[1:]], env=env)
 time.sleep(60)
@@ -50,13 +56,6 @@ def test_a_follower_ends_when_its_parent_is_killed(tmp_path: Path, kind: str) ->
     assert not alive
 
 
-def test_nothing_happens_without_a_parent_to_follow() -> None:
-    code = "import threading; from agentfactory.base.processes.parent_watch import follow_parent; follow_parent()"
-    code += "; print(threading.active_count())"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "1"
-
-
 def test_a_zombie_and_a_reused_number_are_not_alive() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     created = psutil.Process(child.pid).create_time()
@@ -66,3 +65,18 @@ def test_a_zombie_and_a_reused_number_are_not_alive() -> None:
     assert not parent_watch.is_alive(child.pid, created)
     child.wait()
     assert not parent_watch.is_alive(child.pid, created)
+
+
+def test_a_process_that_ends_is_not_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    processes = KillableProcesses("tests.ending_process", 1)
+    pids = []
+    for _ in range(3):
+        with processes.borrowed() as process:
+            process.send({})
+            told = process.receive()
+            assert told is not None
+            pids.append(told["pid"])
+            process.answered = True
+    assert pids[0] == pids[1] != pids[2]
+    processes.close()

@@ -1,7 +1,9 @@
-"""Tests of the key that a server stores for clients of its own user."""
+"""Tests of the key that a server stores for clients of its own user, and of its address."""
 
 import fcntl
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,11 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http import server_keys
+from agentfactory.base.http.key_guard import listen
 from agentfactory.base.http.server_keys import find_key, key_file, key_folder, pinned, published_key
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.sync.server_control import ServerControl
-from tests.rollout.test_embedded_server import make_model
 
 
 @pytest.fixture
@@ -30,7 +32,8 @@ def test_a_key_is_there_while_its_server_runs(runtime: Path) -> None:
         assert authorization("http://127.0.0.1:4001", None) == {"Authorization": f"Bearer {key}"}
         assert find_key("http://127.0.0.1:4002") is None
         assert find_key("http://127.0.0.2:4001") is None
-        assert (runtime.stat().st_mode & 0o777, key_file("127.0.0.1", 4001).stat().st_mode & 0o777) == (0o700, 0o600)
+        file = key_file("127.0.0.1", 4001)
+        assert (runtime.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
     assert find_key("http://127.0.0.1:4001") is None
     assert not list(runtime.iterdir())
 
@@ -96,45 +99,17 @@ def test_a_folder_that_others_could_write_is_refused(runtime: Path, how: str) ->
         pass
 
 
-READ = ("/v1/models", "/metrics", "/weight_info", "/openapi.json")
-CHANGED = (
-    *("/pause", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-    *("/resume", "/sleep", "/wake_up", "/inference/v1/generate", "/v1/load_lora_adapter", "/reset_prefix_cache"),
-    "/nowhere",
-)
+def test_a_free_port_is_taken() -> None:
+    with listen("127.0.0.1", 0, "--http") as listener, socket.create_connection(listener.getsockname()):
+        assert listener.getsockname()[0] == "127.0.0.1"
 
 
-@pytest.mark.extended
-@pytest.mark.processes
-def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> None:
-    # as `nobody` if we are root; else any process without the key is a stranger
-    stranger = "nobody" if os.geteuid() == 0 else None
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, capture_output=True, text=True, user=stranger, cwd="/")
-
-    def ask(path: str) -> str:
-        given = [] if path in (*READ, "/health") else ["--data", "{}"]
-        return run("curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, url + path).stdout
-
-    # a subprocess rather than a fork, because the test inspects its arguments
-    command = [sys.executable, "-m", "agentfactory.rollout.inference.embedded", str(make_model(tmp_path / "model"))]
-    command += ["--port", "0", "--max-model-len", "64", "--max-num-seqs", "2"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    url = server.stdout.readline().removeprefix("ready ").split()[0]
-    try:
-        assert ask("/health") == "{}200"
-        assert {path: ask(path) for path in (*READ, *CHANGED)} == dict.fromkeys(
-            (*READ, *CHANGED), '{"error": "Unauthorized"}401'
-        )
-        file = key_file("127.0.0.1", int(url.rpartition(":")[2]))
-        key = file.read_text()
-        assert find_key(url) == key
-        if stranger is not None:
-            assert "Permission denied" in run("cat", str(file)).stderr
-        assert key not in run("ps", "-eww", "-o", "args").stdout
-    finally:
-        server.terminate()
-        assert server.wait(10) == 0
-    assert not file.exists()
+def test_a_port_that_cannot_be_used_is_named_with_its_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = "{}:{}".format(*other.getsockname())
+        with pytest.raises(
+            SettingError, match=rf"--http: {re.escape(address)} cannot be used: .*; fix: choose another"
+        ):
+            listen("127.0.0.1", other.getsockname()[1], "--http")
+    with pytest.raises(SettingError, match=r"--port: 127\.0\.0\.1:99999 cannot be used"):
+        listen("127.0.0.1", 99999, "--port")

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.waiting import wait_for
@@ -100,7 +99,38 @@ def fork_returns():
 """
 
 
+SIGTERM = signal.SIGTERM
+NO_REACTION = "was killed, because user code did not react to a signal: users.py, line "
+CASES: dict[str, tuple[str, float, int | None, int, list[str]]] = {
+    # function, limit, signal, status, words
+    "held": (
+        *("hold", 3.0, None, 1),
+        [
+            "agentfactory: users.py, line 12, in slow, has held Python's lock for ",
+            "users.py, line 12, in slow, held Python's lock for longer than rollout.timeout_seconds=3; fix: ",
+        ],
+    ),
+    "held at a signal": ("hold", 100.0, SIGTERM, 1, [NO_REACTION, ", in slow"]),
+    "ignored signal": ("ignore", 100.0, SIGTERM, 1, [NO_REACTION, ", in wait"]),
+    "swallowed signal": ("swallow", 100.0, SIGTERM, 1, [NO_REACTION, ", in wait"]),
+    # user code is not to blame
+    "no handler": ("default", 100.0, SIGTERM, 1, ["agentfactory.base.processes.supervised.Signalled: SIGTERM\n"]),
+    "thread": (
+        *("stay", 100.0, None, 4),
+        [
+            "the command is done, and its process has not ended: users.py, line 40, in forever",
+            "its process was killed 4 s after the command was done",
+        ],
+    ),
+    # exits of user code do not replace the status
+    "exit at the end": ("late_exit", 100.0, None, 4, []),
+    "fork": ("late_fork", 100.0, None, 1, ["ended with status 3, as by os._exit"]),
+    "fork that returns": ("fork_returns", 100.0, None, 4, []),
+}
+
+
 def start(folder: Path, function: str, limit: float = 100.0, nohup: bool = False) -> "subprocess.Popen[str]":
+    folder.mkdir(exist_ok=True)
     (folder / "users.py").write_text(f"from pathlib import Path\n{USERS}")
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", "users.py", function, str(limit)]
@@ -113,79 +143,31 @@ def inside(folder: Path) -> int:
     return int(wait_for(lambda: (folder / "pid").exists() and (folder / "pid").read_text()))
 
 
-def test_code_that_holds_the_lock_is_named_and_ended_at_the_limit(tmp_path: Path) -> None:
-    process = start(tmp_path, "hold", limit=3.0)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    named, ended = said.splitlines()
-    assert named.startswith("agentfactory: users.py, line 12, in slow, has held Python's lock for ")
-    assert "users.py, line 12, in slow, held Python's lock for longer than rollout.timeout_seconds=3; fix: " in ended
+def test_what_user_code_does_to_its_process_is_named(tmp_path: Path) -> None:
+    running = {case: start(tmp_path / case, function, limit) for case, (function, limit, *_) in CASES.items()}
+    for case, (_, _, number, _, _) in CASES.items():
+        if number is not None:
+            inside(tmp_path / case)
+            running[case].send_signal(number)
+    for case, (*_, status, words) in CASES.items():
+        # a fork may keep the pipe open
+        found = running[case].wait(timeout=60)
+        stderr = running[case].stderr
+        assert stderr is not None
+        said = stderr.read()
+        assert (found, all(each in said for each in words), bool(said)) == (status, True, bool(words)), (case, said)
 
 
-@pytest.mark.parametrize("function", ["ignore", "swallow", "hold"])
-def test_code_that_reacts_to_no_signal_is_killed_and_named(function: str, tmp_path: Path) -> None:
-    process = start(tmp_path, function)
-    inside(tmp_path)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    function = "slow" if function == "hold" else "wait"
-    assert "was killed, because user code did not react to a signal: users.py, line " in said
-    assert f"in {function}" in said
-
-
-def test_a_signal_that_has_no_handler_is_not_blamed_on_user_code(tmp_path: Path) -> None:
-    process = start(tmp_path, "default")
-    inside(tmp_path)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert said.splitlines()[-1] == "agentfactory.base.processes.endings.Signalled: SIGTERM"
-
-
-def test_a_thread_that_keeps_a_finished_command_alive_is_named_and_ended(tmp_path: Path) -> None:
-    process = start(tmp_path, "stay")
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 4
-    assert "the command is done, and its process has not ended: users.py, line 40, in forever" in said
-    assert "its process was killed 4 s after the command was done" in said
-
-
-@pytest.mark.parametrize(
-    ("function", "status", "words"),
-    [("late_exit", 4, ""), ("late_fork", 1, "ended with status 3, as by os._exit"), ("fork_returns", 4, "")],
-)
-def test_exits_of_user_code_do_not_replace_the_status(function: str, status: int, words: str, tmp_path: Path) -> None:
-    process = start(tmp_path, function)
-    assert process.wait(timeout=60) == status
-    assert process.stderr is not None
-    said = process.stderr.read()
-    assert words in said
-    assert words or not said
-
-
-def test_a_stopped_process_holds_no_lock(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait", limit=1.0)
-    child = inside(tmp_path)
+def test_a_stopped_process_holds_no_lock_and_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    stopped, ignoring = start(tmp_path / "stop", "wait", limit=1.0), start(tmp_path / "nohup", "wait", nohup=True)
+    child = inside(tmp_path / "stop")
+    inside(tmp_path / "nohup")
     os.kill(child, signal.SIGSTOP)
+    os.kill(ignoring.pid, signal.SIGHUP)
     time.sleep(4)
     os.kill(child, signal.SIGCONT)
-    (tmp_path / "go").touch()
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (0, "")
-
-
-def test_a_signal_that_nohup_has_made_ignored_stays_ignored(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait", nohup=True)
-    inside(tmp_path)
-    os.kill(process.pid, signal.SIGHUP)
-    time.sleep(2.5)
-    (tmp_path / "go").touch()
-    assert process.wait(timeout=60) == 0
-
-
-def test_nothing_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
-    process = start(tmp_path, "hold")
-    child = inside(tmp_path)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not psutil.pid_exists(child))
+    for folder, process in (("stop", stopped), ("nohup", ignoring)):
+        (tmp_path / folder / "go").touch()
+        assert process.wait(timeout=60) == 0
+    assert stopped.stderr is not None
+    assert stopped.stderr.read() == ""

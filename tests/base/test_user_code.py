@@ -27,8 +27,7 @@ def test_loads_once_under_a_private_name(tmp_path: Path) -> None:
         ("missing.py:search", "missing.py:search: there is no file .*missing.py"),
         ("mine.py:serach", "defines no serach; it defines search, Index"),
         ("empty.py:x", "it defines no function and no class"),
-        ("broken.py:x", "broken.py fails on import: ZeroDivisionError: division by zero"),
-        ("broken.py:x", r"division by zero \(line 1\); fix: correct the file$"),
+        ("broken.py:x", r"broken.py fails on import: ZeroDivisionError: division by zero \(line 1\); fix: correct the"),
         (
             "syntax.py:x",
             r"SyntaxError: .*syntax.py, line 1\); fix: correct the file$",
@@ -80,15 +79,11 @@ def test_a_framework_for_another_mcp_is_named_with_the_way_to_start_it(
         UserCodeError, match=r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"
     ):
         load_object("old_tools.py:tools", tmp_path)
-    # what has not run for the file is not to blame, nor the library mcp for a file of that name
+    # what has not run for the file is not to blame
     monkeypatch.setattr(extras, "unmet", lambda distribution: "agentfactory needs another version")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(UserCodeError, match=r"division by zero \(line 1\); fix: correct the file$"):
         load_object("broken.py:run", tmp_path)
-    (tmp_path / "mcp.py").write_text("mine = 1\n")
-    (tmp_path / "mistaken.py").write_text("from mcp import mine\n")
-    with pytest.raises(UserCodeError, match=r"fix: give .*mcp\.py another name: the library mcp comes before it"):
-        load_object("mistaken.py:run", tmp_path)
 
 
 IMPORTS = {
@@ -144,7 +139,6 @@ def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
             r"No module named 'no_such_module' \(line 1\); fix: install it, or .* import_path; .* in .*/",
         ),
         ("from no_such.place import x", r"No module named 'no_such' \(line 1\); fix: install it"),
-        ("1 / 0", r"division by zero \(line 1\); fix: correct the file"),
         ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
         ("from . import broken_helper", "fix: write `import NAME` for a file beside it"),
         ("from yaml import mine", "give .*yaml.py another name: the library yaml comes before it"),

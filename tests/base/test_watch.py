@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import pytest
 from agentfactory.base.processes.threads import run_on_loop
 from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.loading import load_module
-from agentfactory.base.user_code.places import Place, described, parsed_dump
-from agentfactory.base.user_code.watch import announced, loop_watched
+from agentfactory.base.user_code.watch import Place, announced, described, loop_watched, parsed_dump
+from tests.waiting import wait_for
 
 SLOW = """
 import time
@@ -43,7 +41,7 @@ async def yields(seconds):
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(watch, "QUIET_SECONDS", 0.1)
-    monkeypatch.setattr(watch._watch, "say", found.append)
+    monkeypatch.setattr(watch, "_say", found.append)
     return found
 
 
@@ -52,7 +50,7 @@ def test_a_slow_import_is_named_with_its_line_at_growing_intervals(tmp_path: Pat
     load_module(tmp_path / "slow.py")
     assert 1 <= len(said) <= 2
     assert said[0].startswith("still importing slow.py, 0 s so far (in slow.py, line 5, in waits, called by <module>)")
-    assert not watch._watch.activities
+    assert not watch._doing
 
 
 def test_what_ends_in_time_is_not_announced(said: list[str]) -> None:
@@ -60,15 +58,6 @@ def test_what_ends_in_time_is_not_announced(said: list[str]) -> None:
         pass
     time.sleep(0.25)
     assert said == []
-
-
-def test_the_thread_ends_when_nothing_is_watched() -> None:
-    with announced("importing quick.py"):
-        assert any(thread.name == "watch of user code" for thread in threading.enumerate())
-    until = time.monotonic() + 5
-    while any(thread.name == "watch of user code" for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> list[str]:
@@ -82,7 +71,7 @@ def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> list[
             await run_on_loop(getattr(module, call)(0.4))
 
     asyncio.run(run())
-    assert not watch._watch.loops
+    wait_for(lambda: not watch._watched)
     return found
 
 
@@ -112,13 +101,3 @@ def test_a_dump_is_read() -> None:
     lines = ('File "/a b/tools.py", line 7 in <module>', 'File "/x.py", line ??? in f')
     dump = "\n  ".join(["Stack (most recent call first):", *lines, ""])
     assert parsed_dump(dump) == [Place("/x.py", 0, "f"), Place("/a b/tools.py", 7, "<module>")]
-
-
-@pytest.mark.processes
-def test_a_forked_process_has_its_own_watch() -> None:
-    with announced("importing tools.py"):
-        child = os.fork()
-        if child == 0:
-            os._exit(len(watch._watch.activities) + (watch._watch.supervisor is not None))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    sys.stdout.flush()

@@ -121,13 +121,6 @@ def test_a_stage_of_another_rank_trains_on_the_merged_base(done: Callable[..., s
     torch.testing.assert_close(scores(network(tmp_path / "exported")), expected, atol=1e-5, rtol=0)
 
 
-def test_all_weights_are_trained_after_an_adapter(done: Callable[..., str], tmp_path: Path) -> None:
-    said = done("train", "both.yaml", "output=run", "grpo.model.lora=null", "grpo.train.steps=1")
-    assert "(grpo trains all weights)" in said
-    assert metrics(tmp_path / "run/grpo")[0]["kl"] == 0
-    assert (last(tmp_path / "run/grpo") / "model.safetensors").is_file()
-
-
 @pytest.mark.long
 def test_an_adapter_goes_on_by_accelerate_launch(quickstart_run: Path, warm_start: Path, tmp_path: Path) -> None:
     engine = {"engine": "embedded", "max_model_len": 512, "max_num_seqs": 64}

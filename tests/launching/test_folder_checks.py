@@ -9,7 +9,7 @@ import pytest
 from agentfactory.commands.export_command import ExportError, export
 from agentfactory.commands.main import main
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
-from agentfactory.launching.untrusted_folders import check_weights_folder
+from agentfactory.launching.served_weights import check_weights_folder
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     INFO,
     DamagedCheckpointError,
@@ -46,18 +46,18 @@ def put(place: Path, kind: str, private: Path) -> None:
         os.mkfifo(place)
 
 
-_WRITTEN = [
-    *("recipe.yaml", "metrics.jsonl", "summary.json", "summary.json.new", ".stopping", "assignment.json", "images"),
-    *("logs/train.log", "trajectories/train.jsonl", "sync", "checkpoints/step-000001/config.json"),
-]
+_WRITTEN = (
+    *("recipe.yaml", "summary.json.new", "images", "logs/train.log", "trajectories/train.jsonl", "sync"),
+    "checkpoints/step-000001/config.json",
+)
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo"])
 @pytest.mark.parametrize(
-    ("command", "name"),
+    ("command", "name", "kind"),
     [
-        *(("train --resume", name) for name in _WRITTEN),
-        *((each, "summary.json") for each in ("eval", "serve", "rollout")),
+        *(("train --resume", name, "link") for name in _WRITTEN),
+        *(("train --resume", name, "fifo") for name in ("metrics.jsonl", "logs/train.log")),
+        *((each, "summary.json", "link") for each in ("eval", "serve", "rollout")),
     ],
 )
 def test_a_run_with_links_is_refused_and_nothing_is_written_through_them(
@@ -112,8 +112,9 @@ def test_what_replaces_a_file_goes_through_no_link(run: RunFolder, private: Path
     assert private.read_text() == SECRET
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo"])
-@pytest.mark.parametrize("name", ["extra.bin", "config.json", "digests.json", INFO])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("extra.bin", "link"), ("config.json", "fifo"), ("digests.json", "link"), (INFO, "fifo")]
+)
 def test_a_checkpoint_with_links_is_neither_exported_nor_served(
     name: str, kind: str, run: RunFolder, private: Path, tmp_path: Path
 ) -> None:

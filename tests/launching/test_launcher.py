@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 
+from agentfactory.commands import main as commands_main
+from agentfactory.launching import launch_plan
 from agentfactory.launching.child_processes import Terminated
 from agentfactory.launching.launcher import _note_signal
 from agentfactory.launching.run_folder import RunFolder
+from tests.forked import Forked
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -28,10 +32,6 @@ def bad(folder, seed):
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     (folder / "talks.jsonl").write_text('{"words": "no question"}')
-
-def leave(folder, seed):
-    import os
-    os._exit(0)
 
 def fail(folder, seed):
     (folder / "half").write_text("")
@@ -51,8 +51,6 @@ recipe, resumed = given.recipe, given.checkpoint
 folder = RunFolder(recipe.output)
 first = int(resumed.name[-6:]) if resumed else 0
 print("training", recipe.name, "from", first, flush=True)
-if recipe.train.max_grad_norm == 13:
-    raise ValueError("unlucky")
 if recipe.train.max_grad_norm == 60:
     time.sleep(600)
 if recipe.train.max_grad_norm == 3:
@@ -71,17 +69,8 @@ for step in range(first + 1, recipe.train.steps + 1):
     if step == recipe.train.checkpoint_every + 1 > 1 and os.environ.get("CRASH"):
         raise ValueError("crashed")
 assert os.environ["OMP_WAIT_POLICY"] == "passive"
-summary = {"status": "completed", "steps": step, "seed": recipe.seed, **json.loads(os.environ.get("FIGURES", "{}"))}
+summary = {"status": "completed", "steps": step, "seed": recipe.seed}
 folder.write_summary({**summary, "checkpoint": f"checkpoints/{folder.last_checkpoint().name}"})
-"""
-
-COMMAND = """
-import sys
-from pathlib import Path
-from agentfactory.commands import main
-from agentfactory.launching import launch_plan as plan
-plan.TRAINER = [str(Path("trainer.py").resolve())]
-sys.exit(main.main(sys.argv[1:]))
 """
 
 STAGE = """
@@ -105,13 +94,24 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "both"
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", COMMAND, *arguments]
+def main() -> int:
+    """The command with a trainer of its own, in a forked process."""
+    launch_plan.TRAINER = (str(Path("trainer.py").resolve()),)
+    return commands_main.main(sys.argv[1:])
 
 
-def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **env}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
+def start(*arguments: str) -> Forked:
+    said = Path(tempfile.mkdtemp(dir=Path.cwd()))
+    return Forked("tests.launching.test_launcher", *arguments, log=said / "stdout", errors=said / "stderr")
+
+
+def said(process: Forked) -> subprocess.CompletedProcess[str]:
+    status, errors = process.wait(), process.log.with_name("stderr")
+    return subprocess.CompletedProcess([], status, process.log.read_text(), errors.read_text())
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return said(start(*arguments))
 
 
 def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) -> None:
@@ -132,41 +132,9 @@ def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) ->
     assert summary["status"] == "completed"
     assert summary["checkpoint"] == "second/checkpoints/step-000003"
 
-    # what is there is kept, unless a person says otherwise
-    assert run("train", "both.yaml").returncode == 2
+    # --overwrite keeps what the recipe reads
     assert run("train", "both.yaml", "--overwrite", "second.data.path=runs/both/second/metrics.jsonl").returncode == 2
     assert (staged / "second" / "metrics.jsonl").exists()
-    assert run("train", str(staged / "recipe.yaml"), "--overwrite").returncode == 0
-    assert run("train", str(staged / "recipe.yaml"), "output=again").returncode == 0
-    assert (staged.parents[1] / "again" / "prepared").is_dir()
-
-
-@pytest.mark.long
-def test_a_run_that_has_learned_nothing_says_so(staged: Path) -> None:
-    figures = {
-        "{}": None,
-        '{"success_before": 0.5, "success_after": 0.5, "reward_before": 0, "reward_after": 1}': "success has not risen",
-        '{"success_before": 1.0, "success_after": 1.0}': None,
-        '{"reward_before": 2.5, "reward_after": 2.25}': "reward has not risen",
-    }
-    for text, said in figures.items():
-        result = run("train", "both.yaml", "--overwrite", FIGURES=text)
-        assert result.returncode == 0, result.stderr
-        told = [line for line in result.stdout.splitlines() if "has not risen" in line]
-        assert [line.partition(":")[0] for line in told] == ([said] if said else [])
-
-
-def test_a_failed_trainer_is_told_and_the_folder_says_so(staged: Path) -> None:
-    result = run("train", "both.yaml", "second.train.max_grad_norm=13.0")
-    assert result.returncode == 1
-    last = result.stderr.splitlines()[-1]
-    assert "the trainer ended with exit status 1: ValueError: unlucky" in last
-    assert str(staged / "second" / "logs" / "train.log") in last
-    summary = json.loads((staged / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert "unlucky" in summary["reason"]
-    # the stage before is whole
-    assert (staged / "first" / "summary.json").exists()
 
 
 def test_a_run_that_a_symptom_ended_has_a_status_of_its_own(staged: Path) -> None:
@@ -181,21 +149,12 @@ def test_a_run_that_a_symptom_ended_has_a_status_of_its_own(staged: Path) -> Non
     assert not (staged / "second").exists()
 
 
-def test_a_failed_prepare_leaves_nothing_that_looks_prepared(staged: Path) -> None:
+def test_what_prepare_made_is_checked_before_anything_starts(staged: Path) -> None:
     result = run("train", "both.yaml", "prepare=make.py:fail")
     assert result.returncode == 1
     assert "the prepare function ended with exit status 1: RuntimeError: no disk" in result.stderr
-    assert not (staged / "prepared").exists()
-
-
-def test_a_prepare_that_leaves_is_told(staged: Path) -> None:
-    result = run("train", "both.yaml", "prepare=make.py:leave")
-    assert result.returncode == 1
-    assert "the prepare function ended its process before it was done" in result.stderr
-
-
-def test_what_prepare_made_is_checked_before_anything_starts(staged: Path) -> None:
-    for option in ((), ("--resume",)):
+    assert not (staged / "prepared").exists(), "nothing looks prepared"
+    for option in (("--overwrite",), ("--resume",)):
         result = run("train", "both.yaml", "prepare=make.py:bad", *option)
         assert result.returncode == 2
         assert "data.path: " in result.stderr
@@ -206,29 +165,22 @@ def test_what_prepare_made_is_checked_before_anything_starts(staged: Path) -> No
         assert json.loads((staged / "summary.json").read_text())["status"] == "failed"
 
 
-def begin_long_training() -> subprocess.Popen[str]:
-    launcher = subprocess.Popen(
-        command("train", "both.yaml", "train.max_grad_norm=60.0"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert launcher.stdout is not None
-    while "training" not in launcher.stdout.readline():
-        assert launcher.poll() is None
-        time.sleep(0.01)
+def begin_long_training() -> Forked:
+    launcher = start("train", "both.yaml", "train.max_grad_norm=60.0")
+    wait_for(lambda: launcher.log.exists() and "training" in launcher.log.read_text(), 120)
     return launcher
 
 
-@pytest.mark.parametrize(("number", "by"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
-def test_an_interrupted_run_says_so(staged: Path, number: signal.Signals, by: str) -> None:
+def test_an_interrupted_run_says_so(staged: Path) -> None:
+    """For SIGTERM see tests/test_hygiene.py."""
     launcher = begin_long_training()
-    os.kill(launcher.pid, number)
-    _, said = launcher.communicate(timeout=20)
-    assert launcher.returncode == 130
-    assert said.splitlines()[-1] == f"agentfactory: interrupted by {by}; run folder runs/both; continue with --resume"
+    os.kill(launcher.pid, signal.SIGINT)
+    result = said(launcher)
+    assert result.returncode == 130
+    last = result.stderr.splitlines()[-1]
+    assert last == "agentfactory: interrupted by Ctrl-C; run folder runs/both; continue with --resume"
     found = json.loads((staged / "summary.json").read_text())
-    assert (found["status"], found["reason"]) == ("interrupted", by)
+    assert (found["status"], found["reason"]) == ("interrupted", "Ctrl-C")
 
 
 def test_the_reason_of_a_stage_is_the_signal_that_the_user_sent(tmp_path: Path) -> None:
@@ -252,28 +204,27 @@ def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:
         assert result.returncode == 2
         assert result.stderr == f"agentfactory: output: {staged}: a run is alive there (pid {launcher.pid}); {fix}\n"
     assert state() == before
-    assert launcher.poll() is None
+    assert launcher.is_running()
     trainer = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text())
     launcher.kill()
-    launcher.wait(timeout=20)
     try:
         os.kill(trainer, 0)
         result = run("train", "both.yaml", "--overwrite")
     finally:
         os.kill(trainer, signal.SIGKILL)
-        launcher.communicate(timeout=20)
     assert result.returncode == 0, f"a child keeps the lock of a launcher that was killed: {result.stderr}"
-    assert run("train", "both.yaml", "second.train.steps=4", "--resume").returncode == 0
 
 
 def test_a_staged_run_goes_on_in_the_stage_that_broke(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run("train", "both.yaml", "--resume").returncode == 2, "there is nothing to go on with"
-    assert not staged.exists()
     longer = "second.train.steps=9"
     monkeypatch.setenv("CRASH", "1")
     result = run("train", "both.yaml", longer, "second.train.checkpoint_every=5")
-    assert "ValueError: crashed" in result.stderr
-    assert json.loads((staged / "summary.json").read_text())["status"] == "failed"
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert "the trainer ended with exit status 1: ValueError: crashed" in last
+    assert str(staged / "second" / "logs" / "train.log") in last
+    summary = json.loads((staged / "summary.json").read_text())
+    assert (summary["status"], "crashed" in summary["reason"]) == ("failed", True)
     monkeypatch.delenv("CRASH")
     # a bare --resume takes no override for a path
     result = run("train", "both.yaml", "--resume", longer)
@@ -288,21 +239,3 @@ def test_a_staged_run_goes_on_in_the_stage_that_broke(staged: Path, monkeypatch:
     assert metrics == list(range(1, 10)), "step 6 came after the checkpoint"
     summary = json.loads((staged / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("completed", 9)
-    result = run("train", "both.yaml", "--resume", longer)
-    assert result.returncode == 2
-    assert "is completed, with 9 steps; fix: raise train.steps" in result.stderr
-    assert json.loads((staged / "summary.json").read_text())["status"] == "completed", "a refusal changes nothing"
-    result = run("train", "both.yaml", longer, "--resume", str(staged / "second" / "checkpoints" / "step-000005"))
-    assert "later checkpoints are set aside: step-000009" in result.stdout
-    assert run("train", "both.yaml", longer, "--resume", "--overwrite").returncode == 2
-
-
-def test_evaluating_a_staged_recipe_needs_its_checkpoint(staged: Path) -> None:
-    (staged.parents[1] / "second.yaml").write_text(
-        STAGE + "eval: {data: {path: '${prepared}/talks.jsonl'}}\nserver: {engine: embedded}\n"
-        "mcp_servers: {world: {url: 'http://127.0.0.1:9/mcp', environment: {}}}\n"
-    )
-    result = run("eval", "both.yaml")
-    assert result.returncode == 2
-    assert "agentfactory train" in result.stderr
-    assert not staged.exists()

@@ -34,10 +34,7 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.processes
 @pytest.mark.timeout(900)
 @pytest.mark.long
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_a_moved_run_goes_on_where_it_is_and_a_copy_leaves_it_alone(
-    agentfactory: Command, tmp_path: Path, algorithm: str
-) -> None:
+def test_a_moved_run_goes_on_where_it_is_and_a_copy_leaves_it_alone(agentfactory: Command, tmp_path: Path) -> None:
     """Two stages, of which the second trains an adapter on the first one's checkpoint."""
 
     def done(*arguments: str) -> str:
@@ -45,7 +42,7 @@ def test_a_moved_run_goes_on_where_it_is_and_a_copy_leaves_it_alone(
         assert result.returncode == 0, result.stderr + result.stdout
         return result.stdout
 
-    stages = f"[{QUICKSTART}/sft.yaml, {{extends: {QUICKSTART}/{algorithm}.yaml, name: adapter}}]"
+    stages = f"[{QUICKSTART}/sft.yaml, {{extends: {QUICKSTART}/grpo.yaml, name: adapter}}]"
     (tmp_path / "both.yaml").write_text(f"prepare: {QUICKSTART}/prepare.py:prepare\nstages: {stages}\n")
     short = ("sft.train.steps=3", "adapter.model.lora.rank=2", "train.batch_size=2", "train.warmup_steps=0")
     old, new, copy = (tmp_path / name for name in ("old", "new", "copy"))

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import yaml
 from agentfactory import train
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
+from agentfactory.commands.main import main
 from agentfactory.launching.launch_plan import Assignment, RunPlan, StagePlan, State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.placement import Placement
@@ -18,7 +18,6 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT
 from tests.launching.test_resume import recipe_of, write_checkpoint
-from tests.project import Command
 
 
 @pytest.fixture
@@ -41,6 +40,10 @@ def test_every_stage_but_the_first_trains_the_checkpoint_of_the_one_before(two_s
     assert (first.state, second.state) == (State.NEW, State.NEW)
     assert second.recipe.model.path == str(two_stages / "first" / "checkpoints" / "step-000007")
     assert not two_stages.exists(), "a plan writes nothing"
+    after_adapter = planned("first.model.lora.rank=2").stages[1]
+    assert after_adapter.merge is not None
+    assert after_adapter.merge.reason == "second trains all weights"
+    assert after_adapter.recipe.model.path == str(after_adapter.merge.output)
 
 
 def test_a_completed_stage_is_not_due_and_gives_the_checkpoint_that_it_has(two_stages: Path) -> None:
@@ -62,7 +65,7 @@ def test_the_trainer_is_given_the_whole_recipe(project: Path, tmp_path: Path) ->
     stage = StagePlan(recipe, RunFolder(recipe.output), checkpoint=tmp_path / "step-000002").placed(placement)
     assignment = stage.assignment("http://127.0.0.1:7000")
     assignment.write(tmp_path / "assignment.json")
-    read = Assignment.read(tmp_path / "assignment.json")
+    read = Assignment.wait_for(tmp_path / "assignment.json")
     assert read == assignment
     given = read.recipe.model_dump()
     assert given["server"].pop("url") == "http://127.0.0.1:7000"
@@ -91,12 +94,14 @@ def test_the_commands_of_several_processes(two_stages: Path) -> None:
     assert stage.trainer.env == expected
 
 
-@pytest.mark.processes
-def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> None:
-    result = agentfactory("train", "both.yaml", "--dry-run")
-    assert result.returncode == 0, result.stderr
-    assert len(yaml.safe_load(result.stdout)["stages"]) == 2
-    lines = [line for line in result.stdout.splitlines() if line.startswith("#")]
+def test_a_dry_run_prints_the_plan(two_stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*arguments: str) -> str:
+        assert main(["train", *arguments, "--dry-run"]) == 0
+        return capsys.readouterr().out
+
+    plan = printed("both.yaml")
+    assert len(yaml.safe_load(plan)["stages"]) == 2
+    lines = [line for line in plan.splitlines() if line.startswith("#")]
     lines = [line for line in lines if not line.startswith("# warning: train.batch_size: got 8, more than the rows")]
     assert lines[0] == "# first: new, in runs/both/first"
     (server,) = [line for line in lines if line.startswith("# second: server: ")]
@@ -109,22 +114,12 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, agentfactory: Command) -> N
     assert isinstance(recipe, Recipe)
     folder = RunFolder.create(recipe.output, recipe.to_yaml())
     write_checkpoint(folder, recipe, 2)
-    taken = agentfactory("train", "first.yaml", "--dry-run")
-    assert taken.returncode == 0
     told = f"# would be refused: output: {recipe.output} holds the run 'first' of the recipe in "
-    assert taken.stdout.splitlines()[-1].startswith(told)
-    resumed = agentfactory("train", "first.yaml", "--dry-run", "--resume")
-    assert "# first: started, in runs/first, resumes from runs/first/checkpoints/step-000002" in resumed.stdout
+    assert printed("first.yaml").splitlines()[-1].startswith(told)
+    assert "# first: started, in runs/first, resumes from runs/first/checkpoints/step-000002" in printed(
+        "first.yaml", "--resume"
+    )
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
-
-
-def test_an_assignment_is_waited_for(project: Path, tmp_path: Path) -> None:
-    recipe = recipe_of()
-    assignment = StagePlan(recipe, RunFolder(recipe.output)).placed(Placement()).assignment("http://127.0.0.1:7000")
-    with ThreadPoolExecutor() as pool:
-        read = pool.submit(Assignment.wait_for, tmp_path / "assignment.json")
-        assignment.write(tmp_path / "assignment.json")
-        assert read.result(10) == assignment
 
 
 @pytest.mark.parametrize(
@@ -147,14 +142,11 @@ def test_what_is_no_assignment_is_refused(tmp_path: Path, text: str | None, said
     assert "fix: only the launcher writes one" in str(caught.value)
 
 
-def test_an_assignment_stands_alone(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="--assignment: it contains the recipe"):
-        train.parse(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
-
-
 def test_an_assignment_is_for_the_launchers_processes(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(SettingError, match="--assignment: it contains the recipe"):
+        train.parse(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
     recipe = recipe_of()
     stage = StagePlan(recipe, RunFolder(recipe.output)).placed(Placement())
     stage.assignment("http://127.0.0.1:7000").write(tmp_path / "a.json")

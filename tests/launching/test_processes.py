@@ -84,16 +84,14 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("first", [None, signal.SIGKILL])
 @apart
-def test_leaving_ends_grandchildren_too(tmp_path: Path, first: signal.Signals | None) -> None:
+def test_leaving_ends_grandchildren_too(tmp_path: Path) -> None:
     with Children() as children:
         child = start(children, tmp_path, "family", FAMILY, str(tmp_path / "pid"))
         grandchild = int(written(tmp_path / "pid"))
-        if first:
-            # its parent dies first, so that only this process can still find it
-            child.process.send_signal(first)
-            child.process.wait()
+        # its parent dies first, so that only this process can still find it
+        child.process.kill()
+        child.process.wait()
     assert child.process.poll() is not None
     wait_for(lambda: is_gone(grandchild))
 
@@ -107,9 +105,9 @@ def test_a_child_is_stopped_with_its_own_children(tmp_path: Path) -> None:
         assert is_gone(grandchild), "while other children may go on"
 
 
-@pytest.mark.extended
 @apart
-def test_a_stubborn_child_is_killed(tmp_path: Path) -> None:
+def test_a_stubborn_child_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_TERM_SECONDS", 0.3)
     code = (
         "import signal, sys, time; signal.signal(15, signal.SIG_IGN); open(sys.argv[1], 'w').write('x'); time.sleep(60)"
     )
@@ -182,24 +180,17 @@ except KeyboardInterrupt:
 
 
 @apart
-def test_a_bad_end_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_bad_end_is_told_with_the_last_words_of_this_child(tmp_path: Path) -> None:
     with Children() as children:
+        first = start(children, tmp_path, "trainer", "print('an earlier one')")
+        children.wait(first)
         child = start(children, tmp_path, "trainer", "raise ValueError('no luck')")
         with pytest.raises(
             ChildFailed, match=r"the trainer ended with exit status 1: ValueError: no luck \(log: .*trainer\.log"
         ):
             children.wait(child)
-
-
-@apart
-def test_what_an_earlier_child_wrote_to_the_log_is_not_this_ones(tmp_path: Path) -> None:
-    with Children() as children:
-        first = start(children, tmp_path, "server", "print('ready at the old address')")
-        children.wait(first)
-        second = start(children, tmp_path, "server", "print('starting')")
-        children.wait(second)
-    assert second.log == first.log
-    assert second.tail(10) == ["starting"]
+        assert child.log == first.log
+        assert "an earlier one" not in child.tail(10)
 
 
 @apart
@@ -223,15 +214,8 @@ def test_a_server_is_not_waited_for_when_the_trainer_has_ended(tmp_path: Path) -
             wait_for_server(recipe, server, children, print)
 
 
-@apart
-def test_a_good_end_is_silent(tmp_path: Path) -> None:
-    with Children() as children:
-        children.wait(start(children, tmp_path, "trainer", "print('done')"))
-    assert (tmp_path / "trainer.log").read_text() == "done\n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_unwind_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+def test_sighup_unwinds_the_launcher(tmp_path: Path) -> None:
+    """As SIGINT and SIGTERM do: see test_launcher.py and tests/test_hygiene.py."""
     code = f"""
 import sys
 from pathlib import Path
@@ -246,6 +230,6 @@ except KeyboardInterrupt as error:
     pid = tmp_path / "pid"
     launcher = subprocess.Popen([sys.executable, "-c", code, str(pid)])
     grandchild = int(written(pid))
-    launcher.send_signal(number)
+    launcher.send_signal(signal.SIGHUP)
     assert launcher.wait(timeout=20) == 130
     wait_for(lambda: is_gone(grandchild))

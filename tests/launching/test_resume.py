@@ -88,13 +88,6 @@ def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
         write_checkpoint(run, recipe_of(), 6)
 
 
-def test_a_folder_behind_a_link(run: RunFolder, project: Path) -> None:
-    (project / "link").symlink_to(run.path)
-    recipe = recipe_of("output=link")
-    (part,) = resume_stages([recipe], str(run.checkpoints / "step-000004"))
-    assert part.checkpoint == project / "link" / "checkpoints" / "step-000004"
-
-
 def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
     for path in checkpoints(run.checkpoints):
         path.rename(run.path / path.name)
@@ -126,16 +119,7 @@ def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -
 
 @pytest.mark.parametrize(
     "override",
-    [
-        *("train.steps=80", "train.processes=2 train.strategy=ddp", "train.checkpoint_every=7", "train.keep_last=2"),
-        *(
-            "train.token_budget=99",
-            "limits.parallel_calls=2",
-            "train.batching=padded",
-            "eval.every=5",
-            "server.max_num_seqs=5",
-        ),
-    ],
+    ["train.steps=80", "train.processes=2 train.strategy=ddp", "limits.parallel_calls=2", "server.max_num_seqs=5"],
 )
 def test_what_may_change(run: RunFolder, override: str) -> None:
     assert resume_stages([recipe_of(*override.split())], "auto")[0].checkpoint
@@ -145,10 +129,7 @@ def test_what_may_change(run: RunFolder, override: str) -> None:
     ("override", "said"),
     [
         ("train.learning_rate=3e-5", "train.learning_rate: got 3e-05, but .*step-000006 was trained with 1e-05"),
-        ("train.batch_size=4", "train.batch_size: got 4, .* trained with 8"),
         ("model.lora.rank=4", r"model\.lora.*: got .* trained without it"),
-        ("rollout.group_size=4", "rollout.group_size: got 4"),
-        ("rollout.max_staleness=1", "rollout.max_staleness: got 1"),
         ("seed=3", "seed: got 3"),
         ("train.steps=5", "train.steps: got 5, but .*step-000006 has more; fix: raise it"),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentfactory.base.processes.stacks import Inside
+from agentfactory.base.processes.supervised import Inside
 from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.rollout.data import Place, Share
 from agentfactory.rollout.groups.group_files import encode_group

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.base.processes.stacks import Inside
+from agentfactory.base.processes.supervised import Inside
 from agentfactory.rollout.workers import worker_pool, worker_socket
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import Messages, Ready, WorkerDiedError, WorkerProcess, encode
@@ -21,11 +21,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended]
 SCRIPT = """
 import sys
 from pathlib import Path
-from agentfactory.base.processes.stacks import show_stacks
-from agentfactory.base.user_code import watch
+from agentfactory.base.processes.supervised import show_to
 from agentfactory.base.user_code.loading import load_module
-show_stacks(int(sys.argv[1]))
-watch.supervise(int(sys.argv[1]))
+show_to(int(sys.argv[1]))
 Path("ready").touch()
 load_module(Path("users.py"))
 """

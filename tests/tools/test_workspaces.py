@@ -18,12 +18,13 @@ from pydantic import ValidationError
 
 from agentfactory.base.config import McpServerConfig
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files import removal
+from agentfactory.base.files.untrusted_files import remove
 from agentfactory.base.run_notices import notice_of
 from agentfactory.base.user_code.row_files import write_files
 from agentfactory.tools.environments import workspaces
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
 from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
+from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.processes  # the first folder starts the sweeper process
 
@@ -140,9 +141,10 @@ def test_read_only_folders_are_removed(tmp_path: Path) -> None:
     inner.parent.chmod(0o500)
     rights = "-dac_override,-dac_read_search"
     as_user = ["setpriv", "--bounding-set", rights, "--inh-caps", rights] if os.geteuid() == 0 else []
-    code = "import sys; from pathlib import Path; from removal import remove; print(remove(Path(sys.argv[1])))"
+    code = "import sys; from pathlib import Path; from agentfactory.base.files.untrusted_files import remove\n"
+    code += "print(remove(Path(sys.argv[1])))"
     command = [*as_user, sys.executable, "-c", code, str(tmp_path / "chain")]
-    said = subprocess.run(command, cwd=Path(removal.__file__).parent, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     assert (said, (tmp_path / "chain").exists()) == ("[]\n", False)
 
 
@@ -156,8 +158,8 @@ def test_a_command_removes_its_chains_folders_without_a_sweeper(monkeypatch: pyt
     sweepers[0].kill()
     sweepers[0].wait()
     assert root.exists()
-    ((remove, *arguments),) = at_exit
-    remove(*arguments)
+    ((called, *arguments),) = at_exit
+    called(*arguments)
     assert not root.exists()
 
 
@@ -165,7 +167,7 @@ def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
     script = "import os\nfor _ in range(1500): os.mkdir('folder'); os.chdir('folder')\nos.chmod('.', 0)"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
     (tmp_path / "link").symlink_to(Path.home())
-    assert removal.remove(tmp_path) == []
+    assert remove(tmp_path) == []
     assert (tmp_path.exists(), Path.home().exists()) == (False, True)
 
 
@@ -177,11 +179,11 @@ def test_folders_beside_each_other_are_removed_and_links_are_not_followed(tmp_pa
         (folder / "read-only" / f"{number}" / "inner").mkdir(parents=True)
         (folder / "read-only" / f"{number}" / "link").symlink_to(outside)
     (folder / "read-only").chmod(0o500)
-    assert removal.remove(folder) == []
+    assert remove(folder) == []
     assert (folder.exists(), stat.S_IMODE(outside.stat().st_mode)) == (False, 0o555)
-    assert removal.remove(folder) == [], "there is nothing left to do"
+    assert remove(folder) == [], "there is nothing left to do"
     folder.symlink_to(outside)
-    assert removal.remove(folder) == [f"{folder}: Not a directory"]
+    assert remove(folder) == [f"{folder}: Not a directory"]
     assert outside.exists()
 
 

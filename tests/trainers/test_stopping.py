@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from agentfactory.base.processes import endings
+from agentfactory.base.processes import supervised
 from agentfactory.trainers.loop.stopping import Stop, name_of
 
 pytestmark = pytest.mark.processes
@@ -55,7 +55,7 @@ def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
             try:
                 (tmp_path / "said").write_text(loop(tmp_path, accelerator, waits, works))
                 status = 0
-            except endings.Signalled as error:
+            except supervised.Signalled as error:
                 status = error.status
             finally:
                 os._exit(status)

@@ -89,6 +89,20 @@ def refusal(folder: Path) -> OSError | None:
     return None
 
 
+@contextmanager
+def filled(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that the context fills. It gets the name `folder` once complete, which so never exists half
+    filled."""
+    aside = folder.with_name(f".{folder.name}.partial")
+    if aside.exists():
+        # left by an earlier run that was killed
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    yield aside
+    set_usual_modes(aside)
+    aside.rename(folder)
+
+
 def set_usual_modes(folder: Path) -> None:
     """Give the weights in `folder` the mode that the umask gives every other file: safetensors writes them readable by
     their owner alone."""

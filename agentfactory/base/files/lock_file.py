@@ -3,11 +3,12 @@
 import fcntl
 import logging
 import os
-import pwd
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,6 @@ def holder(opened: int) -> str:
 
 def _described(pid: int) -> str:
     try:
-        user = os.stat(f"/proc/{pid}").st_uid
-    except OSError:
+        return f"pid {pid} of user {psutil.Process(pid).username()}"
+    except psutil.NoSuchProcess:
         return f"pid {pid}"
-    try:
-        return f"pid {pid} of user {pwd.getpwuid(user).pw_name}"
-    except KeyError:
-        return f"pid {pid} of user {user}"

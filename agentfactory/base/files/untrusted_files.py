@@ -1,9 +1,14 @@
-"""Opening of files in untrusted folders: regular files only, no links, bounded sizes."""
+"""Files in untrusted folders: opened only if they are regular, without following links, with bounded sizes. Copies,
+checks and removal of such folders, by steps that follow no link."""
 
+import itertools
 import os
+import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePath
 from typing import BinaryIO
@@ -25,10 +30,15 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-DEEPEST = 64
+_DEEPEST = 64
 """Maximum nesting of folders."""
 _MOST_LINKS = 40
 """Maximum links in a path, as in the kernel."""
+_THREADS = 12
+"""On ext4 the removal of a folder may wait milliseconds for the disk; threads overlap these waits."""
+_PIECE = 1 << 20
+_ENTRY = 4096
+"""Bytes that an entry takes at least, as in `disk_use`."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -51,9 +61,9 @@ def open_file(path: Path, within: Path | None = None) -> BufferedReader:
     Raises RefusedFileError for anything but a regular file, OSError if it cannot be opened.
     """
     if within is None:
-        return os.fdopen(open_regular(path, None), "rb")
+        return os.fdopen(_open_regular(path, None), "rb")
     with opened_folder(path.parent, within) as folder:
-        return os.fdopen(open_regular(path, folder), "rb")
+        return os.fdopen(_open_regular(path, folder), "rb")
 
 
 def create_file(path: Path, within: Path) -> BufferedWriter:
@@ -63,7 +73,7 @@ def create_file(path: Path, within: Path) -> BufferedWriter:
     Raises RefusedFileError if there is anything but a regular file, OSError if it cannot be written.
     """
     with opened_folder(path.parent, within, make=True) as folder:
-        return os.fdopen(create_regular(path, folder), "wb")
+        return os.fdopen(_create_regular(path, folder), "wb")
 
 
 def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
@@ -94,8 +104,7 @@ def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) ->
 
 
 def has_few_values(content: bytes, most: int = JSON_VALUES) -> bool:
-    """Return whether JSON has at most about `most` values. Commas and brackets within texts count too."""
-    # each of these begins a value
+    """Return whether JSON has at most about `most` values. Commas and brackets, which begin one, count in texts too."""
     return sum(map(content.count, (b",", b"[", b"{"))) <= most
 
 
@@ -128,8 +137,8 @@ def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
     levels below it (None: all)."""
     for name, kind in entries_of(path, within).items():
         if kind == stat.S_IFDIR:
-            if len((path / name).relative_to(within).parts) > DEEPEST:
-                raise RefusedFileError(path / name, f"is more than {DEEPEST} folders deep", "delete it")
+            if len((path / name).relative_to(within).parts) > _DEEPEST:
+                raise RefusedFileError(path / name, f"is more than {_DEEPEST} folders deep", "delete it")
             if depth != 0:
                 check_tree(path / name, within, None if depth is None else depth - 1)
         elif kind != stat.S_IFREG:
@@ -184,9 +193,9 @@ def opened_folder(path: Path, within: Path, make: bool = False) -> Iterator[int]
         for name in parts:
             at /= name
             if make:
-                with suppress(FileExistsError), named(at):
+                with suppress(FileExistsError), _named(at):
                     os.mkdir(name, dir_fd=folder)
-            below = open_below(at, folder)
+            below = _open_below(at, folder)
             os.close(folder)
             folder = below
         yield folder
@@ -194,7 +203,7 @@ def opened_folder(path: Path, within: Path, make: bool = False) -> Iterator[int]
         os.close(folder)
 
 
-def open_below(path: Path, folder: int) -> int:
+def _open_below(path: Path, folder: int) -> int:
     """Open the folder `path.name` of an open folder, without following a link. Raises like `opened_folder`."""
     try:
         return os.open(path.name, _FOLDER, dir_fd=folder)
@@ -203,7 +212,7 @@ def open_below(path: Path, folder: int) -> int:
         raise _explained(error, path, path.name, folder, stat.S_IFDIR) from None
 
 
-def open_regular(path: Path, folder: int | None) -> int:
+def _open_regular(path: Path, folder: int | None) -> int:
     """Open the regular file `path.name` of an open folder for reading, without following a link. None: open `path`,
     following links. Raises like `open_file`."""
     follow, name = folder is None, str(path) if folder is None else path.name
@@ -219,7 +228,7 @@ def open_regular(path: Path, folder: int | None) -> int:
     return _regular(path, descriptor)
 
 
-def create_regular(path: Path, folder: int) -> int:
+def _create_regular(path: Path, folder: int) -> int:
     """Open the file `path.name` of an open folder for writing, empty, and create it if it is missing. Raises like
     `create_file`."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -232,7 +241,7 @@ def create_regular(path: Path, folder: int) -> int:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def _named(path: Path) -> Iterator[None]:
     """Give an error about a name in an open folder the whole path."""
     try:
         yield
@@ -265,3 +274,177 @@ def _explained(error: OSError, path: Path, name: str, folder: int | None, wanted
     if kind != wanted:
         return refused(path, kind)
     return type(error)(error.errno, error.strerror, str(path))
+
+
+class TreeCopy:
+    """Copies of files and folders below the folder `within`, and their check, which is the same walk without a target.
+
+    Copies keep content, times, and permissions without setuid, setgid and sticky bits. A link is copied as a link.
+
+    Args:
+        within: the folder that is never left.
+        most: bytes of all copies together, of which each entry takes at least 4 KiB; None: any number.
+        left_out: returns whether an entry with this status is skipped. With it, unreadable entries are skipped, too,
+            and links may lead anywhere: the tree is a root file system. Without it, links must stay in `within`.
+
+    Each method raises RefusedFileError for an entry that is not copied, OSError if one cannot be read or written.
+    """
+
+    def __init__(
+        self, within: Path, most: int | None = None, left_out: Callable[[os.stat_result], bool] | None = None
+    ) -> None:
+        self._within, self._most, self._left_out = within, most, left_out
+        self.size = 0
+        """Bytes of all files so far."""
+        self._entries = 0
+
+    def folder(self, path: Path, into: int | None, mode: int | None = None) -> None:
+        """Copy the content of a folder into the open folder `into`; None: check it only. `mode`: the permissions of all
+        copies; None: those of the originals."""
+        with opened_folder(path, self._within) as source:
+            self._content(path, source, into, mode)
+
+    def file(self, path: Path, into: int, name: str, mode: int | None = None) -> None:
+        """Copy a file as `name` into the open folder `into`."""
+        with opened_folder(path.parent, self._within) as source, _named(path):
+            self._entry(path, source, name, into, mode)
+
+    def _content(self, path: Path, source: int, into: int | None, mode: int | None) -> None:
+        for name in sorted(os.listdir(source)):
+            try:
+                with _named(path / name):
+                    self._entry(path / name, source, name, into, mode)
+            except PermissionError:
+                if self._left_out is None:
+                    raise
+
+    def _entry(self, path: Path, source: int, name: str, into: int | None, mode: int | None) -> None:
+        """Copy the entry `path.name` of the open folder `source` as `name`."""
+        status = os.stat(path.name, dir_fd=source, follow_symlinks=False)
+        if self._left_out is not None and self._left_out(status):
+            return
+        if stat.S_ISLNK(status.st_mode):
+            self._count(path, 0)
+            if self._left_out is None:
+                resolved(path.relative_to(self._within), self._within)
+            if into is not None:
+                os.symlink(os.readlink(path.name, dir_fd=source), name, dir_fd=into)
+        elif stat.S_ISDIR(status.st_mode):
+            self._count(path, 0)
+            self._below(path, source, name, into, mode)
+        elif stat.S_ISREG(status.st_mode):
+            self._regular(path, source, name, into, mode)
+        else:
+            raise refused(path, stat.S_IFMT(status.st_mode))
+
+    def _below(self, path: Path, source: int, name: str, into: int | None, mode: int | None) -> None:
+        if len(path.relative_to(self._within).parts) > _DEEPEST:
+            raise RefusedFileError(path, f"is more than {_DEEPEST} folders deep", "delete it")
+        with ExitStack() as stack:
+            opened = _open_below(path, source)
+            stack.callback(os.close, opened)
+            if into is None:
+                self._content(path, opened, None, mode)
+                return
+            try:
+                os.mkdir(name, 0o700, dir_fd=into)
+                is_new = True
+            except FileExistsError:
+                is_new = False
+            made = _open_below(Path(name), into)
+            stack.callback(os.close, made)
+            self._content(path, opened, made, mode)
+            if is_new:
+                _set(made, os.fstat(opened), mode)
+
+    def _regular(self, path: Path, source: int, name: str, into: int | None, mode: int | None) -> None:
+        with os.fdopen(_open_regular(path, source), "rb") as file:
+            status = os.fstat(file.fileno())
+            self._count(path, status.st_size)
+            if into is None:
+                return
+            with os.fdopen(_create_regular(Path(name), into), "wb") as copy:
+                left = status.st_size  # it may grow meanwhile
+                while left and (piece := file.read(min(left, _PIECE))):
+                    copy.write(piece)
+                    left -= len(piece)
+                copy.flush()
+                _set(copy.fileno(), status, mode)
+
+    def _count(self, path: Path, size: int) -> None:
+        self.size, self._entries = self.size + size, self._entries + 1
+        if self._most is not None and self.size + self._entries * _ENTRY > self._most:
+            problem = f"does not fit: a chain has room for {self._most >> 20} MiB of copies"
+            raise RefusedFileError(path, problem, "make it smaller")
+
+
+def _set(copy: int, original: os.stat_result, mode: int | None) -> None:
+    os.fchmod(copy, (original.st_mode if mode is None else mode) & 0o777)
+    os.utime(copy, ns=(original.st_atime_ns, original.st_mtime_ns))
+
+
+def remove(folder: Path) -> list[str]:
+    """Remove a folder with everything in it, including read-only folders, in any number and depth. Follow no links.
+    Return the remaining names, with the reasons."""
+    if not _removed(folder):
+        return []
+    make_writable(folder)
+    return _removed(folder)
+
+
+def _removed(folder: Path) -> list[str]:
+    """Remove a folder as far as its rights allow. Return the remaining names, with the reasons."""
+    left: list[str] = []
+    prefix, numbers = f".{secrets.token_hex(8)}-", itertools.count()
+
+    def clear(name: str) -> list[str]:
+        """Remove a folder of `top`, or the files of `top` itself. Move its folders to `top`, so that paths stay short
+        and folders can be removed in parallel; return their names there."""
+        below: list[str] = []
+        try:
+            opened = os.open(name, _FOLDER, dir_fd=top)
+            try:
+                with os.scandir(opened) as entries:
+                    found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+                for entry, is_folder in found:
+                    moved = entry if name == "." else f"{prefix}{next(numbers)}"
+                    if not is_folder:
+                        os.unlink(entry, dir_fd=opened)
+                        continue
+                    if moved != entry:
+                        os.rename(entry, moved, src_dir_fd=opened, dst_dir_fd=top)
+                    below.append(moved)
+            finally:
+                os.close(opened)
+            if name != ".":
+                os.rmdir(name, dir_fd=top)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            left.append(f"{folder}/{name}: {error.strerror}")
+        return below
+
+    try:
+        top = os.open(folder, _FOLDER)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{folder}: {error.strerror}"]
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            below = clear(".")
+            while below:
+                below = [*itertools.chain.from_iterable(pool.map(clear, below))]
+        if not left:
+            os.rmdir(folder)
+    except OSError as error:
+        left.append(f"{folder}: {error.strerror}")
+    finally:
+        os.close(top)
+    return left
+
+
+def make_writable(folder: Path) -> None:
+    """Let the owner list and change `folder` and everything in it. Entries of other owners stay unchanged."""
+    # no links are followed
+    subprocess.run(["chmod", "-R", "u+rwX", "--", folder], capture_output=True, check=False)

@@ -45,12 +45,12 @@ class ConnectionLimit:
         self._free -= 1
         protocol = make()
 
-        def give_back() -> None:
+        def give_back(_: Exception | None) -> None:
             self._free += 1
             if left is not None:
                 left(protocol)
 
-        return cast(asyncio.BaseProtocol, _Admitted(protocol, give_back))
+        return cast(asyncio.BaseProtocol, OnLoss(protocol, give_back))
 
 
 class _Refusing(asyncio.Protocol):
@@ -58,17 +58,17 @@ class _Refusing(asyncio.Protocol):
         cast(asyncio.Transport, transport).abort()
 
 
-class _Admitted:
+class OnLoss:
     """A protocol with a callback for the loss of its connection."""
 
-    def __init__(self, protocol: asyncio.Protocol, left: Callable[[], None]) -> None:
+    def __init__(self, protocol: asyncio.BaseProtocol, left: Callable[[Exception | None], None]) -> None:
         self._protocol, self._left = protocol, left
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._protocol, name)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._left()
+        self._left(error)
         self._protocol.connection_lost(error)
 
 

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agentfactory.base.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
+from agentfactory.base.http.connections import HEADER_SECONDS, ConnectionLimit, OnLoss, log_few, most_connections
 
 
 class _Connection(H11Protocol):
@@ -38,7 +38,9 @@ class _Connection(H11Protocol):
             self._closing.cancel()
         admitted = self.transport.get_protocol()
         super().handle_websocket_upgrade(event)
-        self.transport.set_protocol(cast(asyncio.BaseProtocol, _Upgraded(self.transport.get_protocol(), admitted)))
+        # the loss of a WebSocket is also that of the connection that it came from, which counts against the limit
+        upgraded = OnLoss(self.transport.get_protocol(), admitted.connection_lost)
+        self.transport.set_protocol(cast(asyncio.BaseProtocol, upgraded))
 
     def _await_request(self) -> None:
         if self._closing is not None:
@@ -48,21 +50,6 @@ class _Connection(H11Protocol):
     def _close_unless_answering(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-
-
-class _Upgraded:
-    """The protocol of a WebSocket, which also tells the connection that it came from when it is lost, so that the
-    connection no longer counts against the limit."""
-
-    def __init__(self, websocket: asyncio.BaseProtocol, connection: asyncio.BaseProtocol) -> None:
-        self._websocket, self._connection = websocket, connection
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._websocket, name)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._websocket.connection_lost(error)
-        self._connection.connection_lost(error)
 
 
 def serve_http(app: ASGIApp, listener: socket.socket) -> None:

@@ -35,18 +35,11 @@ class KeyGuard:
         if scope["type"] in ("http", "websocket") and scope["path"] != HEALTH:
             given = _key_in(Headers(scope=scope).get("authorization", ""))
             if not hmac.compare_digest(given, self._key):
-                await _refuse(scope, receive, send)
+                error = "this server takes requests only with its key, as Authorization: Bearer KEY"
+                refusal = JSONResponse({"error": error}, 401, {"connection": "close"})
+                await (WebSocketClose() if scope["type"] == "websocket" else refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request with status 401, and the opening of a WebSocket with 403; close the connection."""
-    if scope["type"] == "websocket":
-        await WebSocketClose()(scope, receive, send)
-        return
-    error = "this server takes requests only with its key, as Authorization: Bearer KEY"
-    await JSONResponse({"error": error}, 401, {"connection": "close"})(scope, receive, send)
 
 
 def _key_in(authorization: str) -> bytes:

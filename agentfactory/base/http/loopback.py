@@ -1,5 +1,5 @@
-"""Loopback addresses, their network interface, and the users at both ends of their connections: other users of a
-machine reach its loopback addresses too."""
+"""Addresses of HTTP servers, and loopback addresses: their network interface, and the users at both ends of their
+connections. Other users of a machine reach its loopback addresses too."""
 
 import ipaddress
 import os
@@ -7,9 +7,19 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 _Address = tuple[str, int]
 _ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"
+
+
+def is_http_address(url: str) -> bool:
+    """Return whether `url` is http or https, with a host and a possible port."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port above 65,535, half an IPv6 address
+        return False
 
 
 def is_loopback(host: str) -> bool:

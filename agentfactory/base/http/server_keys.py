@@ -45,17 +45,15 @@ def published_key(host: str, port: int) -> Iterator[str]:
         file.parent.mkdir(mode=0o700)
     _check_private(file.parent)
     key = secrets.token_urlsafe(32)
-    with _locked(file.parent):
-        _remove_stale(file.parent)
-        # written under another name, so a client never reads half a key
-        passing = file.with_name(f".{secrets.token_hex(8)}")
-        stream = os.fdopen(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
+    _remove_stale(file.parent)
+    # written under another name, so a client never reads half a key
+    passing = file.with_name(f".{secrets.token_hex(8)}")
+    with os.fdopen(os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as stream:
         stream.write(key)
         stream.flush()
         # the system releases this lock however the server ends: a file without it is stale
         fcntl.flock(stream, fcntl.LOCK_EX)
         passing.rename(file)
-    with stream:
         try:
             yield key
         finally:
@@ -99,15 +97,10 @@ def find_key(url: str) -> str | None:
     instead of an IP address (see `pinned`). Raises SettingError if another user could have written it."""
     if not _is_address(urlsplit(url).hostname or ""):
         return None
-    for host, port in _addresses(url):
-        file = key_file(host, port)
-        with suppress(FileNotFoundError):
-            try:
-                status = file.stat()
-                return _read(file, status.st_ino, status.st_mtime_ns)
-            except PermissionError:
-                _check_private(file.parent)
-                raise
+    with suppress(FileNotFoundError):
+        if (file := key_file_of(url)) is not None:
+            status = file.stat()
+            return _read(file, status.st_ino, status.st_mtime_ns)
     return None
 
 
@@ -162,19 +155,9 @@ def _check_private(folder: Path) -> None:
         )
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _remove_stale(folder: Path) -> None:
-    """Remove the files of servers that were killed. The folder is locked."""
-    for file in folder.iterdir():
+    """Remove the files of servers that were killed. One that begins with a dot is still being written."""
+    for file in folder.glob("[!.]*"):
         with suppress(FileNotFoundError, BlockingIOError), file.open() as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _same_file(file, stream.fileno()):

@@ -3,7 +3,7 @@
 import ctypes
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,20 +76,18 @@ def return_freed_memory() -> None:
     _set_malloc({_MMAP_THRESHOLD: 1 << 20})
 
 
-def _set_malloc(options: dict[int, int]) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    # other C libraries, such as musl, do not have mallopt
-    if hasattr(libc, "mallopt"):
-        for option, value in options.items():
-            libc.mallopt(option, value)
-
-
 def give_back_freed() -> None:
     """Return free memory that was kept for reuse to the kernel. Does nothing without glibc."""
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    if (trim := _of_glibc("malloc_trim")) is not None:
+        trim(0)
+
+
+def _set_malloc(options: dict[int, int]) -> None:
+    if (mallopt := _of_glibc("mallopt")) is not None:
+        for option, value in options.items():
+            mallopt(option, value)
+
+
+def _of_glibc(function: str) -> Callable[..., int] | None:
+    # other C libraries, such as musl, do not have it
+    return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None

@@ -1,18 +1,20 @@
 """A command in a child process, which its parent supervises: user code that ends the process, or holds Python's lock,
 does not end or stop the command without a word."""
 
+import contextlib
 import ctypes
 import faulthandler
+import io
 import os
+import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
-from agentfactory.base.processes.endings import HOLDS_LOCK, Signalled, ended_by
-from agentfactory.base.processes.stacks import Inside, is_stopped, show_stacks
 from agentfactory.base.user_code import watch
-from agentfactory.base.user_code.watch import QUIET_SECONDS, growing
+from agentfactory.base.user_code.watch import BEAT_SECONDS, QUIET_SECONDS, described, is_ours, parsed_dump, place_of
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -23,10 +25,154 @@ _REACT_SECONDS = 5.0
 """Time after a signal from which user code that has not reacted is killed."""
 _LEAVE_SECONDS = 60.0
 """Time within which the process of a command that has returned must end."""
+_DUMP_SECONDS = 0.2
+_POLL_SECONDS = 0.02
+_MEASURED_SECONDS = 0.3
+_MOST_THREADS = 40
+
+HOLDS_LOCK = (
+    "end it sooner, such as by a simpler regular expression, or start the tool as a process of its own by "
+    "mcp_servers.NAME.command, which limits can end"
+)
+"""Fix for user code that holds Python's lock."""
+_ENDS = (
+    "correct the tool, environment, reward or agent that did it, or start the tool as a process of its own by "
+    "mcp_servers.NAME.command"
+)
 
 
 class DiedFromInside(Exception):
     """The process of a command ended before the command returned, or was killed; the message says why."""
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal that ends this process with `status`. User code that it interrupts is not to blame for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
+def exited_by(error: SystemExit) -> str | None:
+    """Describe the user code that has called sys.exit; None if our own has."""
+    stack = [place_of(*each) for each in traceback.walk_tb(error.__traceback__)]
+    where = described(stack)
+    # a library may call it for the user
+    if where is None or is_ours(stack[-1].file):
+        return None
+    return f"user code called sys.exit({error.code!r}) ({where}); fix: raise an exception instead"
+
+
+def ended_by(status: int, doing: str = "") -> str:
+    """Describe the unexpected end of a process that runs user code, with a fix. `status` is its exit status, or minus
+    the signal that ended it; `doing` is the user code that it executed, if it is known."""
+    during = f" while {doing}" if doing else ""
+    if status >= 0:
+        return f"ended with status {status}{during}, as by os._exit in user code; fix: {_ENDS}"
+    name = signal.Signals(-status).name if -status in {*signal.Signals} else "unknown"
+    cause, fix = "a crash in user code", _ENDS
+    if -status == signal.SIGKILL:
+        cause, fix = "the kernel when memory runs out", f"free memory, or {_ENDS}"
+    return f"was killed by signal {-status} ({name}){during}, as by {cause}; fix: {fix}"
+
+
+def show_to(writer: int) -> None:
+    """Let the process at the other end of the pipe `writer` see what this one does (`Inside`)."""
+    watch.supervise(writer)
+    if hasattr(signal, "SIGRTMIN"):
+        faulthandler.register(_asking(), file=writer, all_threads=False)
+        watch.tell("shows")
+
+
+def _asking() -> int:
+    # a real-time signal, because programs use SIGUSR1 and SIGUSR2 themselves
+    return int(signal.SIGRTMIN) + 9
+
+
+class Inside:
+    """The view of another process, which has called `show_to` with the other end of the pipe `reader`: the lines of
+    `watch.tell`, and its stacks, which `faulthandler` writes at a signal without Python's lock."""
+
+    def __init__(self, pid: int, reader: int) -> None:
+        self.pid = pid
+        self._pipe = io.FileIO(reader)
+        self._lines: list[str] = []
+        self._dump = ""
+        self._shows = False
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self._pipe.close()
+
+    def lines(self) -> list[str]:
+        """Return the lines that `watch.tell` has sent since the last call."""
+        self._read()
+        lines, self._lines = self._lines, []
+        return lines
+
+    def beats(self) -> bool:
+        """Wait for a beat of the process; return False if none comes, because its code holds Python's lock."""
+        self._read()
+        before, until = len(self._lines), time.monotonic() + 1.5 * BEAT_SECONDS
+        while len(self._lines) == before and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            self._read()
+        return len(self._lines) > before
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process."""
+        import psutil  # here, because every command imports this module
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return False
+
+    def place(self, main_only: bool = False) -> str | None:
+        """Return the place in user code at which the process is: that of its busiest thread with user code, or with
+        `main_only` of its main thread. None if there is none, or if it shows no stacks."""
+        self._read()
+        if not self._shows or self.is_stopped():
+            return None
+        threads = [self.pid]
+        if not main_only:
+            spent = self._times()
+            time.sleep(_MEASURED_SECONDS)
+            more = {thread: seconds - spent.get(thread, seconds) for thread, seconds in self._times().items()}
+            threads = sorted(more, key=lambda thread: (-more[thread], thread))[:_MOST_THREADS]
+        return next(filter(None, map(self._place_of, threads)), None)
+
+    def _times(self) -> dict[int, float]:
+        """Return thread -> seconds of processor time."""
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return {each.id: each.user_time + each.system_time for each in psutil.Process(self.pid).threads()}
+        return {}
+
+    def _place_of(self, thread: int) -> str | None:
+        """Return the place in user code at which one thread is; None if there is none, or it does not answer."""
+        self._dump, libc = "", ctypes.CDLL(None)
+        # older C libraries can only ask the main thread
+        ask = getattr(libc, "tgkill", lambda pid, thread, number: libc.kill(pid, number))
+        if ask(self.pid, thread, _asking()) != 0:
+            return None
+        until, length = time.monotonic() + _DUMP_SECONDS, 0
+        while time.monotonic() < until and not 0 < length == len(self._dump):
+            length = len(self._dump)
+            time.sleep(_POLL_SECONDS)
+            self._read()
+        return described(parsed_dump(self._dump))
+
+    def _read(self) -> None:
+        text = ""
+        # None: the pipe is empty; b"": the process has ended
+        while piece := self._pipe.read(1 << 16):
+            text += piece.decode(errors="replace")
+        lines = re.findall(r"^@(.*)$", text, re.MULTILINE)
+        self._shows = self._shows or "shows" in lines
+        self._lines += lines
+        # a line may come in the middle of a stack
+        self._dump += re.sub(r"\n@.*\n", "", text)
 
 
 _started_by: int | None = None
@@ -64,8 +210,7 @@ def supervised(command: Callable[[], int]) -> int:
             os._exit(1)
         # names the line that crashed
         faulthandler.enable(all_threads=False)
-        show_stacks(writer)
-        watch.supervise(writer)
+        show_to(writer)
         status = command()
         watch.tell("returned", status)
         return status
@@ -155,7 +300,7 @@ class _Supervisor:
     def _look(self, seconds: float, now: float) -> None:
         self._silent += seconds
         self.hear()
-        if is_stopped(self._child):
+        if self._inside.is_stopped():
             self._silent = 0.0
             return
         if self.returned is not None:
@@ -166,22 +311,18 @@ class _Supervisor:
             if (where := self._inside.place(main_only=not holds)) is not None:
                 fix = HOLDS_LOCK if holds else "let KeyboardInterrupt end it, and handle no SIGTERM and SIGINT in it"
                 self._end(f"was killed, because user code did not react to a signal: {where}; fix: {fix}")
-        if self._limit is not None and self._silent > max(self._limit[0], QUIET_SECONDS):
-            where = self._inside.place() or "user code"
+        is_over = self._limit is not None and self._silent > max(self._limit[0], QUIET_SECONDS)
+        if is_over or self._silent >= self._due:
+            where = self._inside.place()
             # it may have come back while this process looked
             self.hear()
-            if self._silent:
-                held = f"{where}, held Python's lock for longer than {self._limit[1]}"
+            if self._silent and is_over and self._limit is not None:
+                held = f"{where or 'user code'}, held Python's lock for longer than {self._limit[1]}"
                 self._end(f"was killed, because nothing else in it could run: {held}; fix: {HOLDS_LOCK}")
-        if self._silent >= self._due:
-            where = self._inside.place()
-            self.hear()
-            if where is not None and self._silent:
-                watch.say(
-                    f"{where}, has held Python's lock for {self._silent:.0f} s, and nothing else in this process can "
-                    f"run; fix: {HOLDS_LOCK}"
-                )
-            self._due = growing(self._due)
+            if self._silent and where is not None:
+                held = f"{where}, has held Python's lock for {self._silent:.0f} s"
+                watch.say(f"{held}, and nothing else in this process can run; fix: {HOLDS_LOCK}")
+            self._due *= 3
         elif self._silent < QUIET_SECONDS:
             self._due = QUIET_SECONDS
 

@@ -1,6 +1,5 @@
 """Loading of objects that a recipe names: from a user's files as `FILE.py:NAME`, or prebuilt ones by name alone."""
 
-import ast
 import filecmp
 import hashlib
 import importlib.util
@@ -10,7 +9,6 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +18,7 @@ from agentfactory.base.errors import SettingError, is_interruption
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import OWN_ENVIRONMENT, unmet_below
 from agentfactory.base.user_code.import_path import append_folders, user_folders
+from agentfactory.base.user_code.source_files import imports_of
 from agentfactory.base.user_code.watch import announced
 
 
@@ -154,7 +153,7 @@ def _check_neighbours(path: Path) -> None:
         if file and file.startswith(folder) and file.endswith(".py") and os.sep not in file[len(folder) :]:
             files += [Path(file)] if file != str(path) else []
     for file in files:
-        for name in sorted(_imports(file.read_bytes())):
+        for name in sorted(imports_of(file.read_bytes())):
             place = path.parent.joinpath(*name.split("."))
             own = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
             found = _origin(name) if own else None
@@ -164,19 +163,6 @@ def _check_neighbours(path: Path) -> None:
                     f"{file} imports {name} from its own folder, but Python finds {found} under that name",
                     "give one of the two another name",
                 )
-
-
-@lru_cache
-def _imports(source: bytes) -> set[str]:
-    """Return every module that a file may import by its full name, at its beginning or later."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    # importing a module imports its parent packages
-    return {".".join(name.split(".")[: end + 1]) for name in found for end in range(name.count(".") + 1)}
 
 
 def _is_users(file: str | None) -> bool:

@@ -5,6 +5,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
     if file.suffix == ".py":
         # whoever runs the file reports its error
         with suppress(SyntaxError, ValueError):
-            names = _imports(ast.parse(file.read_bytes()))
+            names = imports_of(file.read_bytes(), relative=True)
     for name in sorted(names):
         for folder in folders:
             place = folder.joinpath(*name.split("."))
@@ -80,14 +81,16 @@ def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
                     yield path.resolve()
 
 
-def _imports(tree: ast.AST) -> set[str]:
-    """Return every module that a file may import, at its beginning or later, and the packages of these."""
+@lru_cache
+def imports_of(source: bytes, relative: bool = False) -> set[str]:
+    """Return every module that a file may import by its full name, at its beginning or later, and the packages of
+    these; with `relative`, also those that it imports from its own package."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            # a relative import within a package of the folder
+        elif isinstance(node, ast.ImportFrom) and (relative or node.level == 0):
             parent = [node.module] if node.module else []
             found |= {".".join([*parent, alias.name]) for alias in node.names} | {*parent}
+    # importing a module imports its parent packages
     return {".".join(name.split(".")[: end + 1]) for name in found for end in range(name.count(".") + 1)}

@@ -15,6 +15,7 @@ _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "
 _VALUES = ("default", "const", "example")
 """Keywords whose value may be null."""
 _LISTS_OF_VALUES = ("enum", "examples", "required", "type")
+_COMBINED = {"anyOf": any, "oneOf": any, "allOf": all}
 _ANYTHING: dict[str, Any] = {"additionalProperties": True}
 
 
@@ -110,12 +111,12 @@ def drop_from_history(task: dict[str, Any], specs: Sequence[ToolSpec], nulls: Nu
 
 def _prune(value: Any, schemas: Sequence[Any], root: dict[str, Any], nulls: Nulls) -> Any:
     if isinstance(value, list):
-        return [_prune(each, list(_items(schemas, root, place)), root, nulls) for place, each in enumerate(value)]
+        return [_prune(each, [*_inside(schemas, root, place)], root, nulls) for place, each in enumerate(value)]
     if not isinstance(value, dict):
         return value
     kept: dict[str, Any] = {}
     for key, each in value.items():
-        declared = list(_properties(schemas, root, key))
+        declared = [*_inside(schemas, root, key)]
         if each is not None:
             kept[key] = _prune(each, declared, root, nulls)
         elif any(_takes_null(schema, root) for schema in declared):
@@ -126,34 +127,28 @@ def _prune(value: Any, schemas: Sequence[Any], root: dict[str, Any], nulls: Null
     return kept
 
 
-def _properties(schemas: Sequence[Any], root: dict[str, Any], key: str) -> Iterator[Any]:
-    """Yield the schemas of a property. An object whose properties no schema declares may have any."""
+def _inside(schemas: Sequence[Any], root: dict[str, Any], key: str | int) -> Iterator[Any]:
+    """Yield the schemas of a property, or of the item at a place. An object whose properties no schema declares may
+    have any."""
     parts = [part for schema in schemas for part in _parts(schema, root)]
-    if not any({"properties", "patternProperties", "additionalProperties"} & part.keys() for part in parts):
-        yield True
-        return
-    for part in parts:
-        named, patterns = part.get("properties"), part.get("patternProperties")
-        if isinstance(named, dict) and key in named:
-            yield named[key]
-        found = [
-            schema
-            for pattern, schema in (patterns.items() if isinstance(patterns, dict) else ())
-            if _matches(pattern, key)
-        ]
-        yield from found
-        if not found and not (isinstance(named, dict) and key in named) and "additionalProperties" in part:
-            yield part["additionalProperties"]
-
-
-def _items(schemas: Sequence[Any], root: dict[str, Any], place: int) -> Iterator[Any]:
-    for schema in schemas:
-        for part in _parts(schema, root):
+    if isinstance(key, int):
+        for part in parts:
             first = part.get("prefixItems")
-            if isinstance(first, list) and place < len(first):
-                yield first[place]
+            if isinstance(first, list) and key < len(first):
+                yield first[key]
             elif "items" in part:
                 yield part["items"]
+        return
+    if not any({"properties", "patternProperties", "additionalProperties"} & part.keys() for part in parts):
+        yield True
+    for part in parts:
+        named, patterns = part.get("properties"), part.get("patternProperties")
+        found = [named[key]] if isinstance(named, dict) and key in named else []
+        if isinstance(patterns, dict):
+            found += [schema for pattern, schema in patterns.items() if _matches(pattern, key)]
+        if not found and "additionalProperties" in part:
+            found = [part["additionalProperties"]]
+        yield from found
 
 
 def _parts(schema: Any, root: dict[str, Any], seen: set[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -163,7 +158,7 @@ def _parts(schema: Any, root: dict[str, Any], seen: set[int] | None = None) -> I
         return
     seen.add(id(schema))
     yield schema
-    inner = [each for key in ("allOf", "anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
+    inner = [each for key in _COMBINED if isinstance(schema.get(key), list) for each in schema[key]]
     inner += [schema[key] for key in ("then", "else") if key in schema]
     if "$ref" in schema:
         inner.append(_referred(schema["$ref"], root))
@@ -189,20 +184,15 @@ def _takes_null(schema: Any, root: dict[str, Any], seen: set[int] | None = None)
     if not isinstance(schema, dict) or id(schema) in seen:
         return schema is not False
     seen.add(id(schema))
-    kinds = schema.get("type")
-    if kinds is not None and kinds != "null" and not (isinstance(kinds, list) and "null" in kinds):
+    kinds, values = schema.get("type"), schema.get("enum")
+    if kinds not in (None, "null") and not (isinstance(kinds, list) and "null" in kinds):
         return False
-    if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
+    if (isinstance(values, list) and None not in values) or schema.get("const") is not None:
         return False
-    if schema.get("const") is not None:
-        return False
-    if "$ref" in schema and not _takes_null(_referred(schema["$ref"], root), root, seen):
-        return False
-    for key, combine in (("anyOf", any), ("oneOf", any), ("allOf", all)):
-        inner = schema.get(key)
-        if isinstance(inner, list) and not combine(_takes_null(each, root, seen) for each in inner):
-            return False
-    return True
+    combined = [(combine, schema[key]) for key, combine in _COMBINED.items() if isinstance(schema.get(key), list)]
+    if "$ref" in schema:
+        combined.insert(0, (all, [_referred(schema["$ref"], root)]))
+    return all(combine(_takes_null(each, root, seen) for each in inner) for combine, inner in combined)
 
 
 def _declares_null(schema: dict[str, Any], root: dict[str, Any]) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
-from agentfactory.base.messages import EnvironmentReward, ToolCall, ToolResult
-from agentfactory.base.user_code.own_copy import own_copy
+from agentfactory.base.messages import EnvironmentReward, ToolCall, ToolResult, own_copy
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit

@@ -1,15 +1,13 @@
 """HTTP to inference servers: a connection pool, queries of a server's state, and the errors of refused requests."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import aiohttp
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import Proxy, open_session, through
-from agentfactory.base.http.server_keys import find_key, key_folder
+from agentfactory.base.http.server_keys import find_key, key_folder, key_of_environment
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, parse_loads
 
 # vLLM closes idle connections after 5 s; a connection closed while we write would make the server look dead
@@ -45,10 +43,7 @@ def authorization(url: str, api_key_env: str | None, section: str = "server") ->
     The key comes from the environment variable `api_key_env`; if that is None, from the key file that this user's
     server has written on this machine. Raises SettingError, a ValueError, if the variable is named but not set.
     """
-    if api_key_env is None:
-        key = find_key(url)
-    elif not (key := os.environ.get(api_key_env)):
-        raise SettingError(f"{section}.api_key_env", f"the variable {api_key_env} is not set", "export it")
+    key = find_key(url) if api_key_env is None else key_of_environment(f"{section}.api_key_env", api_key_env)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -139,7 +134,7 @@ class Connection:
         return status == 200
 
     def lacking_key(self, url: str) -> str:
-        """See the function of the same name."""
+        """Return why the server at `url` rejected the key or its absence, and the fix."""
         return lacking_key(url, self._api_key_env, self._section)
 
     async def is_guarded(self, url: str) -> bool:

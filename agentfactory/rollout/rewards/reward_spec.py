@@ -11,10 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import EnvironmentReward
+from agentfactory.base.messages import EnvironmentReward, own_copy
 from agentfactory.base.processes.threads import run_in_thread, run_on_loop
 from agentfactory.base.user_code.loading import UserCodeError, load_object
-from agentfactory.base.user_code.own_copy import own_copy
 from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task

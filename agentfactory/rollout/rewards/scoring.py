@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import EnvironmentReward, text_of
+from agentfactory.base.messages import EnvironmentReward, own_copy, text_of
 from agentfactory.base.processes.threads import call_within
 from agentfactory.base.run_notices import notify
-from agentfactory.base.user_code.own_copy import own_copy
 from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task

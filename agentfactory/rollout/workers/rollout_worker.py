@@ -17,7 +17,7 @@ from typing import Any
 from agentfactory.base.files.disk import append
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.stacks import show_stacks
+from agentfactory.base.processes.supervised import show_to
 from agentfactory.base.run_notices import inform, notice_of, notify
 from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.import_path import append_folders
@@ -366,9 +366,8 @@ async def main(descriptor: int, stacks: int) -> int:
     """
     parent_watch.follow_parent()
     os.set_inheritable(stacks, False)
-    show_stacks(stacks)
     watch.say_by(logger.info)
-    watch.supervise(stacks)
+    show_to(stacks)
     reader, writer = await connect(descriptor)
     logging.getLogger("agentfactory").addHandler(_Forward(writer))
     # Ctrl-C in a terminal reaches the whole process group, but the trainer decides when the worker ends

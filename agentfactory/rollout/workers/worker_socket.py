@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.base.processes import environment, parent_watch
-from agentfactory.base.processes.endings import HOLDS_LOCK, ended_by
-from agentfactory.base.processes.stacks import Inside
+from agentfactory.base.processes.supervised import HOLDS_LOCK, Inside, ended_by
 from agentfactory.base.run_notices import Notice, inform, log, notify
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.base.user_code.watch import BLOCKS_LOOP, QUIET_SECONDS, growing
+from agentfactory.base.user_code.watch import BLOCKS_LOOP, QUIET_SECONDS
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.data import Share
@@ -239,7 +238,7 @@ class WorkerProcess:
             elif due >= READY_SECONDS:
                 text += "it loads the tokenizer, opens the tools and tries the first reset"
                 inform(logger, text, see=str(self.log_file))
-            due = growing(due)
+            due *= 3
 
     def held_by(self) -> tuple[str, str] | None:
         """Return the user code that holds up the worker, which has sent no message for long, and the fix; None if there

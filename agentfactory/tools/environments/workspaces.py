@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +21,20 @@ from mcp import StdioServerParameters
 
 from agentfactory.base.config import CHAIN
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files import removal
 from agentfactory.base.files.disk import refusal
-from agentfactory.base.files.tree_copy import TreeCopy
-from agentfactory.base.files.untrusted_files import RefusedFileError, opened_folder
+from agentfactory.base.files.untrusted_files import RefusedFileError, TreeCopy, make_writable, opened_folder, remove
 from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox.limits import sandbox_user
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_REMOVE = 'chmod -R u+rwX -- "$1"; rm -rf -- "$1"'
+"""Shell command that removes the folder $1."""
+_SWEEP = f"cat >/dev/null; for _ in 1 2 3 4 5 6 7 8 9 10; do {_REMOVE}; sleep 0.5; done"
+"""Shell command that removes the folder $1 when its stdin closes. It repeats, because servers, whose stdin closes too,
+may keep writing for a moment."""
 
 _threads = ThreadPoolExecutor(4, "folders")
 """For copies and removals, which take seconds for thousands of files: many chains that begin together must not exhaust
@@ -156,7 +159,7 @@ def _keep(folder: Path, place: Path) -> None:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            removal.make_writable(folder)
+            make_writable(folder)
             _copy_as_it_is(folder, place)
     except OSError as error:
         _tell_lost(place.name, place.parent, error)
@@ -179,7 +182,7 @@ def _copy_as_it_is(folder: Path, place: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a chain's folder, and notify the user of files that cannot be removed."""
-    if left := removal.remove(folder):
+    if left := remove(folder):
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         notify(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
 
@@ -204,10 +207,10 @@ def _root() -> Path:
     process if it was killed."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
-    atexit.register(removal.remove, root)
+    atexit.register(subprocess.call, ["sh", "-c", _REMOVE, "sh", root])
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweeper = subprocess.Popen(
-        [sys.executable, "-I", "-S", removal.__file__, root],  # its stdin closes with this process
+        ["sh", "-c", _SWEEP, "sh", root],  # its stdin closes with this process
         cwd="/",
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentfactory.base.files import removal
+from agentfactory.base.files.untrusted_files import remove
 from agentfactory.tools.sandbox import bubblewrap, seccomp
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
 from agentfactory.tools.sandbox.limits import (
@@ -99,7 +99,7 @@ class SandboxProcess:
     def _reap(self) -> None:
         self.popen.wait()
         if self.folder is not None:
-            removal.remove(Path(self.folder))
+            remove(Path(self.folder))
 
 
 def start(settings: SandboxSettings, output_bytes: list[int]) -> "Future[SandboxProcess]":

@@ -11,7 +11,7 @@ import psutil
 from accelerate import Accelerator
 
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.endings import Signalled
+from agentfactory.base.processes.supervised import Signalled
 from agentfactory.base.user_code import watch
 from agentfactory.trainers.config import Symptom
 from agentfactory.trainers.processes.sharding import of_rank_0

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.http.loopback import is_http_address
 from agentfactory.base.http.server_keys import pinned
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes

@@ -12,8 +12,7 @@ from pathlib import Path, PurePosixPath
 from time import monotonic
 from typing import Any
 
-from agentfactory.base.files.tree_copy import TreeCopy
-from agentfactory.base.files.untrusted_files import entries_of, opened_folder, read_file
+from agentfactory.base.files.untrusted_files import TreeCopy, entries_of, opened_folder, read_file
 from agentfactory.base.messages import EnvironmentReward
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder
 from agentfactory.tools.prebuilt.shell import PATH, Shell

@@ -16,9 +16,9 @@ from pydantic import field_validator, model_validator
 
 from agentfactory.base.config import Section
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.files.tree_copy import TreeCopy
 from agentfactory.base.files.untrusted_files import (
     RefusedFileError,
+    TreeCopy,
     entries_of,
     printable,
     read_file,

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.addresses import is_http_address
+from agentfactory.base.http.loopback import is_http_address
 from agentfactory.base.http.proxies import open_session, proxy_for, through
 from agentfactory.base.http.retries import Retries, seconds_asked
 from agentfactory.base.http.server_keys import key_header, pinned
