@@ -4,6 +4,7 @@ Unlike the MCP SDK's own transport, it bounds a message while it arrives: the SD
 each chunk to all previous ones.
 """
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,11 +17,11 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import get_default_environment
 from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
-from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
 from agentfactory.base.run_notices import notify
 from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
-from agentfactory.tools.mcp_servers.server_messages import parsed
+from agentfactory.tools.mcp_servers.server_messages import Repairs, Tell
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,11 @@ async def stdio_transport(
     server: StdioServerParameters,
     errlog: TextIO,
     most: int,
+    tell: Tell,
     on_end: Callable[[], None],
     on_start: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[TransportStreams]:
-    """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter).
+    """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter) and repaired.
 
     `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and the rest of
     its process group is ended after two seconds.
@@ -55,13 +57,13 @@ async def stdio_transport(
     on_start(process.pid)
     incoming_end, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](0)
-    written = anyio.Event()
+    written, repairs = anyio.Event(), Repairs(tell)
 
     async def read() -> None:
         async with incoming_end:
             garbage = 0
             async for line in _lines(process, most):
-                messages = messages_of(line)
+                messages = messages_of(line, repairs)
                 if isinstance(messages[0], Exception):
                     garbage += 1
                     if garbage == 1:
@@ -83,8 +85,9 @@ async def stdio_transport(
         try:
             async with outgoing_end:
                 async for sent in outgoing_end:
-                    text = sent.message.model_dump_json(by_alias=True, exclude_unset=True)
-                    await process.stdin.send(f"{text}\n".encode())
+                    message = sent.message.model_dump(mode="json", by_alias=True, exclude_unset=True)
+                    repairs.sent(message)
+                    await process.stdin.send(f"{json.dumps(message, ensure_ascii=False)}\n".encode())
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
             await incoming_end.aclose()  # no answer can come any more
         finally:
@@ -122,15 +125,17 @@ async def _lines(process: Process, most: int) -> AsyncIterator[bytes]:
                 yield line
 
 
-def messages_of(line: bytes) -> Sequence[SessionMessage | Exception]:
+def messages_of(line: bytes, repairs: Repairs) -> Sequence[SessionMessage | Exception]:
     """Return the messages of a line; an exception if it is none."""
     try:
-        return [SessionMessage(message) for message in parsed(line)]
+        texts = repairs.repaired(line)
+        return [SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False)) for text in texts]
     except ValueError as error:
         # answer the call that this belongs to, so that it does not wait for its time limit
         number = id_of(line)
         if number is None:
             return [error]
+        repairs.forget(number)
         problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {_reason(error)}")
         return [SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=problem))]
 

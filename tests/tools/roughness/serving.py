@@ -17,6 +17,7 @@ from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.message_bounds import MessageFilter
 from agentfactory.tools.mcp_servers import server_connection
+from agentfactory.tools.mcp_servers.server_messages import Repairs, Tell
 from agentfactory.tools.mcp_servers.stdio import messages_of
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.tools.roughness.raw_server import replies
@@ -55,6 +56,7 @@ def _in_process(plan: dict[str, Any]) -> Any:
         server: StdioServerParameters,
         errlog: Any,
         most: int,
+        tell: Tell,
         on_end: Callable[[], None],
         on_start: Callable[[int], None],
     ) -> AsyncIterator[TransportStreams]:
@@ -62,11 +64,13 @@ def _in_process(plan: dict[str, Any]) -> Any:
         outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](64)
 
         async def serve() -> None:
-            messages = MessageFilter(most)
+            messages, repairs = MessageFilter(most), Repairs(tell)
             async for sent in outgoing_end:
-                for reply in replies(plan, sent.message.model_dump_json(by_alias=True, exclude_unset=True)):
+                message = sent.message.model_dump(mode="json", by_alias=True, exclude_unset=True)
+                repairs.sent(message)
+                for reply in replies(plan, json.dumps(message)):
                     for line in messages.feed(reply.encode("utf-8", "surrogateescape") + b"\n"):
-                        for message in messages_of(line) if line.strip() else []:
+                        for message in messages_of(line, repairs) if line.strip() else []:
                             await incoming_end.send(message)
 
         async with anyio.create_task_group() as tasks, incoming_end, incoming, outgoing, outgoing_end:

@@ -14,7 +14,7 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
-from agentfactory.tools.mcp_servers import server_connection
+from agentfactory.tools.mcp_servers import server_connection, streamable_http
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.tools.changing_server import __file__ as changing_program
@@ -168,7 +168,7 @@ async def test_answers_over_http(status: str, kind: str, text: str | None, reads
 
 @pytest.mark.processes
 async def test_a_server_that_does_not_end_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_connection, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(streamable_http, "_END_SECONDS", 0.2)
     begun = time.monotonic()
     async with http_server(lambda message: None) as url:
         async with open_toolset(_recipe(url, isolation="session"), Path("/")) as toolset, toolset.chain("a", {}):
