@@ -19,7 +19,7 @@ from agentfactory.tools.environments.environment import (
     Environment,
     check_data_rows,
     check_machine_for,
-    gives_anchors,
+    overrides,
     reset_schema,
 )
 from agentfactory.tools.prebuilt.registry import prebuilt
@@ -171,7 +171,7 @@ def check_anchors(recipe: Recipe) -> None:
     if not isinstance(options, GigpoOptions) or options.anchors != "environment":
         return
     elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
-    if elsewhere or any(_is_environment(found) and gives_anchors(found) for found in _modules(recipe)):
+    if elsewhere or any(_is_environment(found) and overrides(found, "anchor") for found in _modules(recipe)):
         return
     problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
     raise SettingError(

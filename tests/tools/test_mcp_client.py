@@ -14,8 +14,8 @@ import pytest
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.base.run_notices import notice_of
-from agentfactory.tools.mcp_servers import containers
 from agentfactory.tools.mcp_servers import server_connection as mcp_client
+from agentfactory.tools.mcp_servers import server_entry as containers
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port

@@ -19,8 +19,7 @@ import pytest
 from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
 from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
-from agentfactory.tools.sandbox.script import run_script
-from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
+from agentfactory.tools.sandbox.session import Sandbox, SandboxLost, run_script
 from tests import waiting
 from tests.conftest import REPOSITORY
 from tests.tools import attacks

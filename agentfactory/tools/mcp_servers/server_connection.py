@@ -42,9 +42,8 @@ from agentfactory.base.run_notices import inform, notify
 from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE
 from agentfactory.tools.environments.workspaces import ChainProgram
-from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, NOT_FOR_MODELS, SECONDS_KEY, OwnServer
-from agentfactory.tools.mcp_servers.server_entry import HttpAddress, Target
+from agentfactory.tools.mcp_servers.server_entry import Container, HttpAddress, Target
 from agentfactory.tools.mcp_servers.server_messages import (
     as_it_came,
     error_data,
@@ -178,9 +177,10 @@ class Connection:
                 meta = cast(RequestParamsMeta, {CHAIN_KEY: chain, **limit})
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
-            if isinstance(self._target, OwnServer) and self._target.in_anchor(chain):
+            host = self._target.host if isinstance(self._target, OwnServer) else None
+            if host is not None and host.in_anchor(chain):
                 # the model did not cause it
-                text = f"{self._target.activity(chain)}, after {tool}, did not return within {seconds:g} s"
+                text = f"{host.activity(chain)}, after {tool}, did not return within {seconds:g} s"
                 raise ToolInfrastructureError(f"tool server {self.name}: {text}; fix: correct it") from None
             raise CallTimeout(tool, seconds) from None
         except MCPError as error:

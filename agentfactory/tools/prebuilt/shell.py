@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from agentfactory.base.user_code.row_files import folder_of_files, load_files, write_files
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder, remove_folder
-from agentfactory.tools.sandbox.bubblewrap import WORKSPACE
+from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, View, check_readable
 from agentfactory.tools.sandbox.limits import ProgramLimits
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.view import View, check_readable
 from agentfactory.tools.tool import tool
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

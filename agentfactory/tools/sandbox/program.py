@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentfactory.tools.sandbox import bubblewrap, disk_use, process
+from agentfactory.tools.sandbox.bubblewrap import View
 from agentfactory.tools.sandbox.disk_use import DiskUse, add_deleted, measure
 from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import bounded
-from agentfactory.tools.sandbox.view import View
 
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
