@@ -1,6 +1,7 @@
 """The process of a sandbox, started off the event loop, with its socket and files; and programs of ours that read text
 of others, confined by bubblewrap as a second wall around their parsers."""
 
+import asyncio
 import fcntl
 import json
 import logging
@@ -124,21 +125,10 @@ def start_program(
     outputs: list[int],
     port: int | None,
     full: bool,
-) -> "Future[SandboxProcess]":
-    """Start a program that may start others, in the background. `outputs`: descriptors of its stdout and stderr. With
-    `port`, the first message on the socket carries the socket that listens on it inside. `full`: no file can grow."""
-    return starter.submit(_start_program, command, view, env, limits, outputs, port, full)
-
-
-def _start_program(
-    command: list[str],
-    view: View,
-    env: Mapping[str, str],
-    limits: ProgramLimits,
-    outputs: list[int],
-    port: int | None,
-    full: bool,
 ) -> SandboxProcess:
+    """Start a program that may start others; called in the thread of `starter`. `outputs`: descriptors of its stdout
+    and stderr. With `port`, the first message on the socket carries the socket that listens on it inside. `full`: no
+    file can grow."""
     user = sandbox_user()
     interpreter = find_interpreter(user)
     _watch_over(interpreter, user)
@@ -322,6 +312,18 @@ def _filled_file(content: bytes) -> int:
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+async def ended(handle: int) -> None:
+    """Wait until the process of a pidfd has ended, and close the pidfd."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(handle, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
 
 
 def _read_init(descriptor: int) -> int | None:

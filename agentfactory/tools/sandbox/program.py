@@ -93,7 +93,9 @@ async def run_program(
     outputs = [_Output(characters) for _ in range(1 if merged else 2)]
     ends = [output.write_end for output in outputs]
     try:
-        started = await _started(process.start_program(command, view, env, limits, ends, port, full))
+        started = await _started(
+            process.starter.submit(process.start_program, command, view, env, limits, ends, port, full)
+        )
     except BaseException:
         for output in outputs:
             output.drop()
@@ -148,7 +150,7 @@ async def _supervised(
     if seconds is not None:
         watches.append(_clock(seconds))
     tasks = [asyncio.create_task(watch) for watch in watches]
-    end = asyncio.create_task(_end_of(started.popen.pid))
+    end = asyncio.create_task(process.ended(os.pidfd_open(started.popen.pid)))
     try:
         done, _ = await asyncio.wait([end, *tasks], return_when=asyncio.FIRST_COMPLETED)
         return None if end in done else next(task.result() for task in tasks if task in done)
@@ -295,22 +297,6 @@ async def _listener(started: SandboxProcess) -> socket.socket | None:
     return None
 
 
-async def _end_of(pid: int) -> None:
-    await _readable(os.pidfd_open(pid))
-
-
-async def _readable(descriptor: int) -> None:
-    """Wait until the process of a pidfd has ended, and close the pidfd."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
 async def _nothing_left(started: SandboxProcess) -> None:
     """Kill all processes of the sandbox, and wait for their end, even if this task is cancelled again meanwhile."""
     init = None if started.init_handle is None else os.dup(started.init_handle)
@@ -318,7 +304,7 @@ async def _nothing_left(started: SandboxProcess) -> None:
     if init is None:
         return
     # the namespace's first process ends after all others
-    waiting = asyncio.ensure_future(_readable(init))
+    waiting = asyncio.ensure_future(process.ended(init))
     try:
         await asyncio.shield(waiting)
     except asyncio.CancelledError:

@@ -313,16 +313,7 @@ class Sandbox:
             return f"its process ended with status {status}"
 
     async def _ended(self) -> None:
-        """Wait until its process has ended."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        descriptor = os.pidfd_open(self._process.popen.pid)
-        loop.add_reader(descriptor, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+        await process.ended(os.pidfd_open(self._process.popen.pid))
 
 
 async def run_script(
