@@ -22,7 +22,7 @@ from agentfactory.rollout.data import Share
 from agentfactory.rollout.rewards import math_equal
 from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
-from agentfactory.tools.sandbox.process import start_confined
+from agentfactory.tools.sandbox.program import start_confined
 from agentfactory.tools.sandbox.session import run_script
 from agentfactory.worlds.game_processes.game_process import GameProcess
 from agentfactory.worlds.reasoning_gym import gym_tasks

@@ -206,7 +206,6 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 SERVERS = {
     "in process": {"module": "code_interpreter", "pool": {"capacity": 4, "warm": 2}},
     "none": {"module": "code_interpreter", "options": {"sandbox": "none"}, "pool": {"capacity": 4}},
-    "stdio": {"command": "python", "args": ["-m", "agentfactory.tools.serve", "code_interpreter"]},
 }
 
 

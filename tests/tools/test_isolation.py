@@ -16,12 +16,13 @@ from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
+from tests.tools import conftest
 from tests.tools.conftest import http_server, running
 from tests.waiting import until
 
 INSTANCES = 16
 POOL = {"capacity": INSTANCES, "wait_seconds": 120}
-NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"], "isolation": "process", "deny": ["burn"]}
+NOTEBOOK = {**conftest.NOTEBOOK, "isolation": "process", "deny": ["burn"]}
 ROLES = {"reset": "begin", "reward": "judge", "close": None}
 
 
@@ -216,16 +217,6 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
 
 
 @pytest.mark.processes
-async def test_the_wait_for_an_instance_is_bounded(folder: Path) -> None:
-    entry = {**NOTEBOOK, "pool": {"capacity": 1, "wait_seconds": 0.1}}
-    async with open_toolset(recipe_of(pad=entry), folder) as toolset, toolset.chain("a", {}):
-        reason = r"tool server pad: no instance within 0.1 s \(pool.wait_seconds\): all 1 \(pool.capacity\) are taken"
-        with pytest.raises(ToolInfrastructureError, match=reason):
-            async with toolset.chain("b", {}):
-                pass
-
-
-@pytest.mark.processes
 async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder: Path) -> None:
     one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2, "wait_seconds": 60}}
     two = {**one, "prefix": "second_", "pool": {"capacity": 1, "wait_seconds": 60}}
@@ -255,46 +246,24 @@ async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> No
 
 
 @pytest.mark.processes
-async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
-    with running("sessions.py", "0", "stateless") as (_, url):
-        reason = r"tool server pad: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
-        with pytest.raises(ToolInfrastructureError, match=reason):
-            async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder):
-                pass
-
-
-@pytest.mark.processes
-async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path) -> None:
+async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_started_anew(folder: Path) -> None:
     port = reserved_port()
+    roles = {"reset": "write", "reward": None, "close": None}
     with running("sessions.py", str(port)) as (process, url):
-        roles = {"reset": "write", "reward": None, "close": None}
-        entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 1}}
+        entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 4}}
         async with open_toolset(recipe_of(pad=entry), folder) as toolset:
-            async with toolset.chain("a", {"word": "x"}) as session:
-                assert await ask(session, "read") == "x"
+
+            async def live(number: int) -> str:
+                async with toolset.chain(str(number), {"word": str(number)}) as session:
+                    await asyncio.sleep(0.01)
+                    return await ask(session, "read")
+
+            assert await asyncio.gather(*map(live, range(12))) == [str(number) for number in range(12)]
             process.kill()
             process.wait()
             with running("sessions.py", str(port)):
-                async with toolset.chain("b", {"word": "y"}) as session:
-                    assert await ask(session, "read") == "y"
-                assert (await at_rest(toolset))["environments/pad/broken"] == 1
-
-
-@pytest.mark.processes
-async def test_sessions_keep_chains_apart(folder: Path) -> None:
-    with running("sessions.py", "0") as (_, url):
-        entry = {"url": url, "isolation": "session", "pool": {"capacity": 4}}
-        async with open_toolset(recipe_of(pad=entry), folder) as toolset:
-
-            async def live(number: int) -> tuple[str, str]:
-                async with toolset.chain(str(number), {}) as session:
-                    first = await ask(session, "read")
-                    await ask(session, "write", word=str(number))
-                    await asyncio.sleep(0.01)
-                    return first, await ask(session, "read")
-
-            results = await asyncio.gather(*(live(number) for number in range(20)))
-        assert results == [("nothing", str(number)) for number in range(20)]
+                assert await live(99) == "99"
+                assert (await at_rest(toolset))["environments/pad/broken"] > 0
 
 
 GREEDY = """
@@ -362,7 +331,7 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
 @pytest.mark.processes
 async def test_the_setting_to_change_for_waits_follows_from_the_isolation(folder: Path) -> None:
     """For a program with a process per chain; nothing for servers that all chains share."""
-    notebook = {"command": "python", "args": ["-S", "notebook.py"]}
+    notebook = conftest.NOTEBOOK
     again = {**notebook, "pool": {"max_uses": 4}, "prefix": "a_"}
     shared = {**notebook, "isolation": "shared", "prefix": "s_"}
     async with open_toolset(recipe_of(pad=notebook, again=again, all=shared), folder) as toolset:

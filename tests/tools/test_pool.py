@@ -356,7 +356,7 @@ def _live(seed: int, capacity: int | None, warm: int, max_uses: int | None) -> N
     assert not complaints
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     capacity=st.one_of(st.none(), st.integers(1, 6)),

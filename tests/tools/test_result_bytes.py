@@ -138,7 +138,7 @@ async def call(session: Any, name: str) -> ToolResult:
     return await session.call(ToolCall("1", name, {}))
 
 
-@pytest.mark.parametrize("way", ["own", "own over stdio"])
+@pytest.mark.parametrize("way", ["own", pytest.param("own over stdio", marks=pytest.mark.extended)])
 async def test_our_own_servers(way: str, served: Path) -> None:
     expected = cut_bytes(TEXT, MOST)
     with recipe_of(way, served) as recipe:

@@ -26,17 +26,14 @@ from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import ToolCall
 from agentfactory.tools.sessions.toolset import open_toolset
 
-servers = {
-    name: {"command": "python", "args": ["-m", "agentfactory.tools.serve", f"scratchpad.py:{name}"]}
-    for name in ("process_id", "block")
-}
+block = {"command": "python", "args": ["-m", "agentfactory.tools.serve", "scratchpad.py:block"]}
+recipe = ToolsRecipe.model_validate({"mcp_servers": {"block": block}})
 
 async def main():
-    async with open_toolset(ToolsRecipe.model_validate({"mcp_servers": servers}), Path(sys.argv[1])) as toolset:
+    async with open_toolset(recipe, Path(sys.argv[1])) as toolset:
         async with toolset.chain("a", {}) as session:
             blocking = Path(sys.argv[2])
             stuck = asyncio.create_task(session.call(ToolCall("1", "block", {"path": str(blocking)})))
-            await session.call(ToolCall("2", "process_id", {}))
             while not blocking.exists():
                 await asyncio.sleep(0.01)
             print("ready", flush=True)
@@ -47,13 +44,13 @@ asyncio.run(main())
 
 
 @pytest.mark.processes
-def test_children_end_when_their_parent_is_killed(folder: Path, tmp_path: Path) -> None:
+def test_a_child_that_blocks_ends_when_its_parent_is_killed(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "blocking")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         children = psutil.Process(parent.pid).children(recursive=True)
-        assert len(children) == 2
+        assert len(children) == 1
         os.kill(parent.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
@@ -88,15 +85,6 @@ def test_command_lines_that_are_wrong(
     assert reason in " ".join(said.err.split())
     assert said.err.startswith("usage: agentfactory tools serve ")
     assert said.out == ""
-
-
-@pytest.mark.processes
-def test_a_wrong_command_line_ends_the_process_with_status_2(folder: Path) -> None:
-    command = [sys.executable, "-m", "agentfactory.tools.serve", "scratchpad.py:sub"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "usage: python -m agentfactory.tools.serve" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 SHOP = """
@@ -199,12 +187,13 @@ async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path)
             server.terminate()
 
 
-@pytest.mark.processes
-def test_stdout_belongs_to_the_protocol(tmp_path: Path) -> None:
+def test_stdout_belongs_to_the_protocol(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "loud.py").write_text(
         "from agentfactory import tool\n\nprint('while loading')\n\n@tool\ndef talk() -> str:\n    return 'x'\n"
     )
-    command = [sys.executable, "-m", "agentfactory.tools.serve", "loud.py:talk"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
-    assert done.stdout == ""
-    assert "while loading" in done.stderr
+    monkeypatch.setattr("agentfactory.tools.serve.serve_stdio", lambda server: None)
+    main([f"{tmp_path}/loud.py:talk"])
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "while loading\n")

@@ -119,26 +119,6 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             assert used == {spec.name for spec in toolset.specs}
 
 
-@pytest.mark.parametrize(("way", "second"), [("stdio", "Stopped"), ("process", "Started"), ("session", "Started")])
-async def test_state_is_shared_or_a_chains_own(
-    way: str, second: str, everything: dict[str, Any], tmp_path: Path
-) -> None:
-    """Toggle a switch in the server: a chain that shares it with another chain finds it on."""
-    with entry_of(way, everything) as entry:
-        allow = ["toggle-simulated-logging"]
-        async with (
-            open_toolset(recipe_of(all={**entry, "allow": allow}), tmp_path) as toolset,
-            toolset.chain("a", {}) as one,
-            toolset.chain("b", {}) as other,
-        ):
-            assert [spec.name for spec in toolset.specs] == allow
-            assert str(await ask(one, "toggle-simulated-logging")).startswith("Started")
-            assert str(await ask(other, "toggle-simulated-logging")).startswith(second)
-            assert str(await ask(one, "toggle-simulated-logging")).startswith(
-                "Started" if second == "Stopped" else "Stopped"
-            )
-
-
 async def test_a_server_that_was_started_anew_between_two_calls(everything: dict[str, Any], tmp_path: Path) -> None:
     """Check that one call is lost, because the restarted server does not know our session, and the next one opens a new
     session."""

@@ -1,29 +1,23 @@
-"""The process of a sandbox, started off the event loop, with its socket and files; and programs of ours that read text
-of others, confined by bubblewrap as a second wall around their parsers."""
+"""The process of a sandbox, started off the event loop, with its socket and files."""
 
 import asyncio
 import fcntl
 import json
-import logging
 import os
 import platform
 import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from agentfactory.base.files import removal
-from agentfactory.base.processes import parent_watch
-from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox import bubblewrap, seccomp
 from agentfactory.tools.sandbox.bubblewrap import View
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
@@ -35,10 +29,7 @@ from agentfactory.tools.sandbox.limits import (
     sandbox_user,
 )
 
-logger = logging.getLogger(__name__)
-
 _WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("inside_worker.py", "reaper.py", "enter.py"))
-_PACKAGE = Path(__file__).resolve().parents[2]
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process; the reaper finds leftovers by it."""
@@ -333,38 +324,3 @@ def _read_init(descriptor: int) -> int | None:
     while b"}" not in text and (piece := os.read(descriptor, 1)):
         text += piece
     return json.loads(text)["child-pid"] if text.strip() else None
-
-
-def start_confined(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start `command`, of this Python, like subprocess.Popen. It sees its libraries, and no network, home, temporary
-    files or processes of this machine. If bubblewrap does not work here, it starts without that, with a notice.
-
-    It ends with this process."""
-    try:
-        prefix = _confinement()
-    except SandboxUnavailable as error:
-        notify(logger, "confinement", f"programs that read a model's answers have only their own parsers: {error}")
-        return subprocess.Popen(command, env=env, **options)
-    # the process that it would follow has another number inside
-    env = {name: value for name, value in env.items() if name != parent_watch.VARIABLE} | {
-        "HOME": "/tmp",
-        "TMPDIR": "/tmp",
-    }
-
-    def start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen([*prefix, *command], env=env, **options)
-
-    return starter.submit(start).result()
-
-
-@cache
-def _confinement() -> list[str]:
-    """Return the arguments before a command, which were tried. Raises SandboxUnavailable."""
-    path = map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    further = [folder for folder in path if folder.is_dir() and not Path.home().is_relative_to(folder)]
-    readable = [Path(sys.prefix), Path(sys.base_confinement), _PACKAGE, *further]
-    prefix = bubblewrap.reading_command(bubblewrap.find_bwrap(None), readable)
-    tried = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", ""], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        raise bubblewrap.refusal(tried.stderr)
-    return prefix

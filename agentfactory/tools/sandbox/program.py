@@ -1,8 +1,10 @@
-"""`run_program`: a sandboxed program that may start others; none of them is left when it returns."""
+"""`run_program`: a sandboxed program that may start others; none of them is left when it returns. `start_confined`: a
+program of ours that reads text of others, with bubblewrap as a second wall around its parsers."""
 
 import array
 import asyncio
 import json
+import logging
 import os
 import re
 import socket
@@ -12,15 +14,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox import bubblewrap, disk_use, process
 from agentfactory.tools.sandbox.bubblewrap import View
 from agentfactory.tools.sandbox.disk_use import DiskUse, add_deleted, measure
-from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
+from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import bounded
 
+logger = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
 """Interval of memory checks."""
@@ -351,3 +360,38 @@ class _Output:
             return bounded((self._head + self._tail).decode("utf-8", "replace"), 0, "", self._most)
         head, tail = self._head.decode("utf-8", "replace"), self._tail.decode("utf-8", "replace")
         return bounded(head, self._left_out, tail, self._most)
+
+
+def start_confined(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
+    """Start `command`, of this Python, like subprocess.Popen. It sees its libraries, and no network, home, temporary
+    files or processes of this machine. If bubblewrap does not work here, it starts without that, with a notice.
+
+    It ends with this process."""
+    try:
+        prefix = _confinement()
+    except SandboxUnavailable as error:
+        notify(logger, "confinement", f"programs that read a model's answers have only their own parsers: {error}")
+        return subprocess.Popen(command, env=env, **options)
+    # the process that it would follow has another number inside
+    env = {name: value for name, value in env.items() if name != parent_watch.VARIABLE} | {
+        "HOME": "/tmp",
+        "TMPDIR": "/tmp",
+    }
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([*prefix, *command], env=env, **options)
+
+    return process.starter.submit(start).result()
+
+
+@cache
+def _confinement() -> list[str]:
+    """Return the arguments before a command, which were tried. Raises SandboxUnavailable."""
+    path = map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    further = [folder for folder in path if folder.is_dir() and not Path.home().is_relative_to(folder)]
+    readable = [Path(sys.prefix), Path(sys.base_prefix), _PACKAGE, *further]
+    prefix = bubblewrap.reading_command(bubblewrap.find_bwrap(None), readable)
+    tried = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", ""], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        raise bubblewrap.refusal(tried.stderr)
+    return prefix

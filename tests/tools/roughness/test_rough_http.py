@@ -27,7 +27,7 @@ Reply = Callable[[dict[str, Any]], tuple[str, list[str], str] | None]
 
 
 @asynccontextmanager
-async def http_server(reply: Reply) -> AsyncIterator[str]:
+async def http_server(reply: Reply, session: bool = True) -> AsyncIterator[str]:
     """Serve `reply` for tools/call and for other HTTP methods than POST, and PLAN for the rest; yield the address."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,7 +49,7 @@ async def http_server(reply: Reply) -> AsyncIterator[str]:
             else:
                 status, headers, text = "202 Accepted", [], "".join(replies(PLAN, body))
                 if text:
-                    status, headers = "200 OK", ["Content-Type: application/json", "Mcp-Session-Id: 5"]
+                    status, headers = "200 OK", ["Content-Type: application/json", *(["Mcp-Session-Id: 5"] * session)]
             data = text.encode("utf-8", "surrogateescape")
             lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(data)}", "Connection: close", "", ""]
             writer.write("\r\n".join(lines).encode() + data)
@@ -174,6 +174,15 @@ async def test_a_server_that_does_not_end_its_session(monkeypatch: pytest.Monkey
         async with open_toolset(_recipe(url, isolation="session"), Path("/")) as toolset, toolset.chain("a", {}):
             pass
         assert time.monotonic() - begun < 10
+
+
+@pytest.mark.processes
+async def test_a_server_without_sessions_is_refused() -> None:
+    reason = r"tool server far: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
+    async with http_server(lambda message: None, session=False) as url:
+        with pytest.raises(ToolInfrastructureError, match=reason):
+            async with open_toolset(_recipe(url, isolation="session"), Path("/")):
+                pass
 
 
 REFUSED = message_of(error={"code": -32602, "message": "Unknown tool: t"})
