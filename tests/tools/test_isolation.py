@@ -17,7 +17,7 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools import conftest
-from tests.tools.conftest import http_server, running
+from tests.tools.conftest import running
 from tests.waiting import until
 
 INSTANCES = 16
@@ -42,9 +42,6 @@ def backend(kind: str) -> Iterator[dict[str, Any]]:
             yield {"module": "scratchpad.py:Scratchpad", "pool": POOL}
         case "subprocess":
             yield {**NOTEBOOK, "environment": ROLES, "pool": POOL}
-        case "http":
-            with http_server("scratchpad.py:Scratchpad", more=["--capacity", str(INSTANCES)]) as (_, url):
-                yield {"url": url, "pool": POOL}
         case "http sessions":
             with running("sessions.py", "0") as (_, url):
                 yield {"url": url, "isolation": "session", "pool": {**POOL, "max_uses": 20}}
@@ -73,7 +70,6 @@ async def at_rest(toolset: Toolset) -> dict[str, float]:
     [
         ("in process", 1000),
         pytest.param("subprocess", 1000, marks=pytest.mark.long),
-        pytest.param("http", 1000, marks=pytest.mark.long),
         ("http sessions", 100),
     ],
 )

@@ -60,13 +60,10 @@ def test_a_child_that_blocks_ends_when_its_parent_is_killed(folder: Path, tmp_pa
     ("arguments", "reason"),
     [
         ([], "the following arguments are required: FILE.py[:NAME]"),
-        (["scratchpad.py:sub"], "scratchpad.py defines no sub"),
         (["missing.py"], "there is no file"),
         (["nothing"], "'nothing' is not prebuilt (alfworld, browse, calculator, "),
-        (["scratchpad.py:add", "scratchpad.py:add"], "two tools are called add"),
         (["scratchpad.py:add", "--http", "many"], "argument --http: invalid int value: 'many'"),
         (["scratchpad.py:Scratchpad", "--capacity", "0"], "--capacity: Input should be greater than 0, got 0"),
-        (["scratchpad.py:Scratchpad", "--wait-seconds", "-1"], "--wait-seconds: Input should be greater than 0"),
         (["scratchpad.py:Scratchpad", "--option", "size"], "--option: got 'size'; write it as NAME=VALUE"),
         (["scratchpad.py:Scratchpad", "--option", "size=3"], "options.size: Scratchpad has no such argument"),
         (["browse", "--option", "window_characters=many"], "options.window_characters: got 'many': Input should be a"),
@@ -136,13 +133,6 @@ def test_what_is_served_of_a_file(tmp_path: Path) -> None:
         objects_in(tmp_path / "empty.py")
     with pytest.raises(UserCodeError, match="there is no file"):
         objects_in(tmp_path / "missing.py")
-
-
-def test_a_file_with_two_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "two.py").write_text(SHOP + "\nclass Market(Shop):\n    pass\n")
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "two.py")])
-    assert "Shop and Market are Environments; name one, and serve each by a server" in capsys.readouterr().err
 
 
 async def _visit(client: Client, chain: str) -> Any:

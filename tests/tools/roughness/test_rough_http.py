@@ -106,9 +106,15 @@ async def test_refusals_are_named(status: str, headers: list[str], body: str, na
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("path", "named"), [("", "often ends with /mcp"), ("sse", "transport SSE is not supported")])
-@pytest.mark.parametrize("status", ["404 Not Found", "405 Method Not Allowed"])
-async def test_an_address_without_a_server_is_named(path: str, named: str, status: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "path", "named"),
+    [
+        ("404 Not Found", "", "no MCP server at this path: .* often ends with /mcp"),
+        ("405 Method Not Allowed", "sse", "no MCP server at this path: .* transport SSE is not supported"),
+        ("401 Unauthorized", "mcp", "the key in `headers` is refused"),
+    ],
+)
+async def test_what_refuses_every_request_is_named_when_the_server_opens(status: str, path: str, named: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
@@ -116,21 +122,7 @@ async def test_an_address_without_a_server_is_named(path: str, named: str, statu
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{path}"
-        with pytest.raises(ToolInfrastructureError, match=f"HTTP {status}, no MCP server at this path: .*{named}"):
-            async with open_toolset(_recipe(url), Path("/")):
-                pass
-
-
-@pytest.mark.processes
-async def test_a_refused_key_is_named_when_the_server_opens() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
-        with pytest.raises(ToolInfrastructureError, match="HTTP 401 Unauthorized, the key in `headers` is refused"):
+        with pytest.raises(ToolInfrastructureError, match=f"HTTP {status}, {named}"):
             async with open_toolset(_recipe(url, headers={"Authorization": "Bearer old"}), Path("/")):
                 pass
 
