@@ -22,7 +22,7 @@ from agentfactory.tools.environments.environment import (
     overrides,
     reset_schema,
 )
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.trainers.config import GigpoOptions
 

@@ -102,7 +102,6 @@ def is_tool(value: object) -> bool:
 
 
 def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (annotation, default or ...) for every parameter except `self`."""
     name = function.__name__
     signature = list(inspect.signature(function).parameters.values())
     if signature and signature[0].name in ("self", "cls"):
@@ -191,7 +190,6 @@ def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any])
 
 
 def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
-    """Return the list or object that a text encodes as JSON; None if it encodes neither."""
     try:
         value = json.loads(text) if isinstance(text, str) else None
     except ValueError:
@@ -236,7 +234,6 @@ def _path(location: tuple[Any, ...], arguments: dict[str, Any]) -> list[Any]:
 
 
 def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph, and argument name -> text; each on one line."""
     try:
         docstring = parse_docstring(inspect.getdoc(function) or "")
     except ParseError as error:

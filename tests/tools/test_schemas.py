@@ -50,15 +50,24 @@ CASES: list[Case] = []
 
 
 def case(
+    annotation: Any,
     good: list[Any],
     bad: list[tuple[Any, str]],
     coerced: Sequence[Any] = (),
     beyond_schema: Sequence[tuple[Any, str]] = (),
-) -> Callable[[Callable[..., Any]], None]:
-    def keep(function: Callable[..., Any]) -> None:
-        CASES.append(Case(function, good, list(coerced), bad, list(beyond_schema)))
+    name: str = "",
+) -> None:
+    """Keep the case of a function with an argument x of this annotation, or of the function itself."""
 
-    return keep
+    def it(x): ...  # type: ignore[no-untyped-def]
+
+    it.__annotations__ = {"x": annotation}
+    it.__name__ = name or f"case {len(CASES)}"
+    CASES.append(Case(it, good, list(coerced), bad, list(beyond_schema)))
+
+
+def case_of(good: list[Any], bad: list[tuple[Any, str]]) -> Callable[[Callable[..., Any]], None]:
+    return lambda function: CASES.append(Case(function, good, [], bad, []))
 
 
 class Color(enum.Enum):
@@ -155,195 +164,36 @@ class Dog(BaseModel):
     tricks: list[str]
 
 
-@case(good=["a", "", "3"], bad=[(3, "valid string, got 3"), (None, "got null"), (["a"], r'got \["a"\]')])
-def text(x: str) -> None: ...
-
-
-@case(
-    good=[3, -1, 0], coerced=[As("3", 3), As(True, 1)], bad=[("three", "valid integer"), (2.5, "got 2.5"), ([], "got")]
+@case_of(
+    good=[Args(x=1, y="a"), Args(x=1, y="a", z=2.0)], bad=[(Args(x=1), "y is missing"), (Args(), "x is missing; y")]
 )
-def integer(x: int) -> None: ...
-
-
-@case(
-    good=[1.5, As(3, 3.0), -0.0],
-    coerced=[As("1.5", 1.5)],
-    bad=[("cheap", "valid number, unable"), ({}, "valid number")],
-    beyond_schema=[(float("nan"), "finite number"), (float("inf"), "finite number")],
-)
-def number(x: float) -> None: ...
-
-
-@case(good=[None], bad=[("none", "None"), (0, "None")])
-def nothing(x: None) -> None: ...
-
-
-@case(good=[Args(x=1, y="a"), Args(x=1, y="a", z=2.0)], bad=[(Args(x=1), "y is missing"), (Args(), "x is missing; y")])
 def several(x: int, y: str, z: float = 0.5) -> None: ...
 
 
-@case(good=[Args()], bad=[(Args(x=1), r"x is not an argument of it \(it takes no arguments\)")])
+@case_of(good=[Args()], bad=[(Args(x=1), r"x is not an argument of it \(it takes no arguments\)")])
 def no_arguments() -> None: ...
 
 
-@case(good=[Args(json="{}", copy=2, _x=1)], bad=[(Args(json="", copy="two"), "copy: .*valid integer")])
+@case_of(good=[Args(json="{}", copy=2, _x=1)], bad=[(Args(json="", copy="two"), "copy: .*valid integer")])
 def awkward_names(json: str, copy: int, _x: int = 0, model_config: bool = True) -> None: ...
 
 
-@case(good=[[1, 2], []], coerced=[As("[1, 2]", [1, 2]), As(["1"], [1])], bad=[(1, "valid list"), (["a"], "x.0: ")])
-def list_of_integers(x: list[int]) -> None: ...
-
-
-@case(good=[As([1, 2], (1, 2))], coerced=[As("[1, 2]", (1, 2))], bad=[([1], "x.1 is missing"), ([1, "b"], "x.1: ")])
-def fixed_tuple(x: tuple[int, int]) -> None: ...
-
-
-@case(good=[As([1, 2], {1, 2})], coerced=[As([1, 1], {1})], bad=[(["a"], "integer"), (3, "valid set")])
-def set_of_integers(x: set[int]) -> None: ...
-
-
-@case(good=[["a"], []], bad=[([1], "x.0: "), (7, "sequence|list")])
-def sequence(x: Sequence[str]) -> None: ...
-
-
-@case(good=[{"a": 1}, {}], coerced=[As('{"a": 1}', {"a": 1})], bad=[({"a": "b"}, "x.a: "), ([1], "an object")])
-def dict_of_integers(x: dict[str, int]) -> None: ...
-
-
-@case(good=[{"a": None, "b": [1]}, {}], bad=[([], "an object"), ("a", "an object")])
-def bare_dict(x: dict) -> None: ...  # type: ignore[type-arg]
-
-
-@case(good=[1, "a", None, [1, {"b": 2}]], bad=[(Args(), "x is missing")])
-def anything(x: Any) -> None: ...
-
-
-@case(good=["a", None, Args()], bad=[(1, "valid string, got 1"), (Args(y=1), "y is not an argument")])
+@case_of(good=["a", None, Args()], bad=[(1, "valid string, got 1"), (Args(y=1), "y is not an argument")])
 def optional_text(x: str | None = None) -> None: ...
 
 
-@case(good=[3, None], coerced=[As("3", 3)], bad=[("three", "integer"), (Args(), "x is missing")])
-def required_optional(x: int | None) -> None: ...
-
-
-@case(good=[3, "3", "a"], bad=[([], "valid integer, or: Input should be a valid string, got"), (None, "got null")])
-def union(x: int | str) -> None: ...
-
-
-@case(good=[[1], {"a": "b"}, "all"], bad=[("none", "x: "), ([["a"]], "x.0: "), (3, "x: ")])
-def wide_union(x: list[int] | dict[str, str] | Literal["all"]) -> None: ...
-
-
-@case(good=["up", "down"], bad=[("left", "'up' or 'down', got \"left\""), (1, "'up' or 'down'")])
-def literal(x: Literal["up", "down"]) -> None: ...
-
-
-@case(good=[As("red", Color.RED)], bad=[("green", "'red' or 'blue', got \"green\""), (["red"], "x: ")])
-def text_enum(x: Color) -> None: ...
-
-
-@case(good=[As(2, Level.HIGH)], coerced=[As("2", Level.HIGH)], bad=[(3, "1 or 2, got 3"), ("HIGH", "x: ")])
-def integer_enum(x: Level) -> None: ...
-
-
-@case(
+@case_of(
     good=[Args(), As("blue", Color.BLUE), As(Args(y=["red"]), Args(y=[Color.RED]))],
     bad=[("green", "x: "), (Args(y=["red", 1]), "y.1: ")],
 )
 def enum_defaults(x: Color = Color.RED, y: list[Color] | None = None) -> None: ...
 
 
-@case(good=[{"text": "a"}, {"text": "a", "limit": 3}], bad=[({"limit": 3}, "x.text is missing"), ("a", "x: ")])
-def typed_dict(x: Query) -> None: ...
-
-
-@case(
-    good=[{"text": "a"}, {"text": "a", "limit": 3}, None],
-    bad=[({"limit": 3}, "x.text is missing"), ({"text": 1}, "x.text: "), ("a", "x: ")],
-)
-def typed_dict_of_typing(x: Plain | None) -> None: ...
-
-
-@case(
-    good=[[{"name": "a", "folders": [{"name": "b"}], "first": {"text": "a"}}], []],
-    bad=[
-        ([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"),
-        ([{"name": "a", "first": {}}], "x.0.fir"),
-    ],
-)
-def recursive_typed_dict_of_typing(x: Annotated[list[Folder], Field(max_length=3)]) -> None: ...
-
-
-@case(
-    good=[As({"x": 1, "y": 2}, Point(1, 2)), As({"x": 1}, Point(1))],
-    coerced=[As('{"x": 1}', Point(1)), As({"x": "1"}, Point(1))],
-    bad=[({"y": 2}, "x.x is missing"), ({"x": "a"}, "x.x: "), (3, "x: Input should be an object, got 3")],
-)
-def dataclass(x: Point) -> None: ...
-
-
-@case(good=[As([1, "a"], Pair(1, "a")), As([1], Pair(1))], bad=[(["a"], "x"), (5, "x: ")])
-def named_tuple(x: Pair) -> None: ...
-
-
-@case(
-    good=[As({"name": "Ada", "age": 36}, User(name="Ada", age=36)), As({"name": "Ada"}, User(name="Ada"))],
-    coerced=[As({"name": "Ada", "age": "36"}, User(name="Ada", age=36))],
-    bad=[({"name": ""}, "x.name: String should have at least 1 character"), ({}, "x.name is missing")],
-)
-def model(x: User) -> None: ...
-
-
-@case(good=[As({"a": 1}, Strict(a=1))], bad=[({"a": 1, "b": 2}, "x.b: Extra inputs are not permitted, got 2")])
-def strict_model(x: Strict) -> None: ...
-
-
-@case(
-    good=[As({"low": 1, "high": 2}, Range(low=1, high=2))],
-    bad=[({"low": 1}, "x.high is missing")],
-    beyond_schema=[({"low": 3, "high": 2}, "low is above high"), ({"low": 13, "high": 20}, "bad luck")],
-)
-def model_with_checks(x: Range) -> None: ...
-
-
-@case(
-    good=[
-        As({"label": "a"}, Tree(label="a")),
-        As({"label": "a", "children": [{"label": "b"}]}, Tree(label="a", children=[Tree(label="b")])),
-    ],
-    bad=[({"label": "a", "children": [{"label": "b", "children": [{}]}]}, "x.children.0.children.0.label is missing")],
-)
-def recursive_model(x: Tree) -> None: ...
-
-
-@case(good=[{"odd": {"even": {"odd": None}}}], bad=[({"odd": {"even": {}}}, "x.odd.even.odd is missing")])
-def mutually_recursive(x: Even2) -> None: ...
-
-
-@case(
-    good=[As({"kind": "cat"}, Cat(kind="cat")), As({"kind": "dog", "tricks": []}, Dog(kind="dog", tricks=[]))],
-    bad=[({"kind": "cow"}, "'cat', 'dog'"), ({"kind": "dog"}, "x.tricks is missing"), ({}, "x: ")],
-)
-def tagged_union(x: Annotated[Cat | Dog, Field(discriminator="kind")]) -> None: ...
-
-
-@case(good=[1, 10], coerced=[As("5", 5)], bad=[(0, "greater than or equal to 1"), (11, "less than or equal to 10")])
-def bounded(x: Annotated[int, Field(ge=1, le=10)]) -> None: ...
-
-
-@case(good=["abc"], bad=[("ABC", "pattern"), ("abcdef", "pattern")])
-def patterned(x: Annotated[str, Field(pattern="^[a-z]{1,5}$", description="Small letters.")]) -> None: ...
-
-
-@case(good=[[1], [1, 2]], bad=[([], "at least 1 item"), ([1, 2, 3], "at most 2 items")])
-def sized(x: Annotated[list[int], Field(min_length=1, max_length=2)]) -> None: ...
-
-
-@case(good=[5, As(Args(), 7)], bad=[(-1, "greater than 0, got -1")])
+@case_of(good=[5, As(Args(), 7)], bad=[(-1, "greater than 0, got -1")])
 def field_as_default(x: int = Field(7, gt=0, description="How many.")) -> None: ...
 
 
-@case(
+@case_of(
     good=[
         As(Args(), Args(x=Point(1, 2), y=User(name="Ada"), z=(1,))),
         As({"x": 4}, Point(4)),
@@ -354,12 +204,116 @@ def field_as_default(x: int = Field(7, gt=0, description="How many.")) -> None: 
 def rich_defaults(x: Point = Point(1, 2), y: User = User(name="Ada"), z: tuple[int, ...] = (1,)) -> None: ...  # noqa: B008
 
 
-@case(
-    good=[As("2026-11-21", datetime.date(2026, 11, 21))],
-    bad=[([], "x: ")],
+case(str, ["a", "", "3"], [(3, "valid string, got 3"), (None, "got null"), (["a"], r'got \["a"\]')])
+case(int, [3, -1, 0], [("three", "valid integer"), (2.5, "got 2.5"), ([], "got")], coerced=[As("3", 3), As(True, 1)])
+case(
+    float,
+    [1.5, As(3, 3.0), -0.0],
+    [("cheap", "valid number, unable"), ({}, "valid number")],
+    coerced=[As("1.5", 1.5)],
+    beyond_schema=[(float("nan"), "finite number"), (float("inf"), "finite number")],
+)
+case(None, [None], [("none", "None"), (0, "None")])
+case(list[int], [[1, 2], []], [(1, "valid list"), (["a"], "x.0: ")], coerced=[As("[1, 2]", [1, 2]), As(["1"], [1])])
+case(
+    tuple[int, int],
+    [As([1, 2], (1, 2))],
+    [([1], "x.1 is missing"), ([1, "b"], "x.1: ")],
+    coerced=[As("[1, 2]", (1, 2))],
+)
+case(set[int], [As([1, 2], {1, 2})], [(["a"], "integer"), (3, "valid set")], coerced=[As([1, 1], {1})])
+case(Sequence[str], [["a"], []], [([1], "x.0: "), (7, "sequence|list")])
+case(dict[str, int], [{"a": 1}, {}], [({"a": "b"}, "x.a: "), ([1], "an object")], coerced=[As('{"a": 1}', {"a": 1})])
+case(dict, [{"a": None, "b": [1]}, {}], [([], "an object"), ("a", "an object")])
+case(Any, [1, "a", None, [1, {"b": 2}]], [(Args(), "x is missing")], name="anything")
+case(int | None, [3, None], [("three", "integer"), (Args(), "x is missing")], coerced=[As("3", 3)])
+case(int | str, [3, "3", "a"], [([], "valid integer, or: Input should be a valid string, got"), (None, "got null")])
+case(
+    list[int] | dict[str, str] | Literal["all"],
+    [[1], {"a": "b"}, "all"],
+    [("none", "x: "), ([["a"]], "x.0: "), (3, "x: ")],
+)
+case(Literal["up", "down"], ["up", "down"], [("left", "'up' or 'down', got \"left\""), (1, "'up' or 'down'")])
+case(Color, [As("red", Color.RED)], [("green", "'red' or 'blue', got \"green\""), (["red"], "x: ")])
+case(Level, [As(2, Level.HIGH)], [(3, "1 or 2, got 3"), ("HIGH", "x: ")], coerced=[As("2", Level.HIGH)])
+case(Query, [{"text": "a"}, {"text": "a", "limit": 3}], [({"limit": 3}, "x.text is missing"), ("a", "x: ")])
+case(
+    Plain | None,
+    [{"text": "a"}, {"text": "a", "limit": 3}, None],
+    [({"limit": 3}, "x.text is missing"), ({"text": 1}, "x.text: "), ("a", "x: ")],
+    name="typed_dict_of_typing",
+)
+case(
+    Annotated[list[Folder], Field(max_length=3)],
+    [[{"name": "a", "folders": [{"name": "b"}], "first": {"text": "a"}}], []],
+    [
+        ([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"),
+        ([{"name": "a", "first": {}}], "x.0.fir"),
+    ],
+    name="recursive_typed_dict_of_typing",
+)
+case(
+    Point,
+    [As({"x": 1, "y": 2}, Point(1, 2)), As({"x": 1}, Point(1))],
+    [({"y": 2}, "x.x is missing"), ({"x": "a"}, "x.x: "), (3, "x: Input should be an object, got 3")],
+    coerced=[As('{"x": 1}', Point(1)), As({"x": "1"}, Point(1))],
+)
+case(Pair, [As([1, "a"], Pair(1, "a")), As([1], Pair(1))], [(["a"], "x"), (5, "x: ")])
+case(
+    User,
+    [As({"name": "Ada", "age": 36}, User(name="Ada", age=36)), As({"name": "Ada"}, User(name="Ada"))],
+    [({"name": ""}, "x.name: String should have at least 1 character"), ({}, "x.name is missing")],
+    coerced=[As({"name": "Ada", "age": "36"}, User(name="Ada", age=36))],
+)
+case(Strict, [As({"a": 1}, Strict(a=1))], [({"a": 1, "b": 2}, "x.b: Extra inputs are not permitted, got 2")])
+case(
+    Range,
+    [As({"low": 1, "high": 2}, Range(low=1, high=2))],
+    [({"low": 1}, "x.high is missing")],
+    beyond_schema=[({"low": 3, "high": 2}, "low is above high"), ({"low": 13, "high": 20}, "bad luck")],
+)
+case(
+    Tree,
+    [
+        As({"label": "a"}, Tree(label="a")),
+        As({"label": "a", "children": [{"label": "b"}]}, Tree(label="a", children=[Tree(label="b")])),
+    ],
+    [({"label": "a", "children": [{"label": "b", "children": [{}]}]}, "x.children.0.children.0.label is missing")],
+    name="recursive_model",
+)
+case(
+    Even2,
+    [{"odd": {"even": {"odd": None}}}],
+    [({"odd": {"even": {}}}, "x.odd.even.odd is missing")],
+    name="mutually_recursive",
+)
+case(
+    Annotated[Cat | Dog, Field(discriminator="kind")],
+    [As({"kind": "cat"}, Cat(kind="cat")), As({"kind": "dog", "tricks": []}, Dog(kind="dog", tricks=[]))],
+    [({"kind": "cow"}, "'cat', 'dog'"), ({"kind": "dog"}, "x.tricks is missing"), ({}, "x: ")],
+)
+case(
+    Annotated[int, Field(ge=1, le=10)],
+    [1, 10],
+    [(0, "greater than or equal to 1"), (11, "less than or equal to 10")],
+    coerced=[As("5", 5)],
+)
+case(
+    Annotated[str, Field(pattern="^[a-z]{1,5}$", description="Small letters.")],
+    ["abc"],
+    [("ABC", "pattern"), ("abcdef", "pattern")],
+)
+case(
+    Annotated[list[int], Field(min_length=1, max_length=2)],
+    [[1], [1, 2]],
+    [([], "at least 1 item"), ([1, 2, 3], "at most 2 items")],
+)
+case(
+    datetime.date,
+    [As("2026-11-21", datetime.date(2026, 11, 21))],
+    [([], "x: ")],
     beyond_schema=[("soon", "valid date"), ("2026-02-30", "valid date")],
 )
-def date(x: datetime.date) -> None: ...
 
 
 def _as_arguments(value: Any) -> dict[str, Any]:

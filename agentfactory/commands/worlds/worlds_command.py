@@ -29,7 +29,7 @@ from agentfactory.rollout.config import TaskSource
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.environments.environment import Environment, overrides
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
 
 _FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"

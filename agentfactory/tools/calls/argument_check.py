@@ -134,7 +134,6 @@ class _UsableSchema:
         self._remove_dependents()
 
     def _visit(self, schema: Any, path: str) -> None:
-        """Remove what cannot be used from a schema and its subschemas."""
         if not isinstance(schema, dict) or id(schema) in self._paths:
             return
         self._paths[id(schema)] = path
@@ -294,7 +293,6 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
 
 
 def _shapes_before(kind: type[Validator]) -> dict[str, Callable[[Any], bool]]:
-    """Return the shapes that differ in a draft before 2020-12."""
     if "prefixItems" in kind.VALIDATORS:
         return {}
     if "exclusiveMinimum" in kind.VALIDATORS:

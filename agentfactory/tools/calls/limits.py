@@ -196,7 +196,6 @@ class ChainAccount:
         return {**message, "content": self._settle_images(content)} if isinstance(content, list) else message
 
     def _settle_images(self, content: Content) -> Content:
-        """Return `content` with each image beyond the limit replaced with a text."""
         if isinstance(content, str):
             return content
         room = math.inf if self.config.images is None else self.config.images - self._images
@@ -242,7 +241,6 @@ class ChainAccount:
         return ToolResult(f"Not run: the limit {self.stopped} ended the conversation.", CallError.LIMIT)
 
     def _breach(self, limit: Limit, text: str, advice: str) -> str:
-        """Note a breach and return the message about it."""
         breach = self.config.on_breach.get(limit, _TELL)
         self.breaches[limit] += 1
         self.penalty += breach.penalty

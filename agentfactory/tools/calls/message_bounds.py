@@ -96,8 +96,6 @@ class MessageFilter:
 
 
 class _Scan:
-    """The scan of one long message."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept = bytearray()

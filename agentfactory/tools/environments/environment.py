@@ -167,7 +167,6 @@ def anchor_text(anchor: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and scalars of numpy and torch to Python's own types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON cannot hold a {type(value).__name__}")

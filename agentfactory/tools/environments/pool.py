@@ -39,8 +39,6 @@ LABELS = Labels()
 
 @dataclass(eq=False)
 class _Instance(Generic[T]):
-    """One member of a pool."""
-
     value: T
     uses: int = 0
     """Number of chains that it has served, including the present one."""
@@ -222,7 +220,6 @@ class Pool(Generic[T]):
         return len(self._idle) + len(self._held) + at_work
 
     def _place(self, instance: _Instance[T]) -> None:
-        """Give an instance to the first who waits for one, if there is one."""
         if (waiter := self._next_waiter()) is None:
             self._idle.append(instance)
             return

@@ -229,7 +229,6 @@ class Connection:
         return not await self.answers()
 
     async def _list(self, client: Client) -> dict[str, str]:
-        """List the tools again; return the differences. See `on_list`."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 return self._on_list(await _list_tools(client))
@@ -238,7 +237,6 @@ class Connection:
             return {}
 
     async def _receive(self, message: IncomingMessage) -> None:
-        """Handle a server's notification."""
         if not isinstance(message, ToolListChangedNotification):
             return
         if self._opening:

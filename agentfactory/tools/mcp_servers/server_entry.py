@@ -25,7 +25,7 @@ from agentfactory.base.user_code.import_path import own_python, user_folders
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
 from agentfactory.tools.mcp_servers.own_server import build_server
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 
 PROGRAMS = ("docker", "podman")
 """Programs that can run a container, in the order in which they are tried."""

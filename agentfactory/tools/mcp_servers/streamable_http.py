@@ -108,7 +108,6 @@ def _ssl_context() -> ssl.SSLContext:
 
 
 def _message_in(request: httpx2.Request) -> dict[str, Any]:
-    """Return the message that the SDK sends in a request; empty if there is none."""
     return json.loads(request.content) if request.method == "POST" else {}
 
 

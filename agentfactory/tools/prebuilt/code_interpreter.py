@@ -167,7 +167,6 @@ class CodeInterpreter(Environment):
         self._starting = Sandbox.begin(self._settings)
 
     async def _current(self) -> Sandbox:
-        """Return the chain's sandbox, with its files."""
         if self._sandbox is None:
             starting = self._starting or Sandbox.begin(self._settings)
             self._starting = None

@@ -201,7 +201,6 @@ def variables(env: Mapping[str, str]) -> bytes:
 
 
 def _apart(bwrap: str, seccomp: int, env: int, user: int = 1000) -> list[str]:
-    """Return the first arguments of every sandbox."""
     arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(user), "--gid", str(user)]
     arguments += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]

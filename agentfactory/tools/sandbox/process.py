@@ -29,7 +29,7 @@ from agentfactory.tools.sandbox.limits import (
     sandbox_user,
 )
 
-_WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("inside_worker.py", "reaper.py", "enter.py"))
+_WORKER, _HELPERS = (Path(__file__).with_name(name) for name in ("inside_worker.py", "helpers.py"))
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process; the reaper finds leftovers by it."""
@@ -129,8 +129,8 @@ def start_program(
     if port is not None:
         folders = (interpreter.executable, *library_folders(interpreter))
         view = replace(view, readable=(*view.readable, *folders))
-        code = _ENTER.read_text()
-        enter = [str(interpreter.executable), "-I", "-S", "-c", code, str(theirs.fileno()), str(port)]
+        code = _HELPERS.read_text()
+        enter = [str(interpreter.executable), "-I", "-S", "-c", code, "enter", str(theirs.fileno()), str(port)]
 
     def arguments(status: int, seccomp: int, variables: int) -> list[str]:
         prefix = bubblewrap.program_command(bwrap, view, limits.memory_mb, seccomp, variables, status)
@@ -242,16 +242,14 @@ def _handle(init: int | None) -> int | None:
 
 
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
-    """Return the arguments of inside_worker.py."""
     follow = "follow" if settings.kind is SandboxKind.NONE else "bwrap"
     limits = ",".join(f"{name}={value}" for name, value in settings.limits.items())
     return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits, _TOKEN]
 
 
 def _watch_over(interpreter: Interpreter, user: int | None) -> None:
-    """Start the reaper of this user's sandboxes, unless it runs."""
     if user not in _reapers:
-        command = [str(interpreter.executable), "-I", "-S", "-c", _REAPER.read_text(), _TOKEN]
+        command = [str(interpreter.executable), "-I", "-S", "-c", _HELPERS.read_text(), "reap", _TOKEN]
         _reapers[user] = _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
 
 

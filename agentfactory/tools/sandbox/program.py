@@ -131,7 +131,6 @@ async def run_program(
 
 
 async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
-    """Wait until a sandbox has started. If this task is cancelled meanwhile, end the sandbox."""
     waiting = asyncio.wrap_future(starting)
     try:
         return await asyncio.shield(waiting)
@@ -207,7 +206,6 @@ def _resident(root: int, shared_once: bool) -> int:
 
 
 def _processes(root: int) -> Iterator[int]:
-    """Yield the process `root` and its descendants."""
     waiting = [root]
     while waiting:
         yield (pid := waiting.pop())
@@ -234,7 +232,6 @@ def _files_at(root: str, place: str) -> int:
 
 
 def _sockets(pid: int) -> int:
-    """Return the number of sockets in the network namespace of a process."""
     try:
         return int(_content(f"/proc/{pid}/net/sockstat").split()[2])  # sockets: used N
     except OSError:

@@ -362,7 +362,6 @@ def _refusal(text: str, error: CallError, started: float) -> ToolResult:
 
 
 def _tell_unread(route: Route, unread: list[str]) -> None:
-    """Warn about values that a tool gave to programs, and not to models."""
     names = ", ".join(unread[:_NAMED_VALUES]) + (", ..." if len(unread) > _NAMED_VALUES else "")
     server = route.server.name
     text = f"tool server {server}: the text of {route.tool} lacks values of its structuredContent ({names})"
@@ -375,7 +374,6 @@ def _left_out(content: Content, most: int) -> int:
 
 
 def _joined(contents: list[Content]) -> Content | None:
-    """Join several openings, as parts if there are images."""
     if not any(isinstance(content, list) for content in contents):
         return "\n".join(text_of(content) for content in contents) or None
     parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
