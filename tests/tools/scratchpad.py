@@ -36,18 +36,8 @@ def fail(reason: str) -> str:
 @tool
 async def wait(seconds: float) -> str:
     """Answer late."""
-    WAITS.append(seconds)
     await asyncio.sleep(seconds)
     return "awake"
-
-
-WAITS: list[float] = []
-
-
-@tool
-def waits() -> int:
-    """Tell how many calls of `wait` have begun."""
-    return len(WAITS)
 
 
 @tool

@@ -3,11 +3,11 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from agentfactory.base.config import ToolsRecipe
@@ -16,9 +16,9 @@ from agentfactory.base.run_notices import notice_of
 from agentfactory.tools.mcp_servers import server_connection as mcp_client
 from agentfactory.tools.mcp_servers import server_entry as containers
 from agentfactory.tools.sessions.tool_session import ToolSession
-from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
-from tests.tools.conftest import OBJECTS, http_server, stdio_server
+from tests.tools.conftest import NOTEBOOK, OBJECTS, http_server, stdio_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -35,36 +35,36 @@ async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
     return result.content
 
 
-async def until_waits(toolset: Toolset, number: int) -> None:
-    """Wait until `number` calls of `wait` have arrived at the server."""
-    async with asyncio.timeout(30), toolset.chain("observer", {"word": "any"}) as session:
-        while int(await ask(session, "waits")) < number:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-SERVED = [*OBJECTS, "scratchpad.py:waits"]
-
-
-async def test_a_killed_child_fails_its_chains_and_comes_back(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_killed_child_fails_its_chains_and_comes_back(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log: list[dict[str, Any]] = []
-    async with open_toolset(recipe_of(pad=stdio_server(*SERVED)), folder, log.append) as toolset:
+    roles = {"reset": "begin", "reward": "judge", "close": None}
+    entry = {**NOTEBOOK, "isolation": "shared", "environment": roles}
+
+    others = set(psutil.Process().children())
+
+    def child() -> psutil.Process:
+        (process,) = {*psutil.Process().children()} - others
+        return process
+
+    async with open_toolset(recipe_of(pad=entry), folder, log.append) as toolset:
         async with toolset.chain("old", {"word": "old"}) as old, toolset.chain("too", {"word": "too"}) as too:
-            process = int(await ask(old, "process_id"))
-            calls = [asyncio.create_task(ask(session, "wait", seconds=30)) for session in (old, too)]
-            await until_waits(toolset, 2)
-            os.kill(process, signal.SIGKILL)
+            first = child()
+            begun = tmp_path / "begun"
+            calls = [asyncio.create_task(ask(session, "sleep", path=str(begun))) for session in (old, too)]
+            await until(begun.exists)
+            first.kill()
             for call in calls:
-                with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of wait"):
+                with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of sleep"):
                     await call
             with pytest.raises(ToolInfrastructureError, match="pad was restarted and lost this chain's state"):
                 await ask(old, "read")
 
         async with toolset.chain("new", {"word": "new"}) as new:
             assert await ask(new, "read") == "new"
-            again = int(await ask(new, "process_id"))
-            assert again != process
-
-        os.kill(again, signal.SIGKILL)  # while nobody calls
+        assert child() != first
+        child().kill()  # while nobody calls
         await until(lambda: log[-1]["event"] == "tool_server_lost")
         async with toolset.chain("newer", {"word": "newer"}) as newer:
             assert await ask(newer, "read") == "newer"
@@ -91,15 +91,15 @@ async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: 
 
 
 @pytest.mark.extended
-async def test_a_dead_http_server(folder: Path) -> None:
+async def test_a_dead_http_server(folder: Path, tmp_path: Path) -> None:
     port = reserved_port()
-    with http_server(*SERVED, port=port) as (process, url):
+    with http_server(*OBJECTS, "scratchpad.py:block", port=port) as (process, url):
         async with open_toolset(recipe_of(pad={"url": url}), folder) as toolset:
             async with toolset.chain("old", {"word": "old"}) as old:
-                call = asyncio.create_task(ask(old, "wait", seconds=30))
-                await until_waits(toolset, 1)
+                call = asyncio.create_task(ask(old, "block", path=str(tmp_path / "begun")))
+                await until((tmp_path / "begun").exists)
                 process.kill()
-                with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of wait"):
+                with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of block"):
                     await call
             process.wait()
             with http_server(port=port) as (again, _):
