@@ -6,13 +6,12 @@ that entered them; other tasks only make calls. If a connection dies, its owner 
 
 import asyncio
 import logging
-import os
 import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import anyio
 import httpx2
@@ -44,14 +43,8 @@ from agentfactory.tools.calls.message_bounds import TOO_LARGE
 from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, NOT_FOR_MODELS, SECONDS_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_entry import Container, HttpAddress, Target
-from agentfactory.tools.mcp_servers.server_messages import (
-    as_it_came,
-    error_data,
-    error_text,
-    fault_of_page,
-    servers_own,
-)
-from agentfactory.tools.mcp_servers.stdio import stdio_transport
+from agentfactory.tools.mcp_servers.server_messages import error_data, error_text, list_tools, servers_own
+from agentfactory.tools.mcp_servers.stdio import collected_stderr, stdio_transport
 from agentfactory.tools.mcp_servers.streamable_http import http_client
 
 logger = logging.getLogger(__name__)
@@ -64,8 +57,6 @@ QUIET_SECONDS = 10.0
 """Time after which the user is told that a server has not started."""
 OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
-MOST_PAGES = 1000
-"""Maximum pages of a server's list of tools."""
 LISTEN_DELAYS = (1.0, 10.0, 60.0)
 """Seconds to wait before listening to a server's changes again, by consecutive ends of the stream."""
 STDERR_TAIL = 2000
@@ -231,7 +222,7 @@ class Connection:
     async def _list(self, client: Client) -> dict[str, str]:
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                return self._on_list(await _list_tools(client))
+                return self._on_list(await list_tools(client))
         except (MCPError, TimeoutError, ToolInfrastructureError, anyio.ClosedResourceError) as error:
             logger.info("tool server %s: its tools could not be listed again: %s", self.name, error)
             return {}
@@ -327,6 +318,7 @@ class Connection:
         started = time.perf_counter()
         self._ended.clear()
         self._used = self._unknown = self._in_session = self._changed = False
+        self._stderr_tail = ""
         self._opening = True
         limit = asyncio.timeout(OPEN_SECONDS)
         text = f"tool server {self.name} has not started after {QUIET_SECONDS:g} s; it is given {OPEN_SECONDS:g} s"
@@ -335,9 +327,9 @@ class Connection:
             async with AsyncExitStack() as stack:
                 async with limit:
                     client = await stack.enter_async_context(self._connect())
-                    self.tools = await _list_tools(client)
+                    self.tools = await list_tools(client)
                     if self._changed:  # such as by a server that adds tools once it is connected
-                        self.tools = await _list_tools(client)
+                        self.tools = await list_tools(client)
                 slow.cancel()
                 self._on_list(self.tools)
                 self._opening = False
@@ -383,7 +375,7 @@ class Connection:
                 yield client
                 return
             if isinstance(target, StdioServerParameters):
-                errlog = await stack.enter_async_context(self._collect_stderr())
+                errlog = await stack.enter_async_context(collected_stderr(self.name, self._keep_stderr))
                 target = stdio_transport(
                     target,
                     errlog,
@@ -398,36 +390,12 @@ class Connection:
     def _started(self, pid: int) -> None:
         self.pid = pid
 
+    def _keep_stderr(self, text: str) -> None:
+        self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
+
     def _note(self, response: httpx2.Response) -> None:
         self._in_session |= MCP_SESSION_ID in response.headers
         self._unknown |= response.status_code in (400, 404) and MCP_SESSION_ID in response.request.headers
-
-    @asynccontextmanager
-    async def _collect_stderr(self) -> AsyncIterator[TextIO]:
-        """Provide a file for a child's stderr. Its lines go to this module's log; the end is kept for errors."""
-        self._stderr_tail = ""
-        read_end, write_end = os.pipe()
-        reader = asyncio.StreamReader()
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
-        )
-
-        async def collect() -> None:
-            while chunk := await reader.read(65536):
-                text = chunk.decode("utf-8", "replace")
-                self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
-                for line in text.splitlines():
-                    logger.info("[%s] %s", self.name, line)
-
-        collecting = asyncio.create_task(collect())
-        try:
-            with os.fdopen(write_end, "w") as errlog:
-                yield errlog
-        finally:
-            # read a dead child's last output from the pipe, but do not wait for a grandchild that keeps it open
-            await asyncio.wait({collecting}, timeout=0.5)
-            collecting.cancel()
-            pipe.close()
 
 
 def _where(target: Target) -> str:
@@ -447,22 +415,3 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ToolInfrastructureError):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-async def _list_tools(client: Client) -> list[Tool]:
-    tools: list[Tool] = []
-    cursors: set[str] = set()
-    cursor: str | None = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        if fault := fault_of_page(page.meta):
-            raise ToolInfrastructureError(fault)
-        tools += map(as_it_came, page.tools)
-        cursor = page.next_cursor
-        if not cursor:
-            return tools
-        if cursor in cursors:
-            raise ToolInfrastructureError(f"its list of tools never ends: the cursor {short(cursor)} came twice")
-        if len(cursors) == MOST_PAGES:
-            raise ToolInfrastructureError(f"its list of tools has more than {MOST_PAGES} pages")
-        cursors.add(cursor)

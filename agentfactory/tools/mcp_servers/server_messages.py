@@ -10,13 +10,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mcp import MCPError
+from mcp import Client, MCPError
 from mcp.shared.dispatcher import coerce_request_id
 from mcp_types import PARSE_ERROR, Tool
 
 from agentfactory.base.errors import short
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.calls.mcp_results import SEEN_BY_MODELS
 
+MOST_PAGES = 1000
+"""Maximum pages of a server's list of tools."""
 Tell = Callable[[str], None]
 """Reports a repair to the user."""
 
@@ -131,17 +134,28 @@ def error_text(error: MCPError) -> str:
     return message if details in message else f"{message}\n{details}"
 
 
-def as_it_came(tool: Tool) -> Tool:
-    """Return a listed tool with the schema that the server sent."""
-    if _SCHEMA not in (tool.meta or {}):
-        return tool
-    meta = dict(tool.meta or {})
-    return tool.model_copy(update={"input_schema": meta.pop(_SCHEMA), "meta": meta or None})
-
-
-def fault_of_page(meta: Any) -> str | None:
-    """Return why a page of the list of tools cannot be used; None if it can."""
-    return (meta or {}).get(_FAULT)
+async def list_tools(client: Client) -> list[Tool]:
+    """List a server's tools, with the schemas that it sent. Raises ToolInfrastructureError if the list cannot be
+    used."""
+    tools: list[Tool] = []
+    cursors: set[str] = set()
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        if fault := (page.meta or {}).get(_FAULT):
+            raise ToolInfrastructureError(fault)
+        for tool in page.tools:
+            meta = dict(tool.meta or {})
+            schema = meta.pop(_SCHEMA, tool.input_schema)
+            tools.append(tool.model_copy(update={"input_schema": schema, "meta": meta or None}))
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+        if cursor in cursors:
+            raise ToolInfrastructureError(f"its list of tools never ends: the cursor {short(cursor)} came twice")
+        if len(cursors) == MOST_PAGES:
+            raise ToolInfrastructureError(f"its list of tools has more than {MOST_PAGES} pages")
+        cursors.add(cursor)
 
 
 def _mend_error(error: Any, of_call: bool) -> dict[str, Any]:

@@ -4,8 +4,10 @@ Unlike the MCP SDK's own transport, it bounds a message while it arrives: the SD
 each chunk to all previous ones.
 """
 
+import asyncio
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TextIO
@@ -108,6 +110,33 @@ async def stdio_transport(
                 for stream in (incoming, outgoing, incoming_end, outgoing_end):
                     await stream.aclose()
             tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def collected_stderr(name: str, keep: Callable[[str], None]) -> AsyncIterator[TextIO]:
+    """Provide a file for the stderr of the server `name`. Its lines go to this module's log, and its text to `keep`."""
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
+    )
+
+    async def collect() -> None:
+        while chunk := await reader.read(65536):
+            text = chunk.decode("utf-8", "replace")
+            keep(text)
+            for line in text.splitlines():
+                logger.info("[%s] %s", name, line)
+
+    collecting = asyncio.create_task(collect())
+    try:
+        with os.fdopen(write_end, "w") as errlog:
+            yield errlog
+    finally:
+        # read a dead child's last output from the pipe, but do not wait for a grandchild that keeps it open
+        await asyncio.wait({collecting}, timeout=0.5)
+        collecting.cancel()
+        pipe.close()
 
 
 async def _chunks(process: Process) -> AsyncIterator[bytes]:

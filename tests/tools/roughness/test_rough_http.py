@@ -14,7 +14,7 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
-from agentfactory.tools.mcp_servers import server_connection, streamable_http
+from agentfactory.tools.mcp_servers import server_connection, server_messages, streamable_http
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.tools.changing_server import __file__ as changing_program
@@ -303,7 +303,7 @@ async def test_an_opening_ends_at_once_when_it_is_cancelled() -> None:
 
 
 async def test_pages_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_connection, "MOST_PAGES", 3)
+    monkeypatch.setattr(server_messages, "MOST_PAGES", 3)
     numbers = iter(range(99))
 
     class Pages(dict[str, Any]):
