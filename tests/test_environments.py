@@ -158,7 +158,7 @@ async def test_tool_servers_and_sandboxes_have_what_their_section_names() -> Non
     program = StdioServerParameters(command="sleep", args=["60"], env={NAMED: "named"})
     started: list[int] = []
     with open(os.devnull, "w") as log:
-        async with stdio_transport(program, log, 1 << 20, lambda: None, started.append):
+        async with stdio_transport(program, log, 1 << 20, print, lambda: None, started.append):
             check("MCP server", psutil.Process(started[0]).environ())
     result = await run_script("import os; print(*os.environ)")
     print(f"code interpreter: {result.stdout}")

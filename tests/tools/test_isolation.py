@@ -1,6 +1,8 @@
 """Tests of chains' isolation: a thousand chains over sixteen instances, with cancellations, over every backend."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 from agentfactory.base.config import McpServerConfig, ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
+from agentfactory.base.processes.memory import memory_of
+from agentfactory.tools.mcp_servers import recipe_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.sessions.tool_session import ToolSession
@@ -262,61 +266,43 @@ async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_
                 assert (await at_rest(toolset))["environments/pad/broken"] > 0
 
 
-GREEDY = """
-import subprocess
-import sys
-
-from mcp.server.mcpserver import MCPServer
-
-server = MCPServer("greedy")
-
-
-@server.tool()
-def start(mib: int) -> str:
-    code = f"kept = bytearray(b'1') * ({mib} << 20); print(len(kept), flush=True); input()"
-    global child
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    return child.stdout.readline().decode()
-
-
-server.run()
-"""
-
-
-@pytest.mark.extended
 @pytest.mark.processes
-async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) -> None:
-    (tmp_path / "greedy.py").write_text(GREEDY)
-    records: list[dict[str, Any]] = []
-    config = McpServerConfig(command="python", args=["greedy.py"])
-    target = target_of("greedy", config, tmp_path, 1 << 20)
-    server = ToolServer("greedy", config, target, records.append, memory=1 << 30)
+def test_memory_counts_the_children_of_a_process() -> None:
+    child = "kept = bytearray(b'1') * (80 << 20); print(len(kept), flush=True); input()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
+    command = [sys.executable, "-S", "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 80 << 20 < memory_of(process.pid) < 200 << 20
+        process.communicate(b"\n")
 
-    def told() -> list[dict[str, Any]]:
-        return [record for record in records if record["event"] == "tool_server_isolated"]
+
+@pytest.mark.processes
+async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_server, "memory_of", lambda pid: 200 << 20)
+    records: list[dict[str, Any]] = []
+    config = McpServerConfig.model_validate(conftest.NOTEBOOK)
+    server = ToolServer("pad", config, target_of("pad", config, folder, 1 << 20), records.append, memory=1 << 30)
+
+    def told() -> list[tuple[int, int]]:
+        isolated = [record for record in records if record["event"] == "tool_server_isolated"]
+        return [(record["processes"], record["mebibytes_each"]) for record in isolated]
 
     await server.open()
     try:
-        assert [(record["processes"], record["mebibytes_each"]) for record in told()] == [(13, 75)]
-        connection, lease = await server.acquire("a")
-        await connection.call("start", {"mib": 200}, "a")
+        assert told() == [(13, 75)]
+        _, lease = await server.acquire("a")
         assert lease is not None
         await lease.release()
-        await until(lambda: len(told()) == 2)
-        processes, each = told()[1]["processes"], told()[1]["mebibytes_each"]
-        assert 200 < each < 341
-        # the reported size is rounded down to mebibytes, so one process fewer may fit
-        assert (1 << 10) // (each + 1) <= processes <= (1 << 10) // each
-        assert f"up to {processes} at a time, of about {each} MiB each" in server.isolation_text
-        leases = [(await server.acquire(str(number)))[1] for number in range(processes)]
+        await until(lambda: told()[1:] == [(5, 200)])
+        assert "up to 5 at a time, of about 200 MiB each" in server.isolation_text
+        leases = [(await server.acquire(str(number)))[1] for number in range(5)]
         further = asyncio.create_task(server.acquire("further"))
-
         pool = server._pool
         assert pool is not None
         await until(lambda: pool.gauges()["waiting"] == 1)
-        gauges = pool.gauges()
-        # as many as allowed are running; `made` also counts the one that has ended
-        assert (gauges["in_use"], gauges["idle"], gauges["made"]) == (processes, 0, processes + 1)
+        assert (pool.gauges()["in_use"], pool.gauges()["idle"]) == (5, 0)
         assert leases[0] is not None
         await leases[0].release()
         assert (await further)[1] is not None

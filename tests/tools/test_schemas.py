@@ -222,7 +222,7 @@ case(
     coerced=[As("[1, 2]", (1, 2))],
 )
 case(set[int], [As([1, 2], {1, 2})], [(["a"], "integer"), (3, "valid set")], coerced=[As([1, 1], {1})])
-case(Sequence[str], [["a"], []], [([1], "x.0: "), (7, "sequence|list")])
+case(Sequence[str], [["a"], []], [([1], "x.0: "), (7, "instance of Sequence")])
 case(dict[str, int], [{"a": 1}, {}], [({"a": "b"}, "x.a: "), ([1], "an object")], coerced=[As('{"a": 1}', {"a": 1})])
 case(dict, [{"a": None, "b": [1]}, {}], [([], "an object"), ("a", "an object")])
 case(Any, [1, "a", None, [1, {"b": 2}]], [(Args(), "x is missing")], name="anything")
