@@ -49,4 +49,7 @@ def _end(pid: int, token: bytes) -> None:
 
 
 if __name__ == "__main__":
-    {"enter": enter, "reap": reap}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "enter":
+        enter(*sys.argv[2:])
+    else:
+        reap(sys.argv[2])
