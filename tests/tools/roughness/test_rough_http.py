@@ -5,8 +5,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +18,8 @@ from agentfactory.tools.mcp_servers import server_connection, server_messages, s
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.tools.changing_server import __file__ as changing_program
-from tests.tools.roughness.raw_server import message_of, replies
-from tests.tools.roughness.serving import noticed, opened, plan_of, tool_of
-
-PLAN = plan_of([tool_of("t", {"type": "object"})])
-Reply = Callable[[dict[str, Any]], tuple[str, list[str], str] | None]
-"""Request -> the status line, the headers and the body; None: no answer ever."""
-
-
-@asynccontextmanager
-async def http_server(reply: Reply, session: bool = True) -> AsyncIterator[str]:
-    """Serve `reply` for tools/call and for other HTTP methods than POST, and PLAN for the rest; yield the address."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            length = next(
-                (int(line[15:]) for line in head.lower().splitlines() if line.startswith("content-length")), 0
-            )
-            body = (await reader.readexactly(length)).decode() or json.dumps({"method": head.split()[0]})
-            message = json.loads(body)
-            if message["method"] in ("tools/call", "DELETE"):
-                given = reply(message)
-                if given is None:
-                    await reader.read()
-                    return
-                status, headers, text = given
-            elif message["method"] == "GET":
-                status, headers, text = "405 No", [], ""
-            else:
-                status, headers, text = "202 Accepted", [], "".join(replies(PLAN, body))
-                if text:
-                    status, headers = "200 OK", ["Content-Type: application/json", *(["Mcp-Session-Id: 5"] * session)]
-            data = text.encode("utf-8", "surrogateescape")
-            lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(data)}", "Connection: close", "", ""]
-            writer.write("\r\n".join(lines).encode() + data)
-            await writer.drain()
-        finally:
-            writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+from tests.tools.roughness.raw_server import message_of
+from tests.tools.roughness.serving import http_server, noticed, opened, plan_of, tool_of
 
 
 def _recipe(url: str, **fields: Any) -> ToolsRecipe:
