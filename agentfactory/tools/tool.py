@@ -170,23 +170,23 @@ def _fits(adapter: TypeAdapter[Any], default: Any) -> bool:
 
 def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any]) -> BaseModel:
     unknown = arguments.keys() - spec.parameters["properties"].keys()
-    faults: list[ErrorDetails] = []
-    try:
-        parsed = model.model_validate(arguments)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
+    parsed, faults = _tried(model, arguments)
     # models sometimes write lists and objects as JSON text
     culprits = {fault["loc"][0] for fault in faults}
     read = {key: _read_json(value) for key, value in arguments.items() if key in culprits}
     if any(value is not None for value in read.values()):
         arguments = arguments | {key: value for key, value in read.items() if value is not None}
-        try:
-            parsed, faults = model.model_validate(arguments), []
-        except ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False)
-    if faults or unknown:
+        parsed, faults = _tried(model, arguments)
+    if parsed is None or unknown:
         raise InvalidArguments(_explain(spec, arguments, sorted(unknown), faults))
     return parsed
+
+
+def _tried(model: type[BaseModel], arguments: dict[str, Any]) -> tuple[BaseModel | None, list[ErrorDetails]]:
+    try:
+        return model.model_validate(arguments), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False, include_context=False)
 
 
 def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:

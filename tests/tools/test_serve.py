@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import psutil
 import pytest
 from mcp import Client, StdioServerParameters
-from mcp.client.streamable_http import streamable_http_client
 
-from agentfactory.base.http.server_keys import key_header
 from agentfactory.base.user_code.loading import UserCodeError
 from agentfactory.tools.calls.mcp_results import content_of
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY
@@ -155,26 +152,6 @@ async def test_a_whole_file_over_stdio(tmp_path: Path) -> None:
         for chain, opening in (("a", "Ada 3 1"), ("b", "Ada 3 2"), ("c", "Ada 3 1")):
             assert await _visit(client, chain) == opening
             await client.call_tool("close", {}, meta={CHAIN_KEY: chain})  # type: ignore[arg-type]
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-async def test_a_client_that_vanished_does_not_keep_its_instance(tmp_path: Path) -> None:
-    (tmp_path / "shop.py").write_text(SHOP)
-    options = ["--option", "owner=Ada", "--capacity", "1", "--idle-seconds", "3"]
-    command = [sys.executable, "-m", "agentfactory.tools.serve", "shop.py:Shop", *options, "--http", "0"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:  # noqa: ASYNC220
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().split()[1]
-            for chain, opening in (("a", "Ada 1 1"), ("b", "Ada 1 2")):
-                async with (
-                    httpx2.AsyncClient(headers=key_header(url)) as http,
-                    Client(streamable_http_client(url, http_client=http)) as client,
-                ):
-                    assert await _visit(client, chain) == opening
-        finally:
-            server.terminate()
 
 
 def test_stdout_belongs_to_the_protocol(
