@@ -246,16 +246,16 @@ FAULTS = (
     ),
     Fault(
         "cached-errors",
-        "tools/mcp_servers/call_cache.py",
+        "tools/mcp_servers/recipe_server.py",
         " and not task.result().is_error",
         "",
         "tools/test_toolset.py",
     ),
     Fault(
         "worn-instance",
-        "tools/environments/pool_rules.py",
-        "        if sound:\n            self.idle.append(instance)\n            return None\n        self.broken",
-        "        if True:\n            self.idle.append(instance)\n            return None\n        self.broken",
+        "tools/environments/pool.py",
+        "if sound:\n                self._idle.append(instance)",
+        "if True:\n                self._idle.append(instance)",
         "tools/test_pool.py",
     ),
     Fault(
@@ -267,9 +267,9 @@ FAULTS = (
     ),
     Fault(
         "unused-instance",
-        "tools/environments/pool_rules.py",
-        "        self.held.discard(instance)\n        instance.uses -= 1\n",
-        "        self.held.discard(instance)\n",
+        "tools/environments/pool.py",
+        "self._held.discard(instance)\n            instance.uses -= 1\n",
+        "self._held.discard(instance)\n",
         "tools/test_pool.py",
     ),
     Fault(
@@ -281,7 +281,7 @@ FAULTS = (
     ),
     Fault(
         "warm-instances",
-        "tools/environments/pool_rules.py",
+        "tools/environments/pool.py",
         "(self._config.warm or 0)",
         "0",
         "tools/test_pool.py",

@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
 from agentfactory.tools.sandbox.interpreter import find_interpreter
 from agentfactory.tools.sandbox.limits import SandboxSettings
-from agentfactory.tools.sandbox.script import run_script
-from agentfactory.tools.sandbox.session import Sandbox
+from agentfactory.tools.sandbox.session import Sandbox, run_script
 
 CELL_SECONDS, START_SECONDS, SANDBOXES = 0.002, 1.0, 16
 

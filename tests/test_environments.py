@@ -22,8 +22,8 @@ from agentfactory.rollout.data import Share
 from agentfactory.rollout.rewards import math_equal
 from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
 from agentfactory.tools.mcp_servers.stdio import stdio_transport
-from agentfactory.tools.sandbox.confined import start_confined
-from agentfactory.tools.sandbox.script import run_script
+from agentfactory.tools.sandbox.program import start_confined
+from agentfactory.tools.sandbox.session import run_script
 from agentfactory.worlds.game_processes.game_process import GameProcess
 from agentfactory.worlds.reasoning_gym import gym_tasks
 from agentfactory.worlds.scienceworld.jvm import Jvm
@@ -158,7 +158,7 @@ async def test_tool_servers_and_sandboxes_have_what_their_section_names() -> Non
     program = StdioServerParameters(command="sleep", args=["60"], env={NAMED: "named"})
     started: list[int] = []
     with open(os.devnull, "w") as log:
-        async with stdio_transport(program, log, 1 << 20, lambda: None, started.append):
+        async with stdio_transport(program, log, 1 << 20, print, lambda: None, started.append):
             check("MCP server", psutil.Process(started[0]).environ())
     result = await run_script("import os; print(*os.environ)")
     print(f"code interpreter: {result.stdout}")

@@ -13,8 +13,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision, view_of, why_no_images
 from agentfactory.rollout.rewards.boxes_and_points import Box, iou, read_box
 from agentfactory.rollout.rewards.scoring import prediction_of
-from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 
 QUESTION = "Where is the red square? Answer with its bounding box as [left, top, right, bottom] alone, without words."
 PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), (700, 1000, 80, 640))

@@ -30,7 +30,7 @@ from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.rollout.inference.server_command import address_fault
 from agentfactory.rollout.model_hub import check_names, is_downloaded
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 
 _ANSWERS_WITHIN = 10.0
 """Seconds within which a server or the hub must answer."""

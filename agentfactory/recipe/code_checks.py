@@ -19,10 +19,10 @@ from agentfactory.tools.environments.environment import (
     Environment,
     check_data_rows,
     check_machine_for,
-    gives_anchors,
+    overrides,
     reset_schema,
 )
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.trainers.config import GigpoOptions
 
@@ -172,7 +172,7 @@ def check_anchors(recipe: Recipe) -> None:
     if not isinstance(options, GigpoOptions) or options.anchors != "environment":
         return
     elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
-    if elsewhere or any(map(gives_anchors, _environments(recipe))):
+    if elsewhere or any(overrides(found, "anchor") for found in _environments(recipe)):
         return
     problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
     raise SettingError(

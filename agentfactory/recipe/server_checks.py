@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentfactory.base.errors import short
-from agentfactory.base.http.loopback import is_http_address
-from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.http.loopback import is_http_address, is_loopback
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import Fault, Lack, has_vision_tower

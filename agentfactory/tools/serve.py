@@ -35,7 +35,7 @@ from agentfactory.tools.environments.environment import Environment, check_machi
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.key_guard import KeyGuard, listen, server_key
 from agentfactory.tools.mcp_servers.own_server import build_server
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
 from agentfactory.base.user_code.loading import UserCodeError, load_module, load_object
 

@@ -102,7 +102,6 @@ def is_tool(value: object) -> bool:
 
 
 def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (annotation, default or ...) for every parameter except `self`."""
     name = function.__name__
     signature = list(inspect.signature(function).parameters.values())
     if signature and signature[0].name in ("self", "cls"):
@@ -171,27 +170,26 @@ def _fits(adapter: TypeAdapter[Any], default: Any) -> bool:
 
 def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any]) -> BaseModel:
     unknown = arguments.keys() - spec.parameters["properties"].keys()
-    faults: list[ErrorDetails] = []
-    try:
-        parsed = model.model_validate(arguments)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
+    parsed, faults = _tried(model, arguments)
     # models sometimes write lists and objects as JSON text
     culprits = {fault["loc"][0] for fault in faults}
     read = {key: _read_json(value) for key, value in arguments.items() if key in culprits}
     if any(value is not None for value in read.values()):
         arguments = arguments | {key: value for key, value in read.items() if value is not None}
-        try:
-            parsed, faults = model.model_validate(arguments), []
-        except ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False)
-    if faults or unknown:
+        parsed, faults = _tried(model, arguments)
+    if parsed is None or unknown:
         raise InvalidArguments(_explain(spec, arguments, sorted(unknown), faults))
     return parsed
 
 
+def _tried(model: type[BaseModel], arguments: dict[str, Any]) -> tuple[BaseModel | None, list[ErrorDetails]]:
+    try:
+        return model.model_validate(arguments), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False, include_context=False)
+
+
 def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
-    """Return the list or object that a text encodes as JSON; None if it encodes neither."""
     try:
         value = json.loads(text) if isinstance(text, str) else None
     except ValueError:
@@ -236,7 +234,6 @@ def _path(location: tuple[Any, ...], arguments: dict[str, Any]) -> list[Any]:
 
 
 def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph, and argument name -> text; each on one line."""
     try:
         docstring = parse_docstring(inspect.getdoc(function) or "")
     except ParseError as error:

@@ -16,8 +16,7 @@ from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from tests.seeing_server import SeeingServer
 from tests.vision_models import KINDS, make_vision_model, vision_tokenizer
 

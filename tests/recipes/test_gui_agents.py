@@ -17,8 +17,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.trajectory import Outcome, StopReason
-from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.tools.tool import Finish
 from tests.conftest import REPOSITORY
 from tests.recipes.chains import chain_of

@@ -301,17 +301,14 @@ NUMBERS = {
 
 
 async def attack(name: str, kind: SandboxKind = SandboxKind.BUBBLEWRAP) -> CellResult:
-    """Run the attack `name` among the neighbours, check the neighbours, and return the attack's result."""
+    """Run the attack `name` and return its result."""
     attempted = ATTACKS[name]
     settings = SandboxSettings(kind, memory_mb=128, disk_mb=8, output_characters=OUTPUT)
-    starting = [Sandbox.begin(settings) for _ in range(NEIGHBOURS + 1)]
-    attacker, *neighbours = await asyncio.gather(*(Sandbox.ready(settings, start) for start in starting))
+    attacker = await Sandbox.ready(settings, Sandbox.begin(settings))
     grace = mock.patch.object(session, "_GRACE_SECONDS", attempted.grace)
     grace.start()
     try:
         assert (await attacker.run("kept = 7", 60.0)).text == ""
-        over = asyncio.Event()
-        going = [asyncio.create_task(_go_on(index, neighbour, over)) for index, neighbour in enumerate(neighbours)]
         with tempfile.TemporaryDirectory() as folder, closing(socket.create_server(("127.0.0.1", 0))) as listener:
             os.chmod(folder, 0o755)
             secret = Path(folder, "secret")
@@ -327,25 +324,34 @@ async def attack(name: str, kind: SandboxKind = SandboxKind.BUBBLEWRAP) -> CellR
             code, expected = attempted.follow_up
             after = await attacker.run(code, 60.0)
             assert after.text == expected, (name, after)
-        over.set()
-        assert min(await asyncio.gather(*going)) > 0
         return result
     finally:
         grace.stop()
-        for sandbox in (attacker, *neighbours):
-            sandbox.close()
+        attacker.close()
 
 
-async def _go_on(index: int, sandbox: Sandbox, over: asyncio.Event) -> int:
-    """Run cells that build on each other until `over` is set; return their number."""
-    assert (await sandbox.run(f"count = {index}", 600.0)).text == ""
-    cells = 0
-    while not over.is_set() or cells == 0:
-        cells += 1
-        result = await sandbox.run("count += 1\ncount", 600.0)
-        assert result.text == str(index + cells), (index, cells, result)
-        await asyncio.sleep(0.02)
-    return cells
+class Neighbour:
+    """A sandbox that runs cells which build on each other, until it is cancelled."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.cells = 0
+        self._sandbox = sandbox
+        self.task = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        assert (await self._sandbox.run("count = 0", 600.0)).text == ""
+        while True:
+            result = await self._sandbox.run("count += 1\ncount", 600.0)
+            self.cells += 1
+            assert result.text == str(self.cells), (self.cells, result)
+            await asyncio.sleep(0.02)
+
+    async def still_goes_on(self) -> None:
+        """Wait for a further cell."""
+        before = self.cells
+        await until(lambda: self.task.done() or self.cells > before)
+        if self.task.done():
+            self.task.result()
 
 
 def _code(code: str, secret: Path, port: int) -> str:
@@ -369,11 +375,20 @@ def check(name: str, result: CellResult) -> None:
 
 
 async def main(report: Callable[[str], None]) -> None:
-    """Run all attacks, one after the other."""
+    """Run all attacks, one after the other, and check after each that every neighbour runs on."""
     os.environ["AGENTFACTORY_TEST_SECRET"] = SECRET
+    settings = SandboxSettings(memory_mb=128, disk_mb=8, output_characters=OUTPUT)
+    starting = [Sandbox.begin(settings) for _ in range(NEIGHBOURS)]
+    sandboxes = await asyncio.gather(*(Sandbox.ready(settings, start) for start in starting))
+    neighbours = [Neighbour(sandbox) for sandbox in sandboxes]
     for name in ATTACKS:
         check(name, await attack(name))
+        await asyncio.gather(*(neighbour.still_goes_on() for neighbour in neighbours))
         report(name)
+    for neighbour, sandbox in zip(neighbours, sandboxes, strict=True):
+        neighbour.task.cancel()
+        sandbox.close()
+    await asyncio.wait([neighbour.task for neighbour in neighbours])
 
 
 if __name__ == "__main__":

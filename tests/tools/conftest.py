@@ -13,6 +13,8 @@ from agentfactory.tools.environments import environment_host
 from agentfactory.tools.mcp_servers import recipe_server as tool_server
 
 FOLDER = Path(__file__).parent
+NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"]}
+"""The `mcp_servers` entry of a program that starts quickly."""
 OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]
 
 

@@ -25,16 +25,20 @@ class Call(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A server, its calls in one chain, and `chain`, the calls of each of eight parallel chains, which must succeed."""
+    """A server, and its calls in one chain."""
 
     package: str
     program: str
     calls: list[Call]
-    chain: list[Call]
     arguments: tuple[str, ...] = ()
     fields: dict[str, Any] = {}
     notices: tuple[str, ...] = ()
     """Parts of notices to the user."""
+
+    @property
+    def chain(self) -> list[Call]:
+        """The calls of each of eight parallel chains, which succeed and return text."""
+        return [call for call in self.calls if call.error is None and "image/" not in call.reads]
 
 
 SDK_1 = [
@@ -83,9 +87,7 @@ SERVERS = [
         [
             Call("calculate", {"expression": "2*(3+4)**2"}, "98"),
             Call("calculate", {"expression": "1/0"}, "division by zero", FAILED),
-            Call("calculate", {"expression": 5}, "5 is not of type 'string'", BAD),
         ],
-        [Call("calculate", {"expression": "6*7"}, "42")],
     ),
     Tried(
         "arxiv-mcp-server",
@@ -93,10 +95,8 @@ SERVERS = [
         [
             Call("list_papers", {}, '"total_papers": 0'),
             Call("read_paper", {"paper_id": "2103.12345"}, "not found in storage", FAILED),
-            Call("search_papers", {"query": 5}, "5 is not of type 'string'", BAD),
         ],
-        [Call("list_papers", {}, '"total_papers": 0')],
-        ("--storage-path", CHAIN),
+        arguments=("--storage-path", CHAIN),
     ),
     Tried(
         "mcp-shell-server",
@@ -104,9 +104,7 @@ SERVERS = [
         [
             Call("shell_execute", {"command": ["cat"], "stdin": "abc"}, "abc"),
             Call("shell_execute", {"command": ["rm", "x"]}, "Command not allowed: rm", FAILED),
-            Call("shell_execute", {"command": "echo hi"}, "'echo hi' is not of type 'array'", BAD),
         ],
-        [Call("shell_execute", {"command": ["echo", "hi"]}, "hi")],
         fields={"env": {"ALLOW_COMMANDS": "cat,echo"}},
     ),
     Tried(
@@ -115,9 +113,7 @@ SERVERS = [
         [
             Call("show_security_rules", {}, "Allowed Commands"),
             Call("run_command", {"command": "rm x"}, "Command 'rm' is not allowed"),
-            Call("run_command", {}, "'command' is a required property", BAD),
         ],
-        [Call("run_command", {"command": "pwd"}, "agentfactory")],
         fields={"env": {"ALLOWED_DIR": CHAIN, "ALLOWED_COMMANDS": "pwd", "ALLOWED_FLAGS": "all"}, "cwd": CHAIN},
     ),
     Tried(
@@ -129,7 +125,6 @@ SERVERS = [
             Call("find_files", {"pattern": "*.py"}, "code.py"),
             Call("get_file_summary", {"file_path": "no.py"}, "File does not exist: no.py", FAILED),
         ],
-        [Call("set_project_path", {"path": "."}, "Indexed 1 files"), Call("find_files", {"pattern": "*"}, "code.py")],
         fields={"cwd": CHAIN, "workspace": "code"},
     ),
     Tried(
@@ -139,10 +134,7 @@ SERVERS = [
             Call("get_board_visualization", {}, "image/png"),
             Call("make_move", {"move_san": "e4"}, '"move_uci": "e2e4"'),
             Call("make_move", {"move_san": "zz"}, "Invalid algebraic notation: zz"),
-            Call("make_move", {}, "'move_san' is a required property", BAD),
         ],
-        # in a shared process, only one chain could begin with this move
-        [Call("make_move", {"move_san": "e4"}, '"move_uci": "e2e4"'), Call("get_turn", {}, "black")],
     ),
     Tried(
         "mcp-server-tree-sitter",
@@ -152,7 +144,6 @@ SERVERS = [
             Call("get_file", {"project": "c", "path": "code.py"}, "def f"),
             Call("get_file", {"project": "none", "path": "code.py"}, "Project 'none' not found", FAILED),
         ],
-        [Call("register_project_tool", {"path": ".", "name": "c"}, '"name": "c"')],
         fields={"cwd": CHAIN, "workspace": "code"},
     ),
     Tried(
@@ -161,21 +152,12 @@ SERVERS = [
         [
             Call("create_presentation", {"id": "p"}, '"presentation_id": "p"'),
             Call("add_slide", {"layout_index": 0, "presentation_id": "p"}, "Added slide"),
-            Call("add_slide", {"layout_index": "a"}, "'a' is not of type 'integer'", BAD),
-        ],
-        [
-            Call("create_presentation", {"id": "p"}, '"presentation_id": "p"'),
-            Call("add_slide", {"layout_index": 0, "presentation_id": "p"}, '"slide_index": 0'),
         ],
     ),
     Tried(
         "redis-mcp-server",
         "redis-mcp-server",
-        [
-            Call("get", {"key": "a"}, "Connection refused"),
-            Call("get", {}, "'key' is a required property", BAD),
-        ],
-        [Call("get", {"key": "a"}, "Connection refused")],
+        [Call("get", {"key": "a"}, "Connection refused"), Call("get", {}, "'key' is a required property", BAD)],
         fields={"env": {"REDIS_PORT": "9"}},
     ),
     Tried(
@@ -184,10 +166,8 @@ SERVERS = [
         [
             Call("describe_workbook", {"path": "/no.xlsx"}, "does not exist", FAILED),
             Call("describe_workbook", {"path": "a.xlsx"}, "must be absolute", FAILED),
-            Call("describe_workbook", {"path": 5}, "5 is not of type 'string'", BAD),
         ],
-        [Call("describe_workbook", {"path": "/no.xlsx"}, "does not exist", FAILED)],
-        ("stdio",),
+        arguments=("stdio",),
     ),
     Tried(
         "markitdown-mcp",
@@ -196,7 +176,6 @@ SERVERS = [
             Call("convert_to_markdown", {"uri": "data:text/html,<h1>Hi</h1>"}, "# Hi"),
             Call("convert_to_markdown", {"uri": "file:///no"}, "No such file or directory", FAILED),
         ],
-        [Call("convert_to_markdown", {"uri": "data:text/html,<h1>Hi</h1>"}, "# Hi")],
     ),
     Tried(
         "mcp-alchemy",
@@ -205,11 +184,6 @@ SERVERS = [
             Call("all_table_names", {}, ""),
             Call("execute_query", {"query": "select 1 as a"}, "Result: 1 rows"),
             Call("execute_query", {"query": "selec"}, 'near "selec": syntax error'),
-            Call("execute_query", {}, "'query' is a required property", BAD),
-        ],
-        [
-            Call("execute_query", {"query": "create table t (a)"}, ""),
-            Call("all_table_names", {}, "t"),
         ],
         fields={"env": {"DB_URL": f"sqlite:///{CHAIN}/a.db"}},
     ),
@@ -219,9 +193,7 @@ SERVERS = [
         [
             Call("fetch", {"url": "http://127.0.0.1:9/"}, "is not a public address", FAILED),
             Call("fetch", {"url": "x"}, "valid URL", FAILED),
-            Call("fetch", {"url": "http://127.0.0.1:9/", "max_length": -5}, "-5 is less than", BAD),
         ],
-        [Call("fetch", {"url": "http://127.0.0.1:9/"}, "is not a public address", FAILED)],
     ),
     Tried(
         "mcp-server-motherduck",
@@ -229,13 +201,8 @@ SERVERS = [
         [
             Call("execute_query", {"sql": "select NULL a, 'nan'::double b, {'c': 1} d"}, "NaN"),
             Call("execute_query", {"sql": "selec"}, "ParserException", FAILED),
-            Call("execute_query", {}, "'sql' is a required property", BAD),
         ],
-        [
-            Call("execute_query", {"sql": "create table t as select 42 n"}, '"success": true'),
-            Call("execute_query", {"sql": "select n from t"}, "42"),
-        ],
-        ("--db-path", ":memory:", "--read-write"),
+        arguments=("--db-path", ":memory:", "--read-write"),
     ),
     Tried(
         "office-word-mcp-server",
@@ -244,11 +211,6 @@ SERVERS = [
             Call("create_document", {"filename": "a.docx", "title": "T"}, "created"),
             Call("add_paragraph", {"filename": "a.docx", "text": "hello"}, "added"),
             Call("get_document_text", {"filename": "a.docx"}, "hello"),
-            Call("add_heading", {"filename": "a.docx", "text": "x", "level": "two"}, "not of type 'integer'", BAD),
-        ],
-        [
-            Call("create_document", {"filename": "a.docx"}, "created"),
-            Call("get_document_text", {"filename": "a.docx"}, ""),
         ],
         fields={"cwd": CHAIN},
         notices=("is no message: b'Loading configuration",),
@@ -260,7 +222,6 @@ SERVERS = [
             Call("generate_line_chart", {"data": []}, "[] should be non-empty", BAD),
             Call("generate_line_chart", {}, "'data' is a required property", BAD),
         ],
-        [],
     ),
     Tried(
         "@bytebase/dbhub",
@@ -268,13 +229,8 @@ SERVERS = [
         [
             Call("execute_sql", {"sql": "select count(*) n from employee"}, '"n": 1000'),
             Call("execute_sql", {"sql": "selec"}, "syntax error", FAILED),
-            Call("execute_sql", {}, "'sql' is a required property", BAD),
         ],
-        [
-            Call("execute_sql", {"sql": "delete from employee"}, '"success": true'),
-            Call("execute_sql", {"sql": "select count(*) n from employee"}, '"n": 0'),
-        ],
-        ("--demo",),
+        arguments=("--demo",),
     ),
     Tried(
         "@cyanheads/git-mcp-server",
@@ -282,9 +238,7 @@ SERVERS = [
         [
             Call("git_init", {"path": f"{CHAIN}/new"}, '"success": true'),
             Call("git_status", {"path": "/no"}, "does not exist", FAILED),
-            Call("git_status", {"path": 5}, "5 is not of type 'string'", BAD),
         ],
-        [Call("git_status", {}, "No session working directory set", FAILED)],
     ),
     Tried(
         "@kazuph/mcp-taskmanager",
@@ -293,64 +247,46 @@ SERVERS = [
             Call("request_planning", _REQUEST, '"requestId": "req-1"'),
             Call("get_next_task", {"requestId": "req-1"}, '"status": "next_task"'),
             Call("get_next_task", {"requestId": "none"}, "Request not found"),
-            Call("request_planning", {}, "'originalRequest' is a required property", BAD),
         ],
-        # in a shared process, only one chain could get this number
-        [Call("request_planning", _REQUEST, '"requestId": "req-1"'), Call("list_requests", {}, "req-1")],
         fields={"env": {"TASK_MANAGER_FILE_PATH": f"{CHAIN}/tasks.json"}},
     ),
     Tried(
         "@modelcontextprotocol/server-github",
         "dist/index.js",
         [Call("get_issue", {"owner": "a", "repo": "b"}, "'issue_number' is a required property", BAD)],
-        [],
     ),
     Tried(
         "@modelcontextprotocol/server-pdf",
         "dist/index.js",
-        [
-            Call("list_pdfs", {}, "Any remote PDF"),
-            Call("display_pdf", {"url": "x"}, "Invalid URL: x", FAILED),
-        ],
-        [Call("list_pdfs", {}, "Any remote PDF")],
-        ("--stdio",),
+        [Call("list_pdfs", {}, "Any remote PDF"), Call("display_pdf", {"url": "x"}, "Invalid URL: x", FAILED)],
+        arguments=("--stdio",),
     ),
     Tried(
         "@negokaz/excel-mcp-server",
         "dist/launcher.js",
         [Call("excel_describe_sheets", {"fileAbsolutePath": "a"}, "Path 'a' is not absolute", FAILED)],
-        [Call("excel_describe_sheets", {"fileAbsolutePath": "a"}, "is not absolute", FAILED)],
     ),
     Tried(
         "@notionhq/notion-mcp-server",
         "bin/cli.mjs",
         [Call("API-get-user", {}, "'user_id' is a required property", BAD)],
-        [],
         fields={"env": {"NOTION_TOKEN": "ntn_x"}},
     ),
-    Tried(
-        "@upstash/context7-mcp",
-        "dist/index.js",
-        [Call("resolve-library-id", {}, "is a required property", BAD)],
-        [],
-    ),
+    Tried("@upstash/context7-mcp", "dist/index.js", [Call("resolve-library-id", {}, "is a required property", BAD)]),
     Tried(
         "@wonderwhy-er/desktop-commander",
         "dist/index.js",
         [
             Call("get_config", {}, "blockedCommands"),
             Call("read_file", {"path": "/no"}, "ENOENT", FAILED),
-            Call("read_file", {}, "'path' is a required property", BAD),
             Call("start_process", {"command": "echo hi", "timeout_ms": 9000}, "hi"),
         ],
-        [Call("get_config", {}, "blockedCommands")],
         fields={"env": {"HOME": CHAIN}},
     ),
     Tried(
         "chrome-devtools-mcp",
         "build/src/bin/chrome-devtools-mcp.js",
         [Call("new_page", {}, "'url' is a required property", BAD)],
-        [],
     ),
     Tried(
         "firecrawl-mcp",
@@ -359,7 +295,6 @@ SERVERS = [
             Call("firecrawl_scrape", {"url": "x"}, "Invalid URL", BAD),
             Call("firecrawl_map", {}, "'url' is a required property", BAD),
         ],
-        [Call("firecrawl_scrape", {"url": "x"}, "Invalid URL", BAD)],
         fields={"env": {"FIRECRAWL_API_KEY": "fc-x"}},
     ),
     Tried(
@@ -368,11 +303,9 @@ SERVERS = [
         [
             Call("read_notes", {"paths": ["a.md"]}, "hello world"),
             Call("read_notes", {"paths": ["../x"]}, "Access denied"),
-            Call("search_notes", {}, "'query' is a required property", BAD),
         ],
-        [Call("read_notes", {"paths": ["a.md"]}, "hello world")],
-        (CHAIN,),
-        {"workspace": "vault"},
+        arguments=(CHAIN,),
+        fields={"workspace": "vault"},
     ),
 ]
 

@@ -25,6 +25,7 @@ TOOLS = {
     "read": schema(seconds="number"),
     "judge": schema(),
     "burn": schema(),
+    "sleep": schema(path="string"),
 }
 
 
@@ -35,6 +36,9 @@ def answer(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     time.sleep(arguments.get("seconds", 0))
     if name == "burn":
         sys.exit(1)
+    if name == "sleep":
+        open(arguments["path"], "w").close()
+        time.sleep(60)
     text = str(STATE["calls"] if name == "judge" else STATE["word"])
     return {"content": [{"type": "text", "text": text}]}
 

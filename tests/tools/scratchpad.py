@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.tool import tool
@@ -36,18 +36,8 @@ def fail(reason: str) -> str:
 @tool
 async def wait(seconds: float) -> str:
     """Answer late."""
-    WAITS.append(seconds)
     await asyncio.sleep(seconds)
     return "awake"
-
-
-WAITS: list[float] = []
-
-
-@tool
-def waits() -> int:
-    """Tell how many calls of `wait` have begun."""
-    return len(WAITS)
 
 
 @tool
@@ -72,9 +62,6 @@ async def block(path: str) -> str:
 
 class Scratchpad(Environment):
     """Remembers one word for each chain."""
-
-    released: ClassVar[list[str]] = []
-    closed: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
         self.word = "nothing"
@@ -111,10 +98,6 @@ class Scratchpad(Environment):
         return {"reward": float(len(self.word)), "success": self.word != "nothing"}
 
     async def release(self) -> None:
-        self.released.append(self.word)
         if self.word == "clingy":
             raise RuntimeError("will not let go")
         self.word = "nothing"
-
-    async def close(self) -> None:
-        self.closed.append(self.word)

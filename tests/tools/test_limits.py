@@ -56,33 +56,44 @@ def breached(chain: ChainAccount) -> dict[str, float]:
     return found
 
 
-def test_calls_per_turn() -> None:
-    chain = account(calls_per_turn=2)
-    assert [take(chain, place=place) for place in range(3)] == [
-        "fine",
-        "fine",
-        "Not run: the limit of 2 calls in one turn is reached. The call can be made in your next turn.",
-    ]
-    assert take(chain, place=0) == "fine", "the next turn has its own"
-    assert breached(chain) == {"limits/calls_per_turn": 1}
-
-
-def test_calls() -> None:
-    chain = account(calls=1)
-    assert take(chain) == "fine"
-    for _ in range(2):
-        said = "Not run: the limit of 1 call in this conversation is reached. Answer with what you have."
-        assert take(chain, "another") == said
-    assert breached(chain) == {"limits/calls": 2}
-
-
-def test_calls_per_tool() -> None:
-    chain = account(calls_per_tool={"search": 2})
-    assert [take(chain), take(chain)] == ["fine", "fine"]
-    said = "Not run: the limit of 2 calls of search in this conversation is reached. Go on without search."
-    assert take(chain) == said
-    assert take(chain, "another") == "fine"
-    assert breached(chain) == {"limits/calls_per_tool": 1}
+@pytest.mark.parametrize(
+    ("fields", "made", "refused", "said"),
+    [
+        (
+            {"calls_per_turn": 2},
+            [("search", 0, 0.0), ("search", 1, 0.0)],
+            [("search", 2, 0.0)],
+            "Not run: the limit of 2 calls in one turn is reached. The call can be made in your next turn.",
+        ),
+        (
+            {"calls": 1},
+            [("search", 0, 0.0)],
+            [("another", 0, 0.0)] * 2,
+            "Not run: the limit of 1 call in this conversation is reached. Answer with what you have.",
+        ),
+        (
+            {"calls_per_tool": {"search": 2}},
+            [("search", 0, 0.0), ("another", 0, 0.0), ("search", 0, 0.0)],
+            [("search", 0, 0.0)],
+            "Not run: the limit of 2 calls of search in this conversation is reached. Go on without search.",
+        ),
+        (
+            {"calls_per_second": {"search": 0.5}, "on_breach": {"calls_per_second": {}}},
+            [("search", 0, 0.0)],
+            [("search", 0, 1.9)],
+            "Not run: the limit of 0.5 calls of search per second is reached. The call can be made in your next turn.",
+        ),
+    ],
+)
+def test_a_refusal(
+    fields: dict[str, Any], made: list[tuple[str, int, float]], refused: list[tuple[str, int, float]], said: str
+) -> None:
+    chain = account(**fields)
+    assert [take(chain, *call) for call in made] == ["fine"] * len(made)
+    assert [take(chain, *call) for call in refused] == [said] * len(refused)
+    assert breached(chain) == {f"limits/{next(iter(fields))}": len(refused)}
+    # its next turn, another tool, or later
+    assert (take(chain, "other", 0, 2.0) == "fine") == ("calls" not in fields)
 
 
 def test_cost() -> None:
@@ -134,15 +145,6 @@ def test_calls_per_second_wait_for_their_time() -> None:
     assert chains[4].metrics()["tool_wait_seconds"] == 2
     assert breached(chains[4]) == {}, "to wait is no breach"
     assert chains[0].admit(call(), 0, 13) == 0
-
-
-def test_calls_per_second_refused() -> None:
-    chain = account(calls_per_second={"search": 0.5}, on_breach={"calls_per_second": {}})
-    assert take(chain, now=0) == "fine"
-    said = "Not run: the limit of 0.5 calls of search per second is reached. The call can be made in your next turn."
-    assert take(chain, now=1.9) == said
-    assert take(chain, now=2) == "fine", "what was refused took no time"
-    assert breached(chain) == {"limits/calls_per_second": 1}
 
 
 @given(st.floats(0.1, 20), st.lists(st.floats(0, 2), min_size=1, max_size=60))
@@ -276,10 +278,9 @@ def test_what_is_refused_is_not_counted_as_made() -> None:
     assert chain.metrics()["tool_cost"] == 0.5
 
 
-def test_the_page_and_the_module_have_the_order_of_the_checks() -> None:
+def test_the_page_has_the_order_of_the_checks() -> None:
     page = (REPOSITORY / "docs" / "limits.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \d+ \| `limits\.(\w+)`", page, re.MULTILINE) == list(Limit)
-    assert re.findall(r"^\d+\. `(\w+)`", limits.__doc__ or "", re.MULTILINE) == list(Limit)
 
 
 # ---- the runner, with calls that take time to finish
@@ -414,24 +415,6 @@ async def test_a_call_that_waits_for_its_time_keeps_its_place_and_may_come_too_l
     assert str(results[11].content).startswith("Not run: the limit of 0.05 s")
     assert tools.begun.count("rare") == 10
     assert chain.metrics()["tool_wait_seconds"] == pytest.approx(1)
-
-    chain, tools = runner(calls_per_second={"rare": 20}), Tools()
-    running = asyncio.create_task(chain.run(calls(*["rare"] * 21), tools.call))
-    await settled()
-    pass_time(0.99)
-    await settled()
-    assert len(tools.begun) == 20, "the 21st waits until a second after the first"
-    pass_time(0.01)
-    await running
-    assert len(tools.begun) == 21
-
-
-async def test_a_timeout_that_is_not_ours_goes_on() -> None:
-    async def fail(call: ToolCall, timeout_seconds: float | None) -> ToolResult:
-        raise TimeoutError("of something else")
-
-    with pytest.raises(TimeoutError, match="of something else"):
-        await runner(tool_seconds=60).run(calls("a"), fail)
 
 
 async def test_what_a_call_raises_ends_the_calls_beside_it() -> None:

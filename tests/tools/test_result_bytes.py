@@ -1,11 +1,8 @@
 """Tests of results that are far too large: cut on arrival over every transport, so that the worker's memory is
 bounded."""
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,9 @@ from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolResult
 from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.truncation import cut_bytes
-from agentfactory.tools.sessions.toolset import open_toolset
-from tests.tools.conftest import running
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from tests.tools.roughness.raw_server import message_of
+from tests.tools.roughness.serving import http_server, opened, plan_of, tool_of
 
 pytestmark = pytest.mark.processes
 
@@ -26,7 +24,6 @@ MOST = 1000
 TEXT = "word " * (SIZE // 5)
 SERVED = f"""
 from agentfactory import Environment, tool
-from mcp.server.mcpserver import Image, MCPServer
 
 TEXT = "word " * {SIZE // 5}
 
@@ -67,158 +64,84 @@ class World(Environment):
     def far_too_much_info(self) -> dict:
         "Return too much that the model does not see."
         return {{"observation": "seen", "file": "A" * 20_000_000}}
-
-
-theirs = MCPServer("theirs")
-
-
-@theirs.tool(name="text")
-def their_text() -> str:
-    "Return a great deal, as text and as JSON."
-    return TEXT
-
-
-@theirs.tool()
-def picture():
-    "A large picture."
-    return Image(data=b"0" * 16_000_000, format="png")
-
-
-@theirs.tool()
-def small_picture():
-    "A picture of more than 1 MiB."
-    return Image(data=b"0" * 1_500_000, format="png")
-
-
-@theirs.tool(name="items")
-def their_items() -> dict[str, list[int]]:
-    "Return a great deal of JSON."
-    return {{"items": list(range(400_000))}}
-
-
-if __name__ == "__main__":
-    import sys, uvicorn, socket
-    if len(sys.argv) == 1:
-        theirs.run("stdio")
-    else:
-        listener = socket.create_server(("127.0.0.1", 0))
-        print(f"ready http://127.0.0.1:{{listener.getsockname()[1]}}/mcp", flush=True)
-        app = theirs.streamable_http_app(json_response=sys.argv[1] == "json")
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 """
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Path:
-    (tmp_path / "served.py").write_text(SERVED)
-    return tmp_path
-
-
-@contextmanager
-def recipe_of(way: str, folder: Path) -> Iterator[ToolsRecipe]:
-    own = {"tools": [f"served.py:{name}" for name in ("text", "items", "fails", "World")]}
-    if way == "own over stdio":
-        arguments = ["-m", "agentfactory.tools.serve", *own["tools"]]
-        own = {"mcp_servers": {"own": {"command": "python", "args": arguments}}}  # type: ignore[dict-item]
-    theirs: dict[str, Any] = {
-        "in process": {"module": "served.py:theirs"},
-        "stdio": {"command": "python", "args": ["served.py"]},
-    }
-    limits = {"result_bytes": MOST}
-    if way.startswith("own"):
-        yield ToolsRecipe.model_validate({**own, "limits": limits})
-    elif way in theirs:
-        yield ToolsRecipe.model_validate({"mcp_servers": {"theirs": theirs[way]}, "limits": limits})
-    else:
-        with running(str(folder / "served.py"), way) as (_, url):
-            yield ToolsRecipe.model_validate({"mcp_servers": {"theirs": {"url": url}}, "limits": limits})
 
 
 async def call(session: Any, name: str) -> ToolResult:
     return await session.call(ToolCall("1", name, {}))
 
 
-@pytest.mark.parametrize("way", ["own", "own over stdio"])
-async def test_our_own_servers(way: str, served: Path) -> None:
+async def test_our_own_servers(tmp_path: Path) -> None:
     expected = cut_bytes(TEXT, MOST)
-    with recipe_of(way, served) as recipe:
-        async with open_toolset(recipe, served) as toolset, toolset.chain("a", {}) as session:
-            assert session.opening == expected
-            assert session.left_out == {"World" if way == "own" else "own": SIZE - MOST}
-            for name in ("text", "look"):
-                result = await call(session, name)
-                assert (result.content, result.error, result.left_out) == (expected, None, SIZE - MOST)
-            failed = await call(session, "fails")
-            assert failed.error is CallError.TOOL_ERROR
-            assert str(failed.content).startswith("RuntimeError: word word")
-            assert len(str(failed.content)) < MOST + 80
-            assert failed.left_out > SIZE - MOST
-            items = await call(session, "items")
-            assert str(items.content).startswith('{"items": [0, 1, 2, 3')
-            assert items.left_out > 2_000_000
-            assert (await call(session, "info")).info == {"file": "A" * 2_000_000}
-            far = await call(session, "far_too_much_info")
-            assert (far.error, far.info) == (CallError.TOOL_ERROR, {})
-            assert "The result is too large: it has" in str(far.content)
+    (tmp_path / "served.py").write_text(SERVED)
+    tools = [f"served.py:{name}" for name in ("text", "items", "fails", "World")]
+    recipe = ToolsRecipe.model_validate({"tools": tools, "limits": {"result_bytes": MOST}})
+    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
+        assert session.opening == expected
+        assert session.left_out == {"World": SIZE - MOST}
+        for name in ("text", "look"):
+            result = await call(session, name)
+            assert (result.content, result.error, result.left_out) == (expected, None, SIZE - MOST)
+        failed = await call(session, "fails")
+        assert failed.error is CallError.TOOL_ERROR
+        assert str(failed.content).startswith("RuntimeError: word word")
+        assert len(str(failed.content)) < MOST + 80
+        assert failed.left_out > SIZE - MOST
+        items = await call(session, "items")
+        assert str(items.content).startswith('{"items": [0, 1, 2, 3')
+        assert items.left_out > 2_000_000
+        assert (await call(session, "info")).info == {"file": "A" * 2_000_000}
+        far = await call(session, "far_too_much_info")
+        assert (far.error, far.info) == (CallError.TOOL_ERROR, {})
+        assert "The result is too large: it has" in str(far.content)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("way", ["in process", "stdio", "json", "events"])
-async def test_servers_of_other_people(way: str, served: Path) -> None:
-    with recipe_of(way, served) as recipe:
-        async with open_toolset(recipe, served) as toolset, toolset.chain("a", {}) as session:
-            result = await call(session, "text")
-            assert (result.content, result.left_out) == (cut_bytes(TEXT, MOST), SIZE - MOST)
-            for name in ("picture",) if way == "in process" else ("picture", "items"):
-                result = await call(session, name)
-                assert result.error is CallError.TOOL_ERROR
-                assert "The result is too large: it" in str(result.content)
-            small = await call(session, "small_picture")
-            assert small.error is None
-            assert len(small.content[0]["image_url"]["url"]) > 1_999_000  # type: ignore[index]
-            assert (await call(session, "text")).left_out, "the connection is as good as before"
+ANSWERS: dict[str, dict[str, Any]] = {
+    "text": {"content": [{"type": "text", "text": TEXT}]},
+    "picture": {"content": [{"type": "image", "data": "A" * 21_000_000, "mimeType": "image/png"}]},
+    "small_picture": {"content": [{"type": "image", "data": "A" * 2_000_000, "mimeType": "image/png"}]},
+    "items": {"content": [], "structuredContent": {"items": list(range(400_000))}},
+}
 
 
-PEAK = """
-import asyncio, json, sys
-from pathlib import Path
-from agentfactory.base.config import ToolsRecipe
-from agentfactory.base.messages import ToolCall
-from agentfactory.tools.sessions.toolset import open_toolset
-
-def peak_kib():
-    # not ru_maxrss: that of a child begins at its parent's
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-async def main():
-    recipe = ToolsRecipe.model_validate_json(sys.argv[1])
-    async with open_toolset(recipe, Path(sys.argv[2])) as toolset:
-        before = peak_kib()
-        kept = []
-        async def chain(number):
-            async with toolset.chain(str(number), {}) as session:
-                kept.append(await session.call(ToolCall("1", "text", {})))
-        await asyncio.gather(*(chain(number) for number in range(8)))
-        peak = peak_kib()
-        print(json.dumps([before, peak, [result.left_out for result in kept]]))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("way", ["own", "stdio"])
-def test_eight_chains_with_results_of_50_mb_take_no_gigabyte(way: str, tmp_path: Path) -> None:
-    (tmp_path / "served.py").write_text(SERVED.replace(str(SIZE // 5), "10_000_000"))
-    recipe: dict[str, Any] = {"tools": ["served.py:text"]}
+@asynccontextmanager
+async def others(way: str, folder: Path) -> AsyncIterator[Toolset]:
+    """Open a server whose tool `t` returns the answer that its argument names."""
+    texts = {name: message_of(result=result) for name, result in ANSWERS.items()}
     if way == "stdio":
-        server = Path(__file__).with_name("large_results.py")
-        recipe = {"mcp_servers": {"one": {"command": "python", "args": [str(server)], "env": {"BYTES": "50000000"}}}}
-    command = [sys.executable, "-c", PEAK, json.dumps(recipe), str(tmp_path)]
-    before, peak, left_out = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
-    assert left_out == [50_000_000 - 2**20] * 8
-    assert peak - before < 200_000, "KiB"
-    assert peak < 1_000_000
+        tools = [tool_of(name, {"type": "object"}) for name in texts]
+        async with opened(plan_of(tools, texts), result_bytes=MOST) as (toolset, _):
+            yield toolset
+        return
+
+    def reply(message: dict[str, Any]) -> tuple[str, list[str], str]:
+        body = texts[message["params"]["arguments"]["name"]].replace('"$ID"', str(message["id"]))
+        body = f"event: message\ndata: {body}\n\n" if way == "text/event-stream" else body
+        return "200 OK", [f"Content-Type: {way}"], body
+
+    async with http_server(reply) as url:
+        fields = {"mcp_servers": {"far": {"url": url}}, "limits": {"result_bytes": MOST}}
+        async with open_toolset(ToolsRecipe.model_validate(fields), folder) as toolset:
+            yield toolset
+
+
+@pytest.mark.parametrize("way", ["stdio", "application/json", "text/event-stream"])
+async def test_servers_of_other_people(way: str, tmp_path: Path) -> None:
+    async with others(way, tmp_path) as toolset, toolset.chain("a", {}) as session:
+
+        async def ask(name: str) -> ToolResult:
+            return await session.call(ToolCall("1", name if way == "stdio" else "t", {"name": name}))
+
+        result = await ask("text")
+        assert (result.content, result.left_out) == (cut_bytes(TEXT, MOST), SIZE - MOST)
+        for name in ("picture", "items"):
+            result = await ask(name)
+            assert result.error is CallError.TOOL_ERROR
+            assert "The result is too large: it" in str(result.content)
+        small = await ask("small_picture")
+        assert small.error is None
+        assert len(small.content[0]["image_url"]["url"]) > 1_999_000  # type: ignore[index]
+        assert (await ask("text")).left_out, "the connection is as good as before"
 
 
 async def test_a_cut_result_is_told_of_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

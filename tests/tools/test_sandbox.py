@@ -19,8 +19,7 @@ import pytest
 from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
 from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
-from agentfactory.tools.sandbox.script import run_script
-from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
+from agentfactory.tools.sandbox.session import Sandbox, SandboxLost, run_script
 from tests import waiting
 from tests.conftest import REPOSITORY
 from tests.tools import attacks
@@ -37,9 +36,10 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFACTORY_TEST_SECRET", SECRET)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-async def test_attack_is_contained(name: str) -> None:
-    check(name, await attack(name))
+async def test_attacks_are_contained() -> None:
+    contained: list[str] = []
+    await attacks.main(contained.append)
+    assert contained == list(ATTACKS)
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have no second set of system calls")
@@ -196,7 +196,7 @@ for start in starting:
     start.result()
 """
     tokens = []
-    for delay in (0.0, 0.005, 0.013, 0.02):
+    for delay in (0.005, 0.02):
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
             assert parent.stdout is not None
             tokens.append(parent.stdout.readline().strip())

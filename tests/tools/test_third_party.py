@@ -4,17 +4,16 @@ import asyncio
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentfactory.base.config import ToolsRecipe
-from agentfactory.base.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
+from agentfactory.base.messages import CallError, Content, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
-from tests.forked import reserved_port
 from tests.third_party_servers import everything, everything_over_http, time_server
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -117,43 +116,6 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             assert wrong.error is CallError.INVALID_ARGUMENTS
             assert "location: 'Mars' is not one of ['New York', 'Chicago', 'Los Angeles']" in str(wrong.content)
             assert used == {spec.name for spec in toolset.specs}
-
-
-@pytest.mark.parametrize(("way", "second"), [("stdio", "Stopped"), ("process", "Started"), ("session", "Started")])
-async def test_state_is_shared_or_a_chains_own(
-    way: str, second: str, everything: dict[str, Any], tmp_path: Path
-) -> None:
-    """Toggle a switch in the server: a chain that shares it with another chain finds it on."""
-    with entry_of(way, everything) as entry:
-        allow = ["toggle-simulated-logging"]
-        async with (
-            open_toolset(recipe_of(all={**entry, "allow": allow}), tmp_path) as toolset,
-            toolset.chain("a", {}) as one,
-            toolset.chain("b", {}) as other,
-        ):
-            assert [spec.name for spec in toolset.specs] == allow
-            assert str(await ask(one, "toggle-simulated-logging")).startswith("Started")
-            assert str(await ask(other, "toggle-simulated-logging")).startswith(second)
-            assert str(await ask(one, "toggle-simulated-logging")).startswith(
-                "Started" if second == "Stopped" else "Stopped"
-            )
-
-
-async def test_a_server_that_was_started_anew_between_two_calls(everything: dict[str, Any], tmp_path: Path) -> None:
-    """Check that one call is lost, because the restarted server does not know our session, and the next one opens a new
-    session."""
-    port = reserved_port()
-    with everything_over_http(everything, port) as url:
-        toolset = await (stack := AsyncExitStack()).enter_async_context(
-            open_toolset(recipe_of(all={"url": url}), tmp_path)
-        )
-        session = await stack.enter_async_context(toolset.chain("a", {}))
-        assert await ask(session, "echo", message="one") == "Echo: one"
-    async with stack:
-        with everything_over_http(everything, port):
-            with pytest.raises(ToolInfrastructureError, match="tool server all died during a call of echo"):
-                await ask(session, "echo", message="two")
-            assert await ask(session, "echo", message="three") == "Echo: three"
 
 
 async def test_mcp_server_time(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Tests of stateful third-party servers: no chain sees another chain's state."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -150,24 +149,3 @@ async def test_a_killed_worker_leaves_no_folder_and_no_process(stateful: dict[st
     await until(lambda: not folder.parent.exists())
     assert folder.parent.parent == Path(tempfile.gettempdir()).resolve()
     await until(lambda: not any(process.is_running() for process in family))
-
-
-async def test_chains_wait_for_a_process_and_spares_are_ready(stateful: dict[str, Any], tmp_path: Path) -> None:
-    entry = {**stateful["sequential-thinking"], "pool": {"capacity": 2}}
-    async with open_toolset(recipe_of(think=entry), tmp_path) as toolset:
-
-        async def live(number: int) -> str:
-            async with toolset.chain(str(number), {}) as session:
-                return await ask(session, "sequentialthinking", **thought(1))
-
-        said = await asyncio.gather(*(live(number) for number in range(6)))
-        assert all('"thoughtHistoryLength": 1' in text for text in said)
-        await until_spare(toolset)
-        async with toolset.chain("7", {}):
-            assert (await toolset.gauges())["environments/think/idle"] < 2, "it has a spare, and starts no process"
-
-
-async def until_spare(toolset: Any) -> None:
-    async with asyncio.timeout(30):
-        while (await toolset.gauges())["environments/think/idle"] < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)

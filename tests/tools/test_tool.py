@@ -61,38 +61,10 @@ def test_spec() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "parsed"),
-    [
-        ({"city": "Rome", "days": 2}, {}),
-        ({"city": "", "days": -1}, {"city": "", "days": -1}),
-        ({"city": "Rome", "days": "2"}, {}),
-        ({"city": "Rome", "days": 2.0}, {}),
-        ({"city": "Rome", "days": 2, "price": 3}, {"price": 3.0}),
-        ({"city": "Rome", "days": 2, "direct": "true"}, {"direct": True}),
-        ({"city": "Rome", "days": 2, "seat": "window"}, {"seat": "window"}),
-        ({"city": "Rome", "days": 2, "note": "quiet"}, {"note": "quiet"}),
-        ({"city": "Rome", "days": 2, "note": None}, {}),
-    ],
-)
-def test_good_arguments(arguments: dict[str, Any], parsed: dict[str, Any]) -> None:
-    defaults = {"city": "Rome", "days": 2, "price": 1.5, "direct": False, "seat": "aisle", "note": None}
-    assert travel.parse_arguments(arguments) == defaults | parsed
-
-
-@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ({"days": 2}, "city is missing"),
         ({}, "city is missing; days is missing"),
-        ({"city": "Rome", "days": "two"}, 'days: Input should be a valid integer, unable to parse .*, got "two"'),
-        ({"city": "Rome", "days": 2.5}, "days: Input should be a valid integer.*, got 2.5"),
-        ({"city": "Rome", "days": None}, "days: .*, got null"),
-        ({"city": 7, "days": 2}, "city: Input should be a valid string, got 7"),
-        ({"city": ["Rome"], "days": 2}, r'city: Input should be a valid string, got \["Rome"\]'),
-        ({"city": "Rome", "days": 2, "price": "cheap"}, "price: Input should be a valid number"),
-        ({"city": "Rome", "days": 2, "direct": "perhaps"}, "direct: Input should be a valid boolean"),
-        ({"city": "Rome", "days": 2, "seat": "roof"}, "seat: Input should be 'aisle' or 'window', got \"roof\""),
-        ({"city": "Rome", "days": 2, "note": 1}, "note: Input should be a valid string, got 1"),
         ({"city": "Rome", "days": 2, "class": 1}, r"class is not an argument of it \(the arguments are city, days, "),
         ({"city": "x" * 500, "days": [0] * 500}, r"days: .*0, 0, .{0,5}\.\.\."),
     ],
@@ -100,27 +72,6 @@ def test_good_arguments(arguments: dict[str, Any], parsed: dict[str, Any]) -> No
 def test_bad_arguments(arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidArguments, match="^Invalid arguments for travel: .*" + reason):
         travel.parse_arguments(arguments)
-
-
-def test_no_parameters_and_awkward_names() -> None:
-    @tool
-    def ping() -> str:
-        return "pong"
-
-    @tool
-    def dump(json: str, copy: int, _x: int = 0, model_config: bool = True) -> str:
-        return json
-
-    assert ping.spec.parameters == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert ping.spec.description == ""
-    with pytest.raises(InvalidArguments, match="it takes no arguments"):
-        ping.parse_arguments({"x": 1})
-    assert dump.parse_arguments({"json": "{}", "copy": 2}) == {
-        "json": "{}",
-        "copy": 2,
-        "_x": 0,
-        "model_config": True,
-    }
 
 
 def test_methods() -> None:

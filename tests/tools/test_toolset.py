@@ -21,10 +21,8 @@ from agentfactory.base.messages import (
 from agentfactory.base.user_code.loading import UserCodeError, load_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-from tests.tools.conftest import stdio_server
+from tests.tools.conftest import NOTEBOOK
 from tests.waiting import pass_time, until
-
-TRANSPORTS = ("in process", "stdio", "http")
 
 NESTED: list[Any] = []
 for _ in range(300):
@@ -84,7 +82,31 @@ async def transcript(toolset: Toolset, key: str) -> list[Any]:
         seen.append(str(worthless.value).replace("Scratchpad", "pad"))
     async with toolset.chain(key, {"word": "clingy", "twice": False}):
         pass
+    async with toolset.chain(key, {"word": "by turn"}) as session:
+        seen.append(await session.reward())
     return seen
+
+
+async def check_chains_apart(toolset: Toolset) -> None:
+    """Run chains side by side, of which none may see another's word, and one whose call takes too long."""
+
+    async def live(number: int) -> None:
+        async with toolset.chain(f"apart {number}", {"word": f"w{number}"}) as session:
+            assert session.opening == f"The pad says w{number}."
+            for turn in range(2):
+                word = f"{number}.{turn}"
+                assert (await session.call(make("write", word=word))).content == f"wrote {word}"
+                await asyncio.sleep(0.01 * (number % 5))
+                assert (await session.call(make("read"))).content == word
+
+    async def wait() -> None:
+        async with toolset.chain("slow", {"word": "x"}) as session:
+            late = await session.call(make("wait", seconds=30), 0.2)
+            assert (late.content, late.error) == ("wait did not answer within 0.2 s.", CallError.TIMEOUT)
+            assert late.seconds >= 0.2
+            assert (await session.call(make("wait", seconds=0), 60)).content == "awake"
+
+    await asyncio.gather(wait(), *(live(number) for number in range(32)))
 
 
 @pytest.mark.processes
@@ -93,10 +115,11 @@ async def test_transports_give_identical_transcripts(recipes: dict[str, ToolsRec
     for transport, recipe in recipes.items():
         async with open_toolset(recipe, folder) as toolset:
             seen[transport] = await transcript(toolset, f"chain over {transport}")
+            await check_chains_apart(toolset)
     assert repr(seen["stdio"]) == repr(seen["in process"])
     assert repr(seen["http"]) == repr(seen["in process"])
 
-    specs, opening, *calls, parallel, reward, forbidden, incomplete, worthless = seen["in process"]
+    specs, opening, *calls, parallel, reward, forbidden, incomplete, worthless, by_turn = seen["in process"]
     assert [spec.name for spec in specs] == [*("write", "read", "tear", "add", "shout", "fail", "wait", "process_id")]
     assert opening == "The pad says first."
     answers = [(content, error) for _, content, error, _ in calls]
@@ -143,79 +166,7 @@ async def test_transports_give_identical_transcripts(recipes: dict[str, ToolsRec
     assert forbidden == "environment pad: reset: ValueError: that word is forbidden"
     assert incomplete == ("environment pad: reset needs word, which the task does not have; its fields are question")
     assert worthless == "environment pad: reward: ValueError: beyond measure"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_chains_never_see_each_other(recipes: dict[str, ToolsRecipe], folder: Path, transport: str) -> None:
-    async def live(toolset: Toolset, number: int) -> None:
-        async with toolset.chain(f"{transport} {number}", {"word": f"w{number}"}) as session:
-            assert session.opening == f"The pad says w{number}."
-            for turn in range(3):
-                word = f"{number}.{turn}"
-                assert (await session.call(make("write", word=word))).content == f"wrote {word}"
-                await asyncio.sleep(0.01 * (number % 5))
-                assert (await session.call(make("read"))).content == word
-            assert await session.reward() == EnvironmentReward(float(len(word)), {"success": 1.0})
-
-    async with open_toolset(recipes[transport], folder) as toolset:
-        await asyncio.gather(*(live(toolset, number) for number in range(64)))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_rewards_of_turns_pass_every_transport(
-    recipes: dict[str, ToolsRecipe], folder: Path, transport: str
-) -> None:
-    key, task = f"turns over {transport}", {"word": "by turn"}
-    async with open_toolset(recipes[transport], folder) as toolset, toolset.chain(key, task) as session:
-        assert await session.reward() == EnvironmentReward(0.5, {}, [1.0, -0.25])
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_timeout_is_told_and_disturbs_nobody(http_url: str, folder: Path, transport: str) -> None:
-    ways: dict[str, dict[str, object]]
-    ways = {"in process": {"module": "scratchpad.py:wait"}, "stdio": stdio_server(), "http": {"url": http_url}}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"slow": ways[transport] | {"timeout_seconds": 1.5}}})
-    async with (
-        open_toolset(recipe, folder) as toolset,
-        toolset.chain("slow", {"word": "x"}) as session,
-        toolset.chain("quick", {"word": "x"}) as neighbour,
-    ):
-        late, quick = await asyncio.gather(
-            session.call(make("wait", seconds=30)), neighbour.call(make("wait", seconds=0.01), 60)
-        )
-        assert (late.content, late.error) == ("wait did not answer within 1.5 s.", CallError.TIMEOUT)
-        assert late.seconds >= 1.5
-        assert (quick.content, quick.error) == ("awake", None)
-        assert (await session.call(make("wait", seconds=0), 60)).content == "awake"
-
-
-async def test_environments_are_let_go_of_whatever_happens(folder: Path) -> None:
-    released = load_object("scratchpad.py:Scratchpad", folder).released
-    async with open_toolset(ToolsRecipe(tools=["scratchpad.py:Scratchpad", "scratchpad.py:wait"]), folder) as toolset:
-        hangs = asyncio.Event()
-
-        async def live(word: str, act: str) -> None:
-            async with toolset.chain(word, {"word": word}) as session:
-                await session.call(make("write", word=word))
-                if act == "hang":
-                    hangs.set()
-                if act == "raise":
-                    raise KeyError(word)
-                await session.call(make("wait", seconds=30 if act == "hang" else 0))
-
-        released.clear()
-        hanging = asyncio.create_task(live("cancelled", "hang"))
-        with pytest.raises(KeyError):
-            await live("raised", "raise")
-        await live("ended", "end")
-        await hangs.wait()
-        hanging.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await hanging
-        assert sorted(released) == ["cancelled", "ended", "raised"]
+    assert by_turn == EnvironmentReward(0.5, {}, [1.0, -0.25])
 
 
 THEIRS = '''
@@ -503,7 +454,7 @@ async def test_no_tools(folder: Path) -> None:
             "mcp_servers.pad.cache: it is an environment, with state per chain; remove it",
         ),
         (
-            {"mcp_servers": {"pad": {**stdio_server("scratchpad.py:add"), "pool": {"warm": 2}}}},
+            {"mcp_servers": {"pad": {**NOTEBOOK, "isolation": "shared", "pool": {"warm": 2}}}},
             ValueError,
             "mcp_servers.pad.pool.warm: all chains share the server, .*; set isolation, or remove it",
         ),

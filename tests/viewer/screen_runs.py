@@ -10,9 +10,8 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.mcp_results import INFO_KEY, content_of, result_of
-from agentfactory.tools.images.coordinates import Coordinates, ModelView
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.tools.images.decode import decode
-from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.worlds.screens.page_actions import BaseScreen
 from agentfactory.worlds.screens.screen import MarkedScreen, Screen
 from tests.saved_groups import write_groups

@@ -47,7 +47,7 @@ from agentfactory.tools.calls.limits import check_limits
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import check_template
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
 TRIED_ROWS = 3

@@ -16,7 +16,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import source_of
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.toolset import Toolset
 
 _RECIPES = Path(__file__).parents[2] / "recipes"

@@ -28,9 +28,8 @@ from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.environment_host import gives_reward
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.environments.environment import Environment, overrides
+from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
 
 _FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
@@ -216,7 +215,7 @@ def _row_fields(found: Any) -> list[str]:
 
 
 def _reward(found: Any) -> str:
-    if isinstance(found, type) and issubclass(found, Environment) and gives_reward(found):
+    if isinstance(found, type) and issubclass(found, Environment) and overrides(found, "reward"):
         return "its own"
     return "none of its own; name one in the recipe's `rewards`"
 

@@ -80,7 +80,7 @@ class ToolLoop:
             else:
                 calls = episode.timeline.calls(session.call, trajectory.turns - 1)
                 results = await episode.limits.run(parsed.calls, calls)
-                results = await session.images.number(parsed.calls, results)
+                results = await session.number_images(parsed.calls, results)
                 ending = episode.note_results(parsed.calls, results)
                 answers = await setup.images.take_messages(setup.dialogue.answers(parsed.calls, results))
             trajectory.messages += answers

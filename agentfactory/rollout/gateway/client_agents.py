@@ -102,7 +102,7 @@ class ChainTools:
 
     async def _result(self, call: ToolCall) -> ToolResult:
         results = await self._limits.run([call], self._timeline.calls(self._session.call, None))
-        (result,) = await self._session.images.number([call], results)
+        (result,) = await self._session.number_images([call], results)
         return result
 
     async def close(self) -> None:

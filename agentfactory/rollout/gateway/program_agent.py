@@ -33,10 +33,9 @@ from agentfactory.tools.environments.workspaces import (
     in_folder_thread,
 )
 from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
-from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, find_bwrap
+from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, View, check_readable, find_bwrap
 from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.program import run_program
-from agentfactory.tools.sandbox.view import View, check_readable
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")

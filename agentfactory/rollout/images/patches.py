@@ -13,7 +13,7 @@ from PIL import Image
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.token_row import ImageSpan
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import SizeRule
 
 
 @dataclass(frozen=True)

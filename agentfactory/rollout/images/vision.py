@@ -10,7 +10,7 @@ from jaxtyping import Int
 from PIL import Image
 
 from agentfactory.rollout.token_row import ImageSpan
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import SizeRule
 
 Grid = tuple[int, int, int]
 """Size of an image in time (1), height and width: in patches, or in pixels for models of `own_processor`."""

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from agentfactory.rollout.rewards import call_harness
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.text import OPTIONS, field_of
-from agentfactory.tools.sandbox.script import ScriptResult, run_script
+from agentfactory.tools.sandbox.session import ScriptResult, run_script
 
 
 @plain_dataclass(frozen=True)

@@ -10,7 +10,7 @@ from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.rewards.decorator import reward
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
-from agentfactory.tools.sandbox.confined import start_confined
+from agentfactory.tools.sandbox.program import start_confined
 
 _PROCESS = "agentfactory.rollout.rewards.math_comparison"
 

@@ -109,7 +109,10 @@ def fits_plainly(value: Any, schema: Any) -> bool:
 
 
 class _UsableSchema:
-    """A copy of a schema, for validators of `kind`, without the parts that cannot be used, which `unchecked` names."""
+    """A copy of a schema, for validators of `kind`, without the parts that cannot be used, which `unchecked` names.
+
+    References that lead back to the same place without a step into the value stay: a check of arguments fails there.
+    """
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.schema = copy.deepcopy(schema)
@@ -119,8 +122,8 @@ class _UsableSchema:
         self.kind = validators.validator_for({"$schema": dialect}, default=Draft202012Validator)
         self._shapes = _SHAPES | _shapes_before(self.kind)
         self._paths: dict[int, str] = {}  # id of a visited schema -> its path
-        self._edges: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
-        """(schema, keyword, subschema or referenced schema), for all visited schemas."""
+        self._parents: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        """id of a visited schema -> the schemas and keywords that contain it or refer to it."""
         self._references: list[dict[str, Any]] = []  # the schemas that have a `$ref`
         self._holes: list[dict[str, Any]] = []  # the schemas that lost a part
         self._visit(self.schema, "")
@@ -128,11 +131,9 @@ class _UsableSchema:
         self._resolver = Registry().resolver_with_root(specification.create_resource(self.schema))
         for referring in self._references:  # grows while it is read
             self._follow(referring)
-        self._break_cycles()
         self._remove_dependents()
 
     def _visit(self, schema: Any, path: str) -> None:
-        """Remove what cannot be used from a schema and its subschemas."""
         if not isinstance(schema, dict) or id(schema) in self._paths:
             return
         self._paths[id(schema)] = path
@@ -143,7 +144,7 @@ class _UsableSchema:
         for key, value in list(schema.items()):
             if key not in self.kind.VALIDATORS and key not in _WITHOUT_VALIDATOR:
                 continue
-            if not self._shapes.get(key, _anything)(value):
+            if not self._shapes.get(key, lambda _: True)(value):
                 self._remove(schema, key)
             elif key == "type" and schema is self.schema and value != "object" and "object" not in value:
                 self._remove(schema, key)  # arguments are always an object
@@ -170,7 +171,7 @@ class _UsableSchema:
 
     def _enter(self, schema: dict[str, Any], key: str, child: Any, step: str) -> None:
         if isinstance(child, dict):
-            self._edges.append((schema, key, child))
+            self._parents.setdefault(id(child), []).append((schema, key))
             self._visit(child, self._path(schema, step))
 
     def _follow(self, schema: dict[str, Any]) -> None:
@@ -181,43 +182,13 @@ class _UsableSchema:
         except Exception:  # boundary: `referencing` on references of any shape
             target = None
         if isinstance(target, dict):
-            self._edges.append((schema, "$ref", target))
+            self._parents.setdefault(id(target), []).append((schema, "$ref"))
             self._visit(target, reference.removeprefix("#/").replace("/", "."))
         elif not isinstance(target, bool):
             self._remove(schema, "$ref")
 
-    def _break_cycles(self) -> None:
-        """Remove references that lead back to the same place without a step into the value: they never end."""
-        steps: dict[int, list[tuple[str, dict[str, Any]]]] = {}
-        for schema, key, child in self._edges:
-            if key in _IN_PLACE:
-                steps.setdefault(id(schema), []).append((key, child))
-        entered: list[dict[str, Any]] = []
-        done: set[int] = set()
-
-        def search(schema: dict[str, Any]) -> None:
-            if any(schema is earlier for earlier in entered):
-                cycle = entered[next(n for n, earlier in enumerate(entered) if earlier is schema) :]
-                if (referring := next((one for one in reversed(cycle) if "$ref" in one), None)) is not None:
-                    self._remove(referring, "$ref")
-                return
-            if id(schema) in done:
-                return
-            entered.append(schema)
-            for key, child in steps.get(id(schema), []):
-                if key in schema:
-                    search(child)
-            entered.pop()
-            done.add(id(schema))
-
-        for schema, _, _ in list(self._edges):
-            search(schema)
-
     def _remove_dependents(self) -> None:
         """Remove keywords that would refuse a value because a schema that lost a part now accepts more."""
-        parents: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        for schema, key, child in self._edges:
-            parents.setdefault(id(child), []).append((schema, key))
         reached: set[int] = set()
         while self._holes:
             hole = self._holes.pop()
@@ -226,7 +197,7 @@ class _UsableSchema:
             reached.add(id(hole))
             for key in ("unevaluatedItems", "unevaluatedProperties"):  # the lost part may have evaluated some
                 hole.pop(key, None)
-            for schema, key in parents.get(id(hole), []):
+            for schema, key in self._parents.get(id(hole), []):
                 for dependent in _DEPENDENTS.get(key, ()):
                     schema.pop(dependent, None)
                 self._holes.append(schema)
@@ -244,10 +215,6 @@ class _UsableSchema:
     def _path(self, schema: dict[str, Any], step: str) -> str:
         path = self._paths[id(schema)]
         return f"{path}.{step}" if path else step
-
-
-def _anything(value: Any) -> bool:
-    return True
 
 
 def _is_number(value: Any) -> bool:
@@ -299,8 +266,6 @@ _SINGLE = (
 )
 _WITHOUT_VALIDATOR = ("$defs", "definitions", "else", "maxContains", "minContains", "then")
 """Keywords that are read by the validators of others, or hold only definitions."""
-_IN_PLACE = ("$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then")
-"""Keywords whose subschemas judge the same value as their schema."""
 _DEPENDENTS = {
     "contains": ("maxContains",),
     "if": ("if", "then", "else"),
@@ -328,7 +293,6 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
 
 
 def _shapes_before(kind: type[Validator]) -> dict[str, Callable[[Any], bool]]:
-    """Return the shapes that differ in a draft before 2020-12."""
     if "prefixItems" in kind.VALIDATORS:
         return {}
     if "exclusiveMinimum" in kind.VALIDATORS:

@@ -1,19 +1,7 @@
 """Limits on a chain's use of tools: checked before each call, while it runs, and on its result.
 
-Checks run in the order of `config.Limit`, and the first limit that is reached counts; images count separately:
-
-1. `calls_per_turn`: the call's place among those of its turn.
-2. `calls`: calls that the chain has made.
-3. `calls_per_tool`: calls of this tool.
-4. `cost`: the cost of these calls, including this one.
-5. `tool_seconds`: the time during which calls of the chain ran; concurrent calls count once. Checked before a call
-  begins, and while it runs: the call is cancelled when the time is over.
-6. `calls_per_second`: calls of this tool, of all chains together. The call waits for its turn; it is refused only if
-  `limits.on_breach` has an entry for this limit.
-7. `seconds_per_call`: the connection to the server cancels the call.
-8. `result_bytes`: the result was cut in the middle when it arrived (`truncation`).
-9. `result_tokens`: the result is cut in the middle.
-10. `images`: each image of the result beyond the limit is replaced with a text.
+Checks run in the order of `config.Limit`, and the first limit that is reached counts; images count separately.
+docs/limits.md explains each.
 
 A call is checked when it may begin: immediately, or, with `parallel_calls`, when an earlier call has ended. Calls of a
 turn begin in order. A refused call does not count as made. Once a limit has stopped the chain, running calls finish,
@@ -196,7 +184,6 @@ class ChainAccount:
         return {**message, "content": self._settle_images(content)} if isinstance(content, list) else message
 
     def _settle_images(self, content: Content) -> Content:
-        """Return `content` with each image beyond the limit replaced with a text."""
         if isinstance(content, str):
             return content
         room = math.inf if self.config.images is None else self.config.images - self._images
@@ -242,7 +229,6 @@ class ChainAccount:
         return ToolResult(f"Not run: the limit {self.stopped} ended the conversation.", CallError.LIMIT)
 
     def _breach(self, limit: Limit, text: str, advice: str) -> str:
-        """Note a breach and return the message about it."""
         breach = self.config.on_breach.get(limit, _TELL)
         self.breaches[limit] += 1
         self.penalty += breach.penalty

@@ -26,7 +26,7 @@ from pydantic_core import from_json, to_json, to_jsonable_python
 
 from agentfactory.base.messages import CallError, Content, text_of
 from agentfactory.tools.calls.message_bounds import BINARY_BYTES, passing
-from agentfactory.tools.calls.truncation import cut_bytes, left_out_of, size_of
+from agentfactory.tools.calls.truncation import cut_bytes, left_out_of, size_of, truncated
 from agentfactory.tools.tool import Finish
 
 ERROR_KEY = "agentfactory/error"
@@ -74,21 +74,18 @@ def bounded(result: CallToolResult, result_bytes: int) -> CallToolResult:
     if binary > BINARY_BYTES:
         mib = f"{binary / 2**20:.1f} MiB of images, files and info; {BINARY_BYTES >> 20} MiB are possible"
         return failure(CallError.TOOL_ERROR, f"The result is too large: it has {mib}.")
-    content = content_of(result)
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    if 4 * sum(map(len, texts)) <= result_bytes:
-        return result
-    text = "\n".join(texts)
-    # text that was cut on arrival has a marker with its full length
-    before = left_out_of(text, passing(result_bytes)) or left_out_of(text, result_bytes)
-    total = size_of(text) + (0 if before is None else before.missing)
-    shorter = cut_bytes(text, result_bytes, total)
+
+    def cut(text: str, most: int) -> str | None:
+        # text that was cut on arrival has a marker with its full length
+        before = left_out_of(text, passing(most)) or left_out_of(text, most)
+        return cut_bytes(text, most, None if before is None else size_of(text) + before.missing)
+
+    shorter = truncated(content_of(result), result_bytes, cut)
     if shorter is None:
         return result
-    first = next(index for index, part in enumerate(parts) if part["type"] == "text")
-    blocks = [block for block, part in zip(result.content, parts, strict=False) if part["type"] != "text"]
-    blocks.insert(first, TextContent(type="text", text=shorter))
+    images = (block for block in result.content if _part(block)["type"] != "text")
+    parts = [{"type": "text", "text": shorter}] if isinstance(shorter, str) else shorter
+    blocks = [_text_block(part["text"]) if part["type"] == "text" else next(images) for part in parts]
     return CallToolResult(content=blocks, is_error=result.is_error, _meta=result.meta)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from codecs import IncrementalDecoder, getincrementaldecoder
+from typing import Any
 
 from agentfactory.tools.calls.truncation import Middle
 
@@ -96,8 +97,6 @@ class MessageFilter:
 
 
 class _Scan:
-    """The scan of one long message."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept = bytearray()
@@ -130,11 +129,11 @@ class _Scan:
         if not self._too_large:
             return bytes(self._kept + self._carried)
         prefix = self._first[: max(0, self._first.find(b"{"))]  # the prefix of an event stream
-        found = _ID_FIRST.match(self._first) or _ID_LAST.search(self._last)
-        if found is None:
-            return prefix + b'{"jsonrpc": "2.0", "method": "notifications/agentfactory/too_large"}'
-        error = json.dumps({"code": TOO_LARGE, "message": self._too_large}).encode()
-        return prefix + b'{"jsonrpc": "2.0", "id": ' + found[1] + b', "error": ' + error + b"}"
+        number = id_of(self._first + self._last)
+        answer: dict[str, Any] = {"method": "notifications/agentfactory/too_large"}
+        if number is not None:
+            answer = {"id": number, "error": {"code": TOO_LARGE, "message": self._too_large}}
+        return prefix + json.dumps({"jsonrpc": "2.0", **answer}).encode()
 
     def _outside(self, piece: bytes, position: int) -> int:
         if piece[position : position + 1] in (b"\r", b"\n"):

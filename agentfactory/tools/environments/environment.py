@@ -104,14 +104,9 @@ def reward_schema(environment: type[Environment]) -> dict[str, Any]:
     }
 
 
-def gives_anchors(environment: type[Environment]) -> bool:
-    """Return whether the class defines `anchor`."""
-    return environment.anchor is not Environment.anchor
-
-
-def takes_images(environment: type[Environment]) -> bool:
-    """Return whether the class defines `take_images`."""
-    return environment.take_images is not Environment.take_images
+def overrides(environment: type[Environment], method: str) -> bool:
+    """Return whether the class defines this method of Environment itself."""
+    return getattr(environment, method) is not getattr(Environment, method)
 
 
 def check_machine_for(environment: type[Environment], options: dict[str, Any]) -> None:
@@ -172,7 +167,6 @@ def anchor_text(anchor: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and scalars of numpy and torch to Python's own types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON cannot hold a {type(value).__name__}")

@@ -16,7 +16,7 @@ from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.processes.threads import run_in_thread, run_on_loop
 from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.extension import check_types
-from agentfactory.tools.environments.environment import Environment
+from agentfactory.tools.environments.environment import Environment, overrides
 from agentfactory.tools.environments.pool import Labels, Lease, Pool
 
 logger = logging.getLogger(__name__)
@@ -100,11 +100,11 @@ class EnvironmentHost:
         idle_seconds: float | None,
     ) -> None:
         _check_options(environment, options)
-        self.kind = self._environment = environment
+        self.kind = environment
         self._name = name
         self._options = options
         self._idle_seconds = idle_seconds
-        forgets = _overrides(environment, "reset") or _overrides(environment, "release")
+        forgets = overrides(environment, "reset") or overrides(environment, "release")
         self._config = pool if forgets else pool.model_copy(update={"max_uses": 1})
         self._pool: Pool[Held] | None = None
         self._last: Environment | None = None
@@ -117,7 +117,7 @@ class EnvironmentHost:
     async def open(self) -> AsyncIterator[None]:
         """Keep the pool open; it is closed when the last context exits."""
         if self._pool is None:
-            label = self._environment.__name__
+            label = self.kind.__name__
             labels = Labels(f"{label}()", f"{label}.release()", f"{label}.healthy()", f"{label}.close()")
             self._pool = Pool(
                 self._name,
@@ -141,7 +141,7 @@ class EnvironmentHost:
                     await pool.close()
                 # another method that hangs was reported when its call was cut
                 if limit.cancelled_caught and any(held.running == "close" for held in self._held):
-                    text = f"{self._name}: {self._environment.__name__}.close() did not return within "
+                    text = f"{self._name}: {self.kind.__name__}.close() did not return within "
                     notify(logger, f"close of {self._name}", f"{text}{_CLOSE_SECONDS:g} s at the end; fix: correct it")
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
@@ -160,7 +160,8 @@ class EnvironmentHost:
         try:
             chain.lease = await self._pool.acquire()
         except BaseException:
-            self._drop(key, chain)
+            if self._chains.get(key) is chain:
+                del self._chains[key]
             raise
         if self._chains.get(key) is not chain:
             chain.lease.give_back()
@@ -210,7 +211,7 @@ class EnvironmentHost:
         chain = self._chains.get(key)
         if chain is not None and chain.lease is not None:
             return self._method_of(chain)
-        return f"{self._environment.__name__}()" if self._creating else "the wait for an instance"
+        return f"{self.kind.__name__}()" if self._creating else "the wait for an instance"
 
     def in_anchor(self, key: str) -> bool:
         """Return whether the chain's last call waits for anchor()."""
@@ -219,7 +220,7 @@ class EnvironmentHost:
 
     def _method_of(self, chain: _Chain) -> str:
         assert chain.lease is not None
-        return f"{self._environment.__name__}.{chain.lease.value.running}()"
+        return f"{self.kind.__name__}.{chain.lease.value.running}()"
 
     async def release(self, key: str) -> None:
         """Release the chain's instance, if it has one. It serves other chains as soon as no call is running."""
@@ -233,10 +234,6 @@ class EnvironmentHost:
         own = {} if self._last is None else self._last.gauges()
         return {**own, **self._pool.gauges()}
 
-    def _drop(self, key: str, chain: _Chain) -> None:
-        if self._chains.get(key) is chain:
-            del self._chains[key]
-
     def _expire_if_idle(self, key: str, chain: _Chain, limit: float) -> None:
         if self._chains.get(key) is not chain:
             return
@@ -248,7 +245,7 @@ class EnvironmentHost:
         self._in_background(self.release(key))
 
     async def _make(self) -> Held:
-        making = run_in_thread(partial(self._environment, **self._options))
+        making = run_in_thread(partial(self.kind, **self._options))
         self._creating += 1
         try:
             environment: Environment = await asyncio.shield(making)
@@ -266,19 +263,19 @@ class EnvironmentHost:
             self._in_background(self._retire(Held(making.result())))
 
     async def _forget(self, instance: Held) -> None:
-        if _overrides(self._environment, "release"):
+        if overrides(self.kind, "release"):
             await instance.run(instance.environment.release, {})
         else:
             async with instance.lock:  # an abandoned call has returned
                 pass
 
     async def _healthy(self, instance: Held) -> bool:
-        if not _overrides(self._environment, "healthy"):
+        if not overrides(self.kind, "healthy"):
             return True
         return bool(await instance.run(instance.environment.healthy, {}))
 
     async def _retire(self, instance: Held) -> None:
-        if _overrides(self._environment, "close"):
+        if overrides(self.kind, "close"):
             await instance.run(instance.environment.close, {})
         self._held.discard(instance)
 
@@ -286,15 +283,6 @@ class EnvironmentHost:
         task = asyncio.ensure_future(work)
         self._farewells.add(task)
         task.add_done_callback(self._farewells.discard)
-
-
-def gives_reward(environment: type[Environment]) -> bool:
-    """Return whether the class defines `reward`."""
-    return _overrides(environment, "reward")
-
-
-def _overrides(environment: type[Environment], method: str) -> bool:
-    return getattr(environment, method) is not getattr(Environment, method)
 
 
 def _check_options(environment: type[Environment], options: dict[str, Any]) -> None:

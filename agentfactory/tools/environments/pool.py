@@ -1,18 +1,19 @@
 """Pools of instances, each of which serves one chain at a time.
 
-`pool_rules` decides; `Pool` carries out its steps. All work on an instance (creating, checking, resetting, retiring it)
-runs in tasks of the pool. Chains only wait for a future, so cancelling a chain never loses an instance or a place.
+All work on an instance (creating, checking, resetting, retiring it) runs in tasks of the pool. Chains only wait for a
+future, so cancelling a chain never loses an instance or a place.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from agentfactory.base.config import PoolConfig
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
-from agentfactory.tools.environments.pool_rules import Act, Instance, Ledger, Step
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,17 @@ class Labels(NamedTuple):
 LABELS = Labels()
 
 
+@dataclass(eq=False)
+class _Instance(Generic[T]):
+    value: T
+    uses: int = 0
+    """Number of chains that it has served, including the present one."""
+
+
 class Pool(Generic[T]):
-    """Instances of one kind, created on demand or in advance, and reused.
+    """Instances of one kind, created on demand or in advance, and reused. Chains are served in the order of asking.
+
+    Every instance takes a place of `capacity`, even while it is being created, checked, reset or retired.
 
     Args:
         name: The pool's name in errors.
@@ -63,8 +73,13 @@ class Pool(Generic[T]):
     ) -> None:
         self.name, self._labels = name, labels
         self._make, self._reset, self._healthy, self._retire = make, reset, healthy, retire
-        self._config = config
-        self._ledger: Ledger[T] = Ledger(config)
+        self._config, self._capacity = config, config.capacity
+        self._waiting: deque[asyncio.Future[_Instance[T]]] = deque()
+        self._idle: deque[_Instance[T]] = deque()
+        self._held: set[_Instance[T]] = set()
+        self._making = self._checking = self._resetting = self._retiring = 0
+        self._made = self._recycled = self._broken = 0
+        self._paused = False  # creating one in advance failed: no more are created in advance until one succeeds
         self._tasks: set[asyncio.Task[None]] = set()
         self._makers: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -73,11 +88,11 @@ class Pool(Generic[T]):
     def capacity(self) -> int | None:
         """Maximum number of instances; None: one per chain. If it is set below the current number, no instance is
         created until enough have ended."""
-        return self._ledger.capacity
+        return self._capacity
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        self._ledger.capacity = capacity
+        self._capacity = capacity
         self._advance()
 
     @property
@@ -100,14 +115,15 @@ class Pool(Generic[T]):
         if self._closed:
             raise ToolInfrastructureError(f"{self.name}: its pool is closed")
         loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[Instance[T]] = loop.create_future()
-        self._ledger.waiting.append(waiter)
+        waiter: asyncio.Future[_Instance[T]] = loop.create_future()
+        self._waiting.append(waiter)
         self._advance()
         timer = loop.call_later(self._config.wait_seconds, self._expire, waiter)
         try:
             instance = await waiter
         except BaseException:
-            self._ledger.withdraw(waiter)
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._put_back(waiter.result())  # cancelled at the very moment when an instance became available
             raise
@@ -118,14 +134,11 @@ class Pool(Generic[T]):
     async def close(self) -> None:
         """Retire every instance, including leased ones, and wait until they are gone. Waiting callers get an error."""
         self._closed = True
-        while self._ledger.waiting:
-            waiter = self._ledger.waiting.popleft()
-            if not waiter.done():
-                waiter.set_exception(ToolInfrastructureError(f"{self.name}: its pool is closed"))
+        while (waiter := self._next_waiter()) is not None:
+            waiter.set_exception(ToolInfrastructureError(f"{self.name}: its pool is closed"))
         for task in self._makers:
             task.cancel()
-        for step in self._ledger.retire_all():
-            self._do(step)
+        self._advance()
         try:
             while self._tasks:
                 await asyncio.wait(self._tasks)
@@ -137,57 +150,97 @@ class Pool(Generic[T]):
     def gauges(self) -> dict[str, float]:
         """Return `in_use` (instances leased or being reset), `idle`, `waiting` (chains), and counts since the start:
         `made`, `recycled` (replaced for their uses or age), `broken` (replaced for a fault)."""
-        ledger = self._ledger
         return {
-            "in_use": float(len(ledger.held) + ledger.resetting),
-            "idle": float(len(ledger.idle) + ledger.checking),
-            "waiting": float(len(ledger.waiting)),
-            "made": float(ledger.made),
-            "recycled": float(ledger.recycled),
-            "broken": float(ledger.broken),
+            "in_use": float(len(self._held) + self._resetting),
+            "idle": float(len(self._idle) + self._checking),
+            "waiting": float(len(self._waiting)),
+            "made": float(self._made),
+            "recycled": float(self._recycled),
+            "broken": float(self._broken),
         }
 
-    async def _let_go(self, instance: Instance[T], broken: bool) -> None:
-        if instance not in self._ledger.held:
+    async def _let_go(self, instance: _Instance[T], broken: bool) -> None:
+        if instance not in self._held:
             return  # the pool was closed while the instance was in use
-        step = self._ledger.has_let_go(instance, broken)
+        self._held.discard(instance)
         resetting = None
-        if step is not None:
-            self._do(step)  # nothing needs to wait for the end of an instance
+        if broken:
+            self._replace(instance)
+        elif self._config.max_uses is not None and instance.uses >= self._config.max_uses:
+            self._recycled += 1
+            self._end(instance)  # nothing needs to wait for the end of an instance
         elif self._reset is None:
-            self._ledger.has_reset(instance, True)
+            self._idle.append(instance)
         else:
+            self._resetting += 1
             resetting = self._begin(self._forget(instance, self._reset))
         self._advance()
         if resetting is not None:
             await asyncio.shield(resetting)
 
-    def _put_back(self, instance: Instance[T]) -> None:
-        if instance in self._ledger.held:
-            self._ledger.has_not_used(instance)
+    def _put_back(self, instance: _Instance[T]) -> None:
+        if instance in self._held:
+            self._held.discard(instance)
+            instance.uses -= 1
+            self._idle.appendleft(instance)
             self._advance()
 
     def _advance(self) -> None:
-        """Do the due steps. Called after each change; a closing pool starts nothing new."""
+        """Begin what is due. Called after each change; a closing pool starts nothing new."""
         if self._closed:
-            for step in self._ledger.retire_all():
-                self._do(step)
+            for instance in (*self._idle, *self._held):
+                self._end(instance)
+            self._idle.clear()
+            self._held.clear()
             return
-        while steps := self._ledger.steps():
-            for step in steps:
-                self._do(step)
-
-    def _do(self, step: Step[T]) -> None:
-        if step.instance is None:
+        while self._idle and len(self._waiting) > self._checking:
+            instance = self._idle.popleft()
+            if self._healthy is None:
+                self._place(instance)
+            else:
+                self._checking += 1
+                self._begin(self._check(instance, self._healthy))
+        while self._is_short():
+            self._making += 1
             task = self._begin(self._supply())
             self._makers.add(task)
             task.add_done_callback(self._makers.discard)
-        elif step.act is Act.RETIRE:
-            self._begin(self._end(step.instance))
-        elif self._healthy is None:
-            self._checked(step.instance, True)
-        else:
-            self._begin(self._check(step.instance, self._healthy))
+
+    def _is_short(self) -> bool:
+        if self._capacity is not None and self._places >= self._capacity:
+            return False
+        coming = len(self._idle) + self._checking + self._making
+        ahead = not self._paused and coming + self._resetting < len(self._waiting) + (self._config.warm or 0)
+        return coming < len(self._waiting) or ahead
+
+    @property
+    def _places(self) -> int:
+        """Number of occupied places of `capacity`."""
+        at_work = self._making + self._checking + self._resetting + self._retiring
+        return len(self._idle) + len(self._held) + at_work
+
+    def _place(self, instance: _Instance[T]) -> None:
+        if (waiter := self._next_waiter()) is None:
+            self._idle.append(instance)
+            return
+        instance.uses += 1
+        self._held.add(instance)
+        waiter.set_result(instance)
+
+    def _next_waiter(self) -> "asyncio.Future[_Instance[T]] | None":
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # a cancelled waiter withdraws only when its task runs
+                return waiter
+        return None
+
+    def _replace(self, instance: _Instance[T]) -> None:
+        self._broken += 1
+        self._end(instance)
+
+    def _end(self, instance: _Instance[T]) -> None:
+        self._retiring += 1
+        self._begin(self._retired(instance))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=f"pool {self.name}")
@@ -202,30 +255,35 @@ class Pool(Generic[T]):
         slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, text)
         try:
             async with asyncio.timeout(seconds) as limit:
-                instance = Instance(await self._make())
+                instance = _Instance(await self._make())
         except (Exception, asyncio.CancelledError) as error:  # boundary: user code, processes, connections
-            waiter = self._ledger.has_failed_to_make()
-            if waiter is not None:
+            self._making -= 1
+            self._paused = True
+            if (waiter := self._next_waiter()) is not None:
                 waiter.set_exception(self._reason(error, limit.expired()))
             elif not self._closed:
                 self._warn(f"{self._labels.make}, in advance,", error)
         else:
-            self._give(instance, self._ledger.has_made(instance))
+            self._making -= 1
+            self._made += 1
+            self._paused = False
+            self._place(instance)
         finally:
             slow.cancel()
         self._advance()
 
     def _reason(self, error: BaseException, expired: bool) -> BaseException:
+        text = f"{self.name}: {self._labels.make}"
         if expired:
             late = (
                 f"did not end within {self._config.create_seconds:g} s; fix: correct it, or raise pool.create_seconds"
             )
-            return ToolInfrastructureError(f"{self.name}: {self._labels.make} {late}")
+            return ToolInfrastructureError(f"{text} {late}")
         if isinstance(error, asyncio.CancelledError):  # not the waiter's own
-            return ToolInfrastructureError(f"{self.name}: {self._labels.make} was cancelled")
+            return ToolInfrastructureError(f"{text} was cancelled")
         return error
 
-    async def _check(self, instance: Instance[T], healthy: Callable[[T], Awaitable[bool]]) -> None:
+    async def _check(self, instance: _Instance[T], healthy: Callable[[T], Awaitable[bool]]) -> None:
         sound = False
         try:
             async with asyncio.timeout(CARE_SECONDS):
@@ -233,17 +291,14 @@ class Pool(Generic[T]):
         except Exception as error:  # boundary: user code
             self._warn(self._labels.healthy, error)
         finally:
-            self._checked(instance, sound)
+            self._checking -= 1
+            if sound:
+                self._place(instance)
+            else:
+                self._replace(instance)
             self._advance()
 
-    def _checked(self, instance: Instance[T], sound: bool) -> None:
-        following = self._ledger.has_checked(instance, sound)
-        if isinstance(following, Step):
-            self._do(following)
-        else:
-            self._give(instance, following)
-
-    async def _forget(self, instance: Instance[T], reset: Callable[[T], Awaitable[None]]) -> None:
+    async def _forget(self, instance: _Instance[T], reset: Callable[[T], Awaitable[None]]) -> None:
         sound = False
         try:
             async with asyncio.timeout(CARE_SECONDS):
@@ -252,18 +307,21 @@ class Pool(Generic[T]):
         except Exception as error:  # boundary: user code
             self._warn(self._labels.reset, error)
         finally:
-            if (step := self._ledger.has_reset(instance, sound)) is not None:
-                self._do(step)
+            self._resetting -= 1
+            if sound:
+                self._idle.append(instance)
+            else:
+                self._replace(instance)
             self._advance()
 
-    async def _end(self, instance: Instance[T]) -> None:
+    async def _retired(self, instance: _Instance[T]) -> None:
         try:
             async with asyncio.timeout(CARE_SECONDS):
                 await self._retire(instance.value)
         except Exception as error:  # boundary: user code
             self._warn(self._labels.retire, error)
         finally:
-            self._ledger.has_retired()
+            self._retiring -= 1
             self._advance()
 
     def _warn(self, what: str, error: BaseException) -> None:
@@ -272,16 +330,12 @@ class Pool(Generic[T]):
         reason = f"it did not end within {CARE_SECONDS:g} s" if is_late else f"{type(error).__name__}: {error}"
         notify(logger, told, f"{told}: {reason}")
 
-    def _give(self, instance: Instance[T], waiter: "asyncio.Future[Instance[T]] | None") -> None:
-        if waiter is not None:
-            waiter.set_result(instance)
-
-    def _expire(self, waiter: "asyncio.Future[Instance[T]]") -> None:
+    def _expire(self, waiter: "asyncio.Future[_Instance[T]]") -> None:
         if waiter.done():
             return
-        self._ledger.withdraw(waiter)
-        seconds, capacity = self._config.wait_seconds, self.capacity
-        if capacity is not None and self._ledger.places >= capacity:
+        self._waiting.remove(waiter)
+        seconds, capacity = self._config.wait_seconds, self._capacity
+        if capacity is not None and self._places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
         else:
             reason = f"{self._labels.make} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
@@ -293,9 +347,9 @@ class Pool(Generic[T]):
 class Lease(Generic[T]):
     """An instance that one holder uses until it is released."""
 
-    def __init__(self, pool: Pool[T], instance: Instance[T]) -> None:
+    def __init__(self, pool: Pool[T], instance: _Instance[T]) -> None:
         self._pool = pool
-        self._instance: Instance[T] | None = instance
+        self._instance: _Instance[T] | None = instance
         self.value = instance.value
 
     async def release(self, broken: bool = False) -> None:

@@ -1,43 +1,34 @@
 """`Shared`: objects that all chains of a process use together, such as connections and caches."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-
-
-@dataclass
-class _Use(Generic[T]):
-    value: T
-    users: int = 0
 
 
 class Shared(Generic[T]):
     """Reference-counted objects, keyed by their settings."""
 
     def __init__(self) -> None:
-        self._uses: dict[Hashable, _Use[T]] = {}
+        self._values: dict[Hashable, T] = {}
+        self._users: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
 
     def acquire(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object of `key`, created on first use; pair with `release`. Raises what `make` raises."""
         with self._lock:
-            if key not in self._uses:
-                self._uses[key] = _Use(make())
-            self._uses[key].users += 1
-            return self._uses[key].value
+            if key not in self._values:
+                self._values[key] = make()
+            self._users[key] += 1
+            return self._values[key]
 
     def release(self, key: Hashable) -> T | None:
         """End a use of the object of `key`. Return the object if this was its last use, so the caller can close it."""
         with self._lock:
-            use = self._uses[key]
-            use.users -= 1
-            if use.users:
-                return None
-            del self._uses[key]
-            return use.value
+            self._users[key] -= 1
+            return None if self._users[key] else self._values.pop(key)
 
     def __len__(self) -> int:
-        return len(self._uses)
+        return len(self._values)

@@ -80,7 +80,6 @@ def size_of(source: Any) -> tuple[int, int]:
 
 
 def _name_of(source: Any) -> str:
-    """Return an image's name for errors, with its path if it has one."""
     path = _path_of(source, Path()) if isinstance(source, dict | Path | str) else None
     return "the image" if path is None else f"the image {path}"
 
@@ -137,7 +136,6 @@ def content_of(source: Any, base: Path = Path()) -> bytes:
 
 
 def _path_of(source: Any, base: Path) -> Path | None:
-    """Return the path of an image that is given as a path; None for any other."""
     if isinstance(source, dict) and source.get("bytes") is None:
         source = source.get("path")
     return base / str(source).removeprefix("file://") if is_path(source) else None

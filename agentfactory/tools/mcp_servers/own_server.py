@@ -4,7 +4,7 @@ import inspect
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -36,19 +36,11 @@ from agentfactory.tools.environments.environment import (
     ANCHOR_KEY,
     Environment,
     anchor_text,
-    gives_anchors,
+    overrides,
     reset_schema,
     reward_schema,
-    takes_images,
 )
-from agentfactory.tools.environments.environment_host import (
-    ANCHOR,
-    EnvironmentHost,
-    Held,
-    NoState,
-    gives_reward,
-    is_async,
-)
+from agentfactory.tools.environments.environment_host import ANCHOR, EnvironmentHost, Held, NoState, is_async
 from agentfactory.tools.tool import Finish, InvalidArguments, ToolFunction, is_tool
 
 logger = logging.getLogger(__name__)
@@ -89,51 +81,23 @@ def build_server(
         TypeError: an object of another kind, two Environments, two tools with one name, options that do not fit, or
             pool or options without an Environment.
     """
-    host: _ToolHost | None = None
+    own: OwnServer | None = None
     if len(objects) != 1 or not isinstance(objects[0], (Server, MCPServer)):
-        host = _ToolHost(name, objects, pool or PoolConfig(), options or {}, idle_seconds, result_bytes)
-    if host is None or host.environment is None:
+        own = OwnServer(name, objects, pool or PoolConfig(), options or {}, idle_seconds, result_bytes)
+    if own is None or own.host is None:
         for field, value in (("pool", pool not in (None, PoolConfig())), ("options", options)):
             if value:
                 raise TypeError(
                     f"{field}: only an Environment class takes {field}, and server {name} has none; remove it"
                 )
-    if host is None:
-        return objects[0]
-    return OwnServer(host)
+    return objects[0] if own is None else own
 
 
 class OwnServer(Server[Any]):
-    """An MCP server of our tools. Calls from this process bypass the protocol, which takes 0.2 ms of CPU per call."""
+    """An MCP server of our tools. Calls from this process (`call`) bypass the protocol, which takes 0.2 ms of CPU.
 
-    def __init__(self, host: "_ToolHost") -> None:
-        super().__init__(host.name, on_list_tools=host.list_tools, on_call_tool=host.call_tool, lifespan=host.lifespan)
-        self.middleware.clear()  # removes tracing spans, a third of a call's cost, which nothing exports
-        self._host = host
-
-    @property
-    def environment(self) -> type[Environment] | None:
-        """The class of the environment that is served, if there is one."""
-        return self._host.environment.kind if self._host.environment is not None else None
-
-    def activity(self, chain: str) -> str | None:
-        """See EnvironmentHost.activity; None without an environment."""
-        return self._host.environment.activity(chain) if self._host.environment is not None else None
-
-    def in_anchor(self, chain: str) -> bool:
-        """See EnvironmentHost.in_anchor."""
-        return self._host.environment is not None and self._host.environment.in_anchor(chain)
-
-    async def call(
-        self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
-    ) -> CallToolResult:
-        """Return the result of a client's call. Copies the arguments, which a tool may keep or change. For
-        `reset_seconds` see SECONDS_KEY. Raises MCPError."""
-        return await self._host.answer(tool, deepcopy(arguments), chain, reset_seconds)
-
-
-class _ToolHost:
-    """The handlers of one server."""
+    `host` has the environment's instances, if there is an environment.
+    """
 
     def __init__(
         self,
@@ -144,13 +108,13 @@ class _ToolHost:
         idle_seconds: float | None,
         result_bytes: int | None,
     ) -> None:
-        self.environment: EnvironmentHost | None = None
-        self.name = name
+        super().__init__(name, on_list_tools=self._list_tools, on_call_tool=self._call_tool, lifespan=self._open)
+        self.middleware.clear()  # removes tracing spans, a third of a call's cost, which nothing exports
+        self.host: EnvironmentHost | None = None
         self._most = result_bytes
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
         self._listing: dict[str, Tool] = {}
-        self._gives_anchors = False
         environments = [given.__name__ for given in objects if _is_environment(given)]
         if len(environments) > 1:
             raise TypeError(
@@ -164,7 +128,7 @@ class _ToolHost:
                 self._list(given.spec, "tool")
             elif _is_environment(given):
                 self._list_environment(given)
-                self.environment = EnvironmentHost(given, name, pool, options, idle_seconds)
+                self.host = EnvironmentHost(given, name, pool, options, idle_seconds)
             else:
                 raise TypeError(
                     f"server {name}: {given!r} is neither a @tool function or method nor an Environment class"
@@ -175,7 +139,6 @@ class _ToolHost:
         attributes = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
         if is_async(environment.anchor):
             raise TypeError(f"{environment.__name__}.anchor is async; make it a plain method, which must not block")
-        self._gives_anchors = gives_anchors(environment)
         for attribute in attributes:
             method = getattr(environment, attribute)
             if not is_tool(method):
@@ -185,11 +148,11 @@ class _ToolHost:
             self._methods[method.spec.name] = (attribute, method)
             self._list(method.spec, "tool")
         self._list(ToolSpec("reset", "Begins a chain's task.", reset_schema(environment)), "reset")
-        if gives_reward(environment):
+        if overrides(environment, "reward"):
             self._list(ToolSpec("reward", "Judges the finished chain.", reward_schema(environment)), "reward")
         self._list(ToolSpec("close", "Lets go of the chain's state.", _NO_ARGUMENTS), "close")
         self._list(ToolSpec("gauges", "Counts the instances.", _NO_ARGUMENTS), "gauges")
-        if takes_images(environment):
+        if overrides(environment, "take_images"):
             self._list(ToolSpec("take_images", "Takes what other tools have shown.", _IMAGES), "take_images")
 
     def _list(self, spec: ToolSpec, role: str) -> None:
@@ -200,27 +163,31 @@ class _ToolHost:
         )
 
     @asynccontextmanager
-    async def lifespan(self, server: Server[Any]) -> AsyncIterator[None]:
+    async def _open(self, server: Server[Any]) -> AsyncIterator[None]:
         with loop_watched(partial(notify, logger)):
-            if self.environment is None:
-                yield
-                return
-            async with self.environment.open():
+            async with nullcontext() if self.host is None else self.host.open():
                 yield
 
-    async def list_tools(
+    async def _list_tools(
         self, context: ServerRequestContext[Any], params: PaginatedRequestParams | None
     ) -> ListToolsResult:
         return ListToolsResult(tools=list(self._listing.values()))
 
-    async def call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+    async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
         meta = context.meta or {}
         seconds = meta.get(SECONDS_KEY)
         limit = float(seconds) if isinstance(seconds, (int, float)) else None
-        return await self.answer(params.name, params.arguments or {}, meta.get(CHAIN_KEY), limit)
+        return await self._answer(params.name, params.arguments or {}, meta.get(CHAIN_KEY), limit)
 
-    async def answer(
-        self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None = None
+    async def call(
+        self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
+    ) -> CallToolResult:
+        """Return the result of a call from this process. Copies the arguments, which a tool may keep or change. For
+        `reset_seconds` see SECONDS_KEY. Raises MCPError."""
+        return await self._answer(tool, deepcopy(arguments), chain, reset_seconds)
+
+    async def _answer(
+        self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None
     ) -> CallToolResult:
         if tool not in self._listing:
             raise MCPError(INVALID_PARAMS, f"server {self.name} has no tool {tool}")
@@ -249,24 +216,23 @@ class _ToolHost:
                 return self._result(await run_on_loop(function(**parsed)))
             return await run_in_thread(lambda: self._result(function(**parsed)))
 
-        environment = self.environment
-        assert environment is not None  # every other listed tool belongs to the environment
+        assert self.host is not None  # every other listed tool belongs to the environment
         if name == "gauges":
             # in a thread, because the class's gauges() may block
-            return _structured(await run_in_thread(environment.gauges))
+            return _structured(await run_in_thread(self.host.gauges))
         if not isinstance(chain, str):
             raise MCPError(INVALID_REQUEST, f"{name} acts on a chain's state: _meta needs {CHAIN_KEY!r}")
         if name == "reset":
-            return await environment.reset(chain, arguments, self._opening, reset_seconds)
+            return await self.host.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
-            return await environment.call(chain, "reward", arguments, lambda value, _: _verdict(value))
+            return await self.host.call(chain, "reward", arguments, lambda value, _: _verdict(value))
         if name == "take_images":
-            return await environment.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
+            return await self.host.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":
-            await environment.release(chain)
+            await self.host.release(chain)
             return CallToolResult(content=[])
         attribute, method = self._methods[name]
-        return await environment.call(chain, attribute, method.parse_arguments(arguments), self._observed)
+        return await self.host.call(chain, attribute, method.parse_arguments(arguments), self._observed)
 
     def _result(self, value: Any) -> CallToolResult:
         return result_of(value, self._most)
@@ -280,7 +246,7 @@ class _ToolHost:
         """Return the result of a method of an environment, with the anchor of its current state. Raises
         ToolInfrastructureError if `anchor` fails, because the model did not cause that."""
         result = self._result(value)
-        if not self._gives_anchors:
+        if not overrides(type(held.environment), "anchor"):
             return result
         name = f"{type(held.environment).__name__}.anchor()"
         held.running = ANCHOR

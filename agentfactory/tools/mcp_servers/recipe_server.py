@@ -1,11 +1,14 @@
 """One MCP server of a recipe: its tools, and the isolation of its chains."""
 
 import asyncio
+import json
 import logging
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from mcp_types import Tool
+from mcp_types import CallToolResult, Tool
 
 from agentfactory.base.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.base.messages import ToolInfrastructureError, text_of
@@ -14,7 +17,6 @@ from agentfactory.base.run_notices import notify
 from agentfactory.tools.calls.mcp_results import content_of
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.pool import Lease, Pool
-from agentfactory.tools.mcp_servers.call_cache import CallCache
 from agentfactory.tools.mcp_servers.own_server import ROLE_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection, Log
 from agentfactory.tools.mcp_servers.server_entry import Target
@@ -65,6 +67,7 @@ class ToolServer:
         self._memory = memory  # bytes for all its processes
         self._each = PROCESS_BYTES  # bytes per process
         self._target = target
+        self._host = target.host if isinstance(target, OwnServer) else None
         self._log = log
         self._shared: Connection | None = None
         self._first: list[Connection] = []  # used to list an isolated server's tools, then part of its pool
@@ -75,11 +78,11 @@ class ToolServer:
     @property
     def environment_class(self) -> type[Environment] | None:
         """The class of the environment, if it runs in this process."""
-        return self._target.environment if isinstance(self._target, OwnServer) else None
+        return self._host.kind if self._host is not None else None
 
     def activity(self, chain: str) -> str | None:
         """Return the user code that the chain's reset, or its last call, waits for; None if it is unknown."""
-        return self._target.activity(chain) if isinstance(self._target, OwnServer) else None
+        return self._host.activity(chain) if self._host is not None else None
 
     async def open(self) -> None:
         """Start or reach the server, and list its tools.
@@ -320,3 +323,63 @@ class ToolServer:
 
 def _names(tools: dict[str, Tool]) -> str:
     return ", ".join(tools) or "none"
+
+
+@dataclass
+class _Asked:
+    """A call in flight, cancelled when nothing waits for it any more."""
+
+    task: "asyncio.Task[CallToolResult]"
+    waiting: int = 0
+
+
+class CallCache:
+    """An LRU cache of `size` results, keyed by tool and arguments. Errors are not cached, and concurrent equal calls
+    are made once."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept: OrderedDict[str, CallToolResult] = OrderedDict()
+        self._asked: dict[str, _Asked] = {}
+
+    async def result(
+        self,
+        tool: str,
+        arguments: dict[str, Any],
+        ask: Callable[[], Coroutine[Any, Any, CallToolResult]],
+        timeout_seconds: float,
+    ) -> CallToolResult:
+        """Return the result of the call `ask`, which must not have its own time limit.
+
+        Raises:
+            CallTimeout: it did not arrive within `timeout_seconds`.
+            Exception: what `ask` raised.
+        """
+        key = f"{tool} {json.dumps(arguments, sort_keys=True)}"
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        asked = self._asked.get(key)
+        if asked is None:
+            asked = self._asked[key] = _Asked(asyncio.create_task(ask(), name=f"call of {tool}"))
+            asked.task.add_done_callback(lambda task: self._keep(key, task))
+        asked.waiting += 1
+        try:
+            done, _ = await asyncio.wait({asked.task}, timeout=timeout_seconds)
+        finally:
+            asked.waiting -= 1
+            if not asked.waiting and not asked.task.done():
+                asked.task.cancel()
+                self._asked.pop(key, None)
+        if not done:
+            raise CallTimeout(tool, timeout_seconds)
+        return asked.task.result()
+
+    def _keep(self, key: str, task: "asyncio.Task[CallToolResult]") -> None:
+        if task.cancelled():
+            return
+        self._asked.pop(key, None)
+        if task.exception() is None and not task.result().is_error:
+            self._kept[key] = task.result()
+            if len(self._kept) > self._size:
+                self._kept.popitem(last=False)

@@ -6,21 +6,18 @@ that entered them; other tasks only make calls. If a connection dies, its owner 
 
 import asyncio
 import logging
-import os
 import shlex
-import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import anyio
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
-from mcp.client.session import IncomingMessage, MessageHandlerFnT
-from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
+from mcp.client.session import IncomingMessage
+from mcp.client.streamable_http import MCP_SESSION_ID
 from mcp.client.subscriptions import SubscriptionLost
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
@@ -39,31 +36,19 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 from agentfactory.base.config import RESULT_BYTES
 from agentfactory.base.errors import short
 from agentfactory.base.http.proxies import Proxy, proxy_for, through
-from agentfactory.base.http.server_keys import key_header, pinned
 from agentfactory.base.messages import CallError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.tools.calls.mcp_results import bounded, failure
-from agentfactory.tools.calls.message_bounds import TOO_LARGE, MessageFilter
+from agentfactory.tools.calls.message_bounds import TOO_LARGE
 from agentfactory.tools.environments.workspaces import ChainProgram
-from agentfactory.tools.mcp_servers.containers import Container
-from agentfactory.tools.mcp_servers.http_refusals import name_refusal
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, NOT_FOR_MODELS, SECONDS_KEY, OwnServer
-from agentfactory.tools.mcp_servers.server_entry import HttpAddress, Target
-from agentfactory.tools.mcp_servers.server_messages import (
-    Tell,
-    as_it_came,
-    error_data,
-    error_text,
-    fault_of_page,
-    mended,
-    repaired,
-    servers_own,
-)
-from agentfactory.tools.mcp_servers.stdio import stdio_transport
+from agentfactory.tools.mcp_servers.server_entry import Container, HttpAddress, Target
+from agentfactory.tools.mcp_servers.server_messages import error_data, error_text, list_tools, servers_own
+from agentfactory.tools.mcp_servers.stdio import collected_stderr, stdio_transport
+from agentfactory.tools.mcp_servers.streamable_http import http_client
 
 logger = logging.getLogger(__name__)
 
-_END_SECONDS = 5.0
 Log = Callable[[dict[str, Any]], None]
 
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
@@ -72,8 +57,6 @@ QUIET_SECONDS = 10.0
 """Time after which the user is told that a server has not started."""
 OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
-MOST_PAGES = 1000
-"""Maximum pages of a server's list of tools."""
 LISTEN_DELAYS = (1.0, 10.0, 60.0)
 """Seconds to wait before listening to a server's changes again, by consecutive ends of the stream."""
 STDERR_TAIL = 2000
@@ -185,9 +168,10 @@ class Connection:
                 meta = cast(RequestParamsMeta, {CHAIN_KEY: chain, **limit})
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
-            if isinstance(self._target, OwnServer) and self._target.in_anchor(chain):
+            host = self._target.host if isinstance(self._target, OwnServer) else None
+            if host is not None and host.in_anchor(chain):
                 # the model did not cause it
-                text = f"{self._target.activity(chain)}, after {tool}, did not return within {seconds:g} s"
+                text = f"{host.activity(chain)}, after {tool}, did not return within {seconds:g} s"
                 raise ToolInfrastructureError(f"tool server {self.name}: {text}; fix: correct it") from None
             raise CallTimeout(tool, seconds) from None
         except MCPError as error:
@@ -236,16 +220,14 @@ class Connection:
         return not await self.answers()
 
     async def _list(self, client: Client) -> dict[str, str]:
-        """List the tools again; return the differences. See `on_list`."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                return self._on_list(await _list_tools(client))
+                return self._on_list(await list_tools(client))
         except (MCPError, TimeoutError, ToolInfrastructureError, anyio.ClosedResourceError) as error:
             logger.info("tool server %s: its tools could not be listed again: %s", self.name, error)
             return {}
 
     async def _receive(self, message: IncomingMessage) -> None:
-        """Handle a server's notification."""
         if not isinstance(message, ToolListChangedNotification):
             return
         if self._opening:
@@ -336,6 +318,7 @@ class Connection:
         started = time.perf_counter()
         self._ended.clear()
         self._used = self._unknown = self._in_session = self._changed = False
+        self._stderr_tail = ""
         self._opening = True
         limit = asyncio.timeout(OPEN_SECONDS)
         text = f"tool server {self.name} has not started after {QUIET_SECONDS:g} s; it is given {OPEN_SECONDS:g} s"
@@ -344,9 +327,9 @@ class Connection:
             async with AsyncExitStack() as stack:
                 async with limit:
                     client = await stack.enter_async_context(self._connect())
-                    self.tools = await _list_tools(client)
+                    self.tools = await list_tools(client)
                     if self._changed:  # such as by a server that adds tools once it is connected
-                        self.tools = await _list_tools(client)
+                        self.tools = await list_tools(client)
                 slow.cancel()
                 self._on_list(self.tools)
                 self._opening = False
@@ -385,128 +368,34 @@ class Connection:
                 target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
                 self._proxy = proxy_for(target.url)
-                http = _http_client(target, self._proxy, self._note, self._result_bytes, self._tell, self._receive)
+                http = http_client(target, self._proxy, self._note, self._result_bytes, self._tell, self._receive)
                 client = await stack.enter_async_context(http)
                 if target.session and not self._in_session:
                     raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
                 yield client
                 return
             if isinstance(target, StdioServerParameters):
-                errlog = await stack.enter_async_context(self._collect_stderr())
-                transport = stdio_transport(
-                    target, errlog, self._result_bytes, lambda: self._lost(self.generation), self._started
+                errlog = await stack.enter_async_context(collected_stderr(self.name, self._keep_stderr))
+                target = stdio_transport(
+                    target,
+                    errlog,
+                    self._result_bytes,
+                    self._tell,
+                    lambda: self._lost(self.generation),
+                    self._started,
                 )
-                client = Client(mended(transport, self._tell), cache=None, message_handler=self._receive)
-            else:
-                client = Client(target, cache=None, message_handler=self._receive)
+            client = Client(target, cache=None, message_handler=self._receive)
             yield await stack.enter_async_context(client)
 
     def _started(self, pid: int) -> None:
         self.pid = pid
 
-    async def _note(self, response: httpx2.Response) -> None:
+    def _keep_stderr(self, text: str) -> None:
+        self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
+
+    def _note(self, response: httpx2.Response) -> None:
         self._in_session |= MCP_SESSION_ID in response.headers
         self._unknown |= response.status_code in (400, 404) and MCP_SESSION_ID in response.request.headers
-
-    @asynccontextmanager
-    async def _collect_stderr(self) -> AsyncIterator[TextIO]:
-        """Provide a file for a child's stderr. Its lines go to this module's log; the end is kept for errors."""
-        self._stderr_tail = ""
-        read_end, write_end = os.pipe()
-        reader = asyncio.StreamReader()
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
-        )
-
-        async def collect() -> None:
-            while chunk := await reader.read(65536):
-                text = chunk.decode("utf-8", "replace")
-                self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
-                for line in text.splitlines():
-                    logger.info("[%s] %s", self.name, line)
-
-        collecting = asyncio.create_task(collect())
-        try:
-            with os.fdopen(write_end, "w") as errlog:
-                yield errlog
-        finally:
-            # read a dead child's last output from the pipe, but do not wait for a grandchild that keeps it open
-            await asyncio.wait({collecting}, timeout=0.5)
-            collecting.cancel()
-            pipe.close()
-
-
-@asynccontextmanager
-async def _http_client(
-    target: HttpAddress,
-    proxy: Proxy | None,
-    note: Callable[[httpx2.Response], Awaitable[None]],
-    result_bytes: int,
-    tell: Tell,
-    receive: MessageHandlerFnT,
-) -> AsyncIterator[Client]:
-    """Yield a client of `target`, with the older protocol if it needs a session."""
-    # no read timeout: calls have their own time limit
-    timeout = httpx2.Timeout(None, connect=30.0)
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-
-    async def bound(response: httpx2.Response) -> None:
-        kind = response.headers.get("content-type", "").lower()
-        if kind.startswith(("application/json", "text/event-stream")):
-            if coding := response.headers.get("content-encoding"):
-                raise ToolInfrastructureError(f"{target.url} answers in {coding}, although identity was requested")
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            lines = kind.startswith("text/event-stream")
-            response.stream = _BoundedStream(response.stream, MessageFilter(result_bytes, lines))
-        await name_refusal(response)
-
-    url = pinned(target.url)
-
-    async def show_key(request: httpx2.Request) -> None:
-        # looked up for each request: a restarted server has another key
-        for name, value in key_header(url).items():
-            request.headers.setdefault(name, value)
-        if request.method == "DELETE":  # the end of a session, which has no other time limit
-            request.extensions["timeout"] = httpx2.Timeout(_END_SECONDS).as_dict()
-
-    hooks: dict[str, list[Callable[..., Any]]] = {"request": [show_key], "response": [note, bound]}
-    headers = {"accept-encoding": "identity", **target.headers}
-    async with httpx2.AsyncClient(
-        headers=headers,
-        timeout=timeout,
-        limits=limits,
-        event_hooks=hooks,
-        verify=_ssl_context(),
-        proxy=None if proxy is None else proxy.url,
-        trust_env=False,
-    ) as http:
-        transport = mended(streamable_http_client(url, http_client=http, max_sse_event_size=None), tell)
-        mode = "legacy" if target.session else "auto"
-        async with Client(transport, cache=None, mode=mode, message_handler=receive) as client:
-            yield client
-
-
-class _BoundedStream(httpx2.AsyncByteStream):
-    """A response body whose messages are bounded while they arrive."""
-
-    def __init__(self, stream: httpx2.AsyncByteStream, messages: MessageFilter) -> None:
-        self._stream = stream
-        self._messages = messages
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._stream:
-            for message in self._messages.feed(chunk):
-                yield repaired(message)
-        yield repaired(self._messages.end())
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
-@cache
-def _ssl_context() -> ssl.SSLContext:
-    """Return the context shared by all connections: creating one takes 20 ms, most of the cost of a session."""
-    return httpx2.create_ssl_context()
 
 
 def _where(target: Target) -> str:
@@ -526,22 +415,3 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ToolInfrastructureError):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-async def _list_tools(client: Client) -> list[Tool]:
-    tools: list[Tool] = []
-    cursors: set[str] = set()
-    cursor: str | None = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        if fault := fault_of_page(page.meta):
-            raise ToolInfrastructureError(fault)
-        tools += map(as_it_came, page.tools)
-        cursor = page.next_cursor
-        if not cursor:
-            return tools
-        if cursor in cursors:
-            raise ToolInfrastructureError(f"its list of tools never ends: the cursor {short(cursor)} came twice")
-        if len(cursors) == MOST_PAGES:
-            raise ToolInfrastructureError(f"its list of tools has more than {MOST_PAGES} pages")
-        cursors.add(cursor)

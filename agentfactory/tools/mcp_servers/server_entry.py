@@ -1,10 +1,15 @@
-"""Resolution of a recipe's MCP server entry on this machine, with secrets filled in."""
+"""The other end of a connection: a recipe's MCP server entry resolved on this machine, with secrets filled in."""
 
+import asyncio
 import difflib
 import json
 import os
 import re
+import shutil
 import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +20,18 @@ from mcp.server.mcpserver import MCPServer
 
 from agentfactory.base.config import CHAIN, Isolation, McpServerConfig
 from agentfactory.base.errors import SettingError, short
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.import_path import own_python, user_folders
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
-from agentfactory.tools.mcp_servers.containers import Container
 from agentfactory.tools.mcp_servers.own_server import build_server
-from agentfactory.tools.prebuilt.registry import prebuilt
+from agentfactory.tools.prebuilt import prebuilt
+
+PROGRAMS = ("docker", "podman")
+"""Programs that can run a container, in the order in which they are tried."""
+_ANSWER_SECONDS = 20.0
+_PASSED_ON = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
+"""Environment variables that configure docker's and podman's connection to their service."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,36 @@ class HttpAddress:
     url: str
     headers: dict[str, str]
     session: bool = False
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image whose program speaks MCP on stdin and stdout. `env` contains the values, including secrets."""
+
+    server: str
+    image: str
+    args: list[str]
+    env: dict[str, str]
+
+    def command(self, program: str, name: str) -> StdioServerParameters:
+        """Return the command by which `program` runs the image under `name`. The command line has only the names of
+        variables, not their values."""
+        variables = [part for key in self.env for part in ("--env", key)]
+        return StdioServerParameters(
+            command=program,
+            args=["run", "-i", "--rm", "--init", "--name", name, *variables, self.image, *self.args],
+            env={key: os.environ[key] for key in _PASSED_ON if key in os.environ} | self.env,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[StdioServerParameters]:
+        """Yield the command of a new container, which is removed when the context exits."""
+        program = await find_program()
+        name = f"agentfactory-{re.sub('[^a-zA-Z0-9_.-]', '-', self.server)}-{uuid.uuid4().hex[:12]}"
+        try:
+            yield self.command(program, name)
+        finally:
+            await _run(program, "rm", "--force", name)
 
 
 Target = Server[Any] | MCPServer | StdioServerParameters | ChainProgram | Container | HttpAddress
@@ -134,3 +175,50 @@ def _did_you_mean(variable: str) -> str:
     """Return the fix if `${variable}` is a misspelt `${chain}`, else an empty text: programs may use `${...}` too."""
     is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
     return f"did you mean {CHAIN}?" if is_close else ""
+
+
+async def find_program() -> str:
+    """Return the first of docker and podman that works here.
+
+    Raises ToolInfrastructureError with the message of each if neither works.
+    """
+    if _works:
+        return _works[0]
+    reasons = []
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            reasons.append(f"{program} is not installed")
+            continue
+        status, said = await _run(program, "info")
+        if status == 0:
+            _works.append(program)
+            return program
+        reasons.append(f"`{program} info` failed: {said}")
+    raise ToolInfrastructureError(
+        f"no container can be run here: {'; '.join(reasons)}. Install podman, start docker's daemon, or give the "
+        "server's program by `command`"
+    )
+
+
+_works: list[str] = []
+
+
+async def _run(*command: str) -> tuple[int | None, str]:
+    """Run a command to its end. Return its status (None: it took too long) and the last line of its stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            _, said = await process.communicate()
+    except TimeoutError:
+        return None, f"no answer within {_ANSWER_SECONDS:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = said.decode(errors="replace").strip().splitlines()
+    return process.returncode, lines[-1] if lines else "no message on stderr"

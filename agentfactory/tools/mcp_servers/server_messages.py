@@ -7,38 +7,24 @@ Each repair is reported, because other clients may refuse the server.
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
-from mcp import MCPError
-from mcp.client._transport import ReadStream, TransportStreams
+from mcp import Client, MCPError
 from mcp.shared.dispatcher import coerce_request_id
-from mcp.shared.message import SessionMessage
-from mcp_types import (
-    CONNECTION_CLOSED,
-    JSONRPCError,
-    JSONRPCMessage,
-    JSONRPCNotification,
-    JSONRPCRequest,
-    JSONRPCResponse,
-    Tool,
-    jsonrpc_message_adapter,
-)
+from mcp_types import PARSE_ERROR, Tool
 
 from agentfactory.base.errors import short
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.calls.mcp_results import SEEN_BY_MODELS
 
+MOST_PAGES = 1000
+"""Maximum pages of a server's list of tools."""
 Tell = Callable[[str], None]
 """Reports a repair to the user."""
 
-HTTP_REFUSED = "agentfactory/http-refused"
-"""Key in the data of the JSON-RPC error that replaces an HTTP response without a JSON-RPC message."""
 _SERVERS_OWN = "agentfactory/error-data"
 """Key in the data of an error that the server sent, and not the SDK: the server's own data."""
-_BARE = "agentfactory/bare"
-"""Key in a result that is not an object: the result."""
 _SCHEMA = "agentfactory/schema"
 """Key in a tool's `_meta`: the schema as it came, if the SDK would refuse it."""
 REPAIR = "agentfactory/repair"
@@ -47,19 +33,89 @@ _FAULT = "agentfactory/fault"
 """Key in the `_meta` of a list of tools that cannot be used: the reason."""
 
 
-@asynccontextmanager
-async def mended(
-    transport: AbstractAsyncContextManager[TransportStreams], tell: Tell
-) -> AsyncIterator[TransportStreams]:
-    """Yield the streams of `transport`, with repaired messages."""
-    async with transport as (incoming, outgoing):
-        methods: dict[int | str, str] = {}  # of the requests that are not answered yet, by id
-        yield _Incoming(incoming, methods, tell), _Outgoing(outgoing, methods)
+class Repairs:
+    """The repairs of one connection's messages, each of which `tell` reports."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._methods: dict[int | str, str] = {}  # of the requests that are not answered yet, by id
+
+    def sent(self, message: dict[str, Any]) -> None:
+        """Note a message to the server: the method of a request decides on the repair of its answer."""
+        match message:
+            case {"method": "notifications/cancelled", "params": {"requestId": int() | str() as number}}:
+                self.forget(number)
+            case {"method": str(method), "id": int() | str() as number} if method != "subscriptions/listen":
+                self._methods[coerce_request_id(number)] = method  # the other one stays open until the end
+
+    def forget(self, number: int | str) -> None:
+        """Note that the request of this id gets no answer."""
+        self._methods.pop(coerce_request_id(number), None)
+
+    def repaired(self, text: bytes, asked: int | str | None = None) -> list[bytes]:
+        """Return the messages in a text, one or a batch, as JSON for the SDK. Half a surrogate pair, and bytes that are
+        no UTF-8, become U+FFFD. `asked` is the id of the request that the text answers, if it is known.
+
+        Raises ValueError if the text is no JSON-RPC.
+        """
+        try:
+            value = json.loads(text.decode("utf-8", "replace"), strict=False)
+            batch = value if isinstance(value, list) else [value]
+            if not batch or not all(isinstance(one, dict) and {"id", "method"} & one.keys() for one in batch):
+                raise ValueError("it is no JSON-RPC message")
+            return [_encoded(self._mended(one, asked)) for one in batch]
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+    def repaired_body(self, part: bytes, asked: int | str | None) -> bytes:
+        """Return a part of an HTTP body with its message repaired; unchanged if there is none. A prefix such as
+        `data: ` stays."""
+        if (start := re.search(rb"[{\[]", part)) is None:
+            return part
+        body = part[start.start() :].rstrip()
+        try:
+            messages = self.repaired(body, asked)
+        except ValueError:
+            return part
+        if len(messages) > 1:
+            return part
+        return part[: start.start()] + messages[0] + part[start.start() + len(body) :]
+
+    def _mended(self, message: dict[str, Any], asked: int | str | None) -> dict[str, Any]:
+        message = {**message, "jsonrpc": "2.0"}
+        number = message.get("id")
+        if isinstance(number, float) and number.is_integer():
+            message["id"] = number = int(number)
+        if "method" in message:
+            if not isinstance(message.get("params", {}), dict):
+                del message["params"]
+            return message
+        error = message.pop("error", None)
+        if number is None and error is not None:
+            if asked is None and len(self._methods) == 1:
+                asked = next(iter(self._methods))  # it can answer nothing else
+            message["id"] = number = asked
+        method = self._methods.pop(coerce_request_id(number), "") if isinstance(number, (int, str)) else ""
+        if error is None:
+            result = message.get("result")
+            mend = _MENDS.get(method, _mend_other)
+            return message | {"result": mend(result, self._tell)}
+        message.pop("result", None)
+        return message | {"error": _mend_error(error, of_call=method == "tools/call")}
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    text = json.dumps(message, ensure_ascii=False)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", text).encode()
 
 
 def servers_own(error: MCPError) -> bool:
-    """Return whether the server sent this error, in contrast to one of its transport."""
-    return isinstance(error.error.data, dict) and _SERVERS_OWN in error.error.data
+    """Return whether the server caused this error: it sent it, or its answer cannot be read."""
+    data = error.error.data
+    return error.code == PARSE_ERROR or (isinstance(data, dict) and _SERVERS_OWN in data)
 
 
 def error_data(error: MCPError) -> Any:
@@ -78,177 +134,52 @@ def error_text(error: MCPError) -> str:
     return message if details in message else f"{message}\n{details}"
 
 
-def as_it_came(tool: Tool) -> Tool:
-    """Return a listed tool with the schema that the server sent."""
-    if _SCHEMA not in (tool.meta or {}):
-        return tool
-    meta = dict(tool.meta or {})
-    return tool.model_copy(update={"input_schema": meta.pop(_SCHEMA), "meta": meta or None})
+async def list_tools(client: Client) -> list[Tool]:
+    """List a server's tools, with the schemas that it sent. Raises ToolInfrastructureError if the list cannot be
+    used."""
+    tools: list[Tool] = []
+    cursors: set[str] = set()
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        if fault := (page.meta or {}).get(_FAULT):
+            raise ToolInfrastructureError(fault)
+        for tool in page.tools:
+            meta = dict(tool.meta or {})
+            schema = meta.pop(_SCHEMA, tool.input_schema)
+            tools.append(tool.model_copy(update={"input_schema": schema, "meta": meta or None}))
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+        if cursor in cursors:
+            raise ToolInfrastructureError(f"its list of tools never ends: the cursor {short(cursor)} came twice")
+        if len(cursors) == MOST_PAGES:
+            raise ToolInfrastructureError(f"its list of tools has more than {MOST_PAGES} pages")
+        cursors.add(cursor)
 
 
-def fault_of_page(meta: Any) -> str | None:
-    """Return why a page of the list of tools cannot be used; None if it can."""
-    return (meta or {}).get(_FAULT)
-
-
-def parsed(message: bytes) -> list[JSONRPCMessage]:
-    """Parse a line of JSON: a message, or a batch of several. Raises ValueError if it is neither."""
-    try:
-        return [jsonrpc_message_adapter.validate_json(message, by_name=False)]
-    except ValueError:
-        if (mended := _read(message)) is None:
-            raise
-        return [jsonrpc_message_adapter.validate_json(one, by_name=False) for one in mended]
-
-
-def repaired(message: bytes) -> bytes:
-    """Return a message in an HTTP body as JSON that the SDK accepts; unchanged if it cannot be read. A prefix such as
-    `data: ` stays."""
-    start = message.find(b"{")
-    before = message.find(b"[", 0, start if start >= 0 else None)
-    start = before if before >= 0 else start
-    body = message[start:].rstrip()
-    if start < 0:
-        return message
-    try:
-        jsonrpc_message_adapter.validate_json(body, by_name=False)
-    except ValueError:
-        mended = _read(body)
-        if mended is not None and len(mended) == 1:
-            return message[:start] + mended[0] + message[start + len(body) :]
-    return message
-
-
-def _read(message: bytes) -> list[bytes] | None:
-    """Return messages that JSON allows and the SDK does not as JSON for the SDK; None if they are no JSON-RPC. Half a
-    surrogate pair, and bytes that are no UTF-8, become U+FFFD."""
-    try:
-        value = json.loads(message.decode("utf-8", "replace"), strict=False)
-        batch = value if isinstance(value, list) else [value]
-        if not batch or not all(isinstance(one, dict) and {"id", "method"} & one.keys() for one in batch):
-            return None
-        texts = [json.dumps(_envelope(one), ensure_ascii=False) for one in batch]
-        return [_SURROGATE.sub("\ufffd", text).encode() for text in texts]
-    except (ValueError, RecursionError):
-        return None
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def _envelope(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON-RPC message with fields of the right types."""
-    message = {**message, "jsonrpc": "2.0"}
-    number = message.get("id")
-    if isinstance(number, float) and number.is_integer():
-        message["id"] = int(number)
-    if "method" in message:
-        if not isinstance(message.get("params", {}), dict):
-            del message["params"]
-        return message
-    error = message.pop("error", None)
-    if error is None:
-        result = message.get("result")
-        return message | {"result": result if isinstance(result, dict) else {_BARE: result}}
+def _mend_error(error: Any, of_call: bool) -> dict[str, Any]:
     error = error if isinstance(error, dict) else {"message": error}
-    code, text = error.get("code"), error.get("message")
-    message.pop("result", None)
-    return message | {
-        "error": {
-            "code": code if isinstance(code, int) and not isinstance(code, bool) else 0,
-            "message": text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False),
-            "data": error.get("data"),
-        }
+    code, text, data = error.get("code"), error.get("message"), error.get("data")
+    return {
+        "code": code if isinstance(code, int) and not isinstance(code, bool) else 0,
+        "message": text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False),
+        "data": {_SERVERS_OWN: data} if of_call else data,
     }
 
 
-class _Stream:
-    """A wrapper of a transport's stream, closed with it."""
-
-    def __init__(self, stream: Any, methods: dict[int | str, str]) -> None:
-        self._stream = stream
-        self._methods = methods
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    async def __aenter__(self) -> Self:
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        closed: bool | None = await self._stream.__aexit__(kind, error, trace)
-        return closed
+def _mend_other(result: Any, tell: Tell) -> dict[str, Any]:
+    return _object(result)
 
 
-class _Incoming(_Stream):
-    """A transport's stream of received messages, with repairs."""
-
-    def __init__(
-        self, stream: ReadStream[SessionMessage | Exception], methods: dict[int | str, str], tell: Tell
-    ) -> None:
-        super().__init__(stream, methods)
-        self._tell = tell
-
-    @property
-    def last_context(self) -> Any:
-        """See `mcp.shared._stream_protocols.ReadStream`."""
-        return getattr(self._stream, "last_context", None)
-
-    async def receive(self) -> SessionMessage | Exception:
-        return self._mend(await self._stream.receive())
-
-    def __aiter__(self) -> "_Incoming":
-        return self
-
-    async def __anext__(self) -> SessionMessage | Exception:
-        return self._mend(await self._stream.__anext__())
-
-    def _mend(self, item: SessionMessage | Exception) -> SessionMessage | Exception:
-        message = None if isinstance(item, Exception) else item.message
-        match message:
-            case JSONRPCResponse():
-                mend = _MENDS.get(self._methods.pop(coerce_request_id(message.id), ""))
-                if mend is not None:
-                    message.result = mend(message.result, self._tell)
-            case JSONRPCError():
-                if message.id is None and len(self._methods) == 1:
-                    message.id = next(iter(self._methods))  # it can answer nothing else
-                method = "" if message.id is None else self._methods.pop(coerce_request_id(message.id), "")
-                if method == "tools/call" and not _of_transport(message):
-                    message.error.data = {_SERVERS_OWN: message.error.data}
-        return item
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
-class _Outgoing(_Stream):
-    """A transport's stream of sent messages, which notes the methods of requests."""
-
-    async def send(self, item: SessionMessage, /) -> None:
-        match item.message:
-            case JSONRPCRequest(id=number, method=method) if method != "subscriptions/listen":  # open until the end
-                self._methods[coerce_request_id(number)] = method
-            case JSONRPCNotification(method="notifications/cancelled", params={"requestId": int() | str() as number}):
-                self._methods.pop(coerce_request_id(number), None)
-        await self._stream.send(item)
-
-
-def _of_transport(message: JSONRPCError) -> bool:
-    """Return whether our transport made this error, in place of an answer that never came."""
-    error = message.error
-    refused = isinstance(error.data, dict) and HTTP_REFUSED in error.data
-    return refused or (error.code == CONNECTION_CLOSED and error.message.startswith("SSE stream "))
-
-
-def _mend_initialize(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    given = result.get("capabilities")
-    given = given if isinstance(given, dict) else {}
-    capabilities = {
-        name: value if isinstance(value, dict) else {} for name, value in given.items() if value is not None
-    }
-    info = result.get("serverInfo")
-    info = info if isinstance(info, dict) else {}
+def _mend_initialize(result: Any, tell: Tell) -> dict[str, Any]:
+    result = _object(result)
+    given, info = _object(result.get("capabilities")), _object(result.get("serverInfo"))
+    capabilities = {name: _object(value) for name, value in given.items() if value is not None}
     named = {key: info[key] if isinstance(info.get(key), str) else "" for key in ("name", "version")}
     mended = {"protocolVersion": result.get("protocolVersion"), "capabilities": capabilities, "serverInfo": named}
     if isinstance(instructions := result.get("instructions"), str):
@@ -256,13 +187,13 @@ def _mend_initialize(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return mended
 
 
-def _mend_tools(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    tools = result.get(_BARE, result.get("tools"))
+def _mend_tools(result: Any, tell: Tell) -> dict[str, Any]:
+    tools = result.get("tools") if isinstance(result, dict) else result
     page = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}  # the newer protocol requires them
     if not isinstance(tools, list):
         fault = f"its answer to tools/list has no list `tools`, but {short(tools)}"
         return page | {"tools": [], "_meta": {_FAULT: fault}}
-    cursor = result.get("nextCursor")
+    cursor = _object(result).get("nextCursor")
     cursor = cursor if cursor is None or isinstance(cursor, str) else json.dumps(cursor)
     return page | {"tools": [_mend_tool(tool) for tool in tools], "nextCursor": cursor}
 
@@ -275,8 +206,7 @@ def _mend_tool(tool: Any) -> dict[str, Any]:
     mended: dict[str, Any] = {"name": tool["name"]}
     if (description := tool.get("description")) is not None:
         mended["description"] = description if isinstance(description, str) else json.dumps(description)
-    meta = tool.get("_meta")
-    meta = dict(meta) if isinstance(meta, dict) else {}
+    meta = dict(_object(tool.get("_meta")))
     schema = tool.get("inputSchema")
     if not isinstance(schema, dict):
         meta[REPAIR] = f"has no schema, but {short(schema)}; models see one without properties"
@@ -303,11 +233,11 @@ def _fits_the_sdk(schema: dict[str, Any]) -> bool:
     )
 
 
-def _mend_call(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def _mend_call(result: Any, tell: Tell) -> dict[str, Any]:
+    result = result if isinstance(result, dict) else {"content": result}
     if result.get("resultType") == "input_required":
         return result
-    given = result.get(_BARE, result.get("content"))
-    structured, is_error = result.get("structuredContent"), result.get("isError")
+    given, structured, is_error = (result.get(key) for key in ("content", "structuredContent", "isError"))
     repairs: list[str] = []
     if given is None:
         rest = {key: value for key, value in result.items() if key not in _FIELDS_OF_RESULTS}
@@ -335,7 +265,7 @@ def _mend_call(result: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return mended
 
 
-_FIELDS_OF_RESULTS = ("_meta", "content", "isError", "resultType", "structuredContent", _BARE)
+_FIELDS_OF_RESULTS = ("_meta", "content", "isError", "resultType", "structuredContent")
 
 
 def _mend_block(item: Any, repairs: list[str]) -> list[dict[str, Any]]:
@@ -414,7 +344,7 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-_MENDS: dict[str, Callable[[dict[str, Any], Tell], dict[str, Any]]] = {
+_MENDS: dict[str, Callable[[Any, Tell], dict[str, Any]]] = {
     "initialize": _mend_initialize,
     "tools/call": _mend_call,
     "tools/list": _mend_tools,

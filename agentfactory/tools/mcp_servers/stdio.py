@@ -4,7 +4,10 @@ Unlike the MCP SDK's own transport, it bounds a message while it arrives: the SD
 each chunk to all previous ones.
 """
 
+import asyncio
+import json
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TextIO
@@ -16,11 +19,11 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import get_default_environment
 from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
-from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
+from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
 from agentfactory.base.run_notices import notify
 from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
-from agentfactory.tools.mcp_servers.server_messages import parsed
+from agentfactory.tools.mcp_servers.server_messages import Repairs, Tell
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,11 @@ async def stdio_transport(
     server: StdioServerParameters,
     errlog: TextIO,
     most: int,
+    tell: Tell,
     on_end: Callable[[], None],
     on_start: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[TransportStreams]:
-    """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter).
+    """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter) and repaired.
 
     `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and the rest of
     its process group is ended after two seconds.
@@ -55,13 +59,13 @@ async def stdio_transport(
     on_start(process.pid)
     incoming_end, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](0)
-    written = anyio.Event()
+    written, repairs = anyio.Event(), Repairs(tell)
 
     async def read() -> None:
         async with incoming_end:
             garbage = 0
             async for line in _lines(process, most):
-                messages = messages_of(line)
+                messages = messages_of(line, repairs)
                 if isinstance(messages[0], Exception):
                     garbage += 1
                     if garbage == 1:
@@ -83,8 +87,9 @@ async def stdio_transport(
         try:
             async with outgoing_end:
                 async for sent in outgoing_end:
-                    text = sent.message.model_dump_json(by_alias=True, exclude_unset=True)
-                    await process.stdin.send(f"{text}\n".encode())
+                    message = sent.message.model_dump(mode="json", by_alias=True, exclude_unset=True)
+                    repairs.sent(message)
+                    await process.stdin.send(f"{json.dumps(message, ensure_ascii=False)}\n".encode())
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
             await incoming_end.aclose()  # no answer can come any more
         finally:
@@ -107,6 +112,33 @@ async def stdio_transport(
             tasks.cancel_scope.cancel()
 
 
+@asynccontextmanager
+async def collected_stderr(name: str, keep: Callable[[str], None]) -> AsyncIterator[TextIO]:
+    """Provide a file for the stderr of the server `name`. Its lines go to this module's log, and its text to `keep`."""
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
+    )
+
+    async def collect() -> None:
+        while chunk := await reader.read(65536):
+            text = chunk.decode("utf-8", "replace")
+            keep(text)
+            for line in text.splitlines():
+                logger.info("[%s] %s", name, line)
+
+    collecting = asyncio.create_task(collect())
+    try:
+        with os.fdopen(write_end, "w") as errlog:
+            yield errlog
+    finally:
+        # read a dead child's last output from the pipe, but do not wait for a grandchild that keeps it open
+        await asyncio.wait({collecting}, timeout=0.5)
+        collecting.cancel()
+        pipe.close()
+
+
 async def _chunks(process: Process) -> AsyncIterator[bytes]:
     assert process.stdout is not None
     with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError, ConnectionError):
@@ -122,15 +154,17 @@ async def _lines(process: Process, most: int) -> AsyncIterator[bytes]:
                 yield line
 
 
-def messages_of(line: bytes) -> Sequence[SessionMessage | Exception]:
+def messages_of(line: bytes, repairs: Repairs) -> Sequence[SessionMessage | Exception]:
     """Return the messages of a line; an exception if it is none."""
     try:
-        return [SessionMessage(message) for message in parsed(line)]
+        texts = repairs.repaired(line)
+        return [SessionMessage(jsonrpc_message_adapter.validate_json(text, by_name=False)) for text in texts]
     except ValueError as error:
         # answer the call that this belongs to, so that it does not wait for its time limit
         number = id_of(line)
         if number is None:
             return [error]
+        repairs.forget(number)
         problem = ErrorData(code=PARSE_ERROR, message=f"The server's answer cannot be read: {_reason(error)}")
         return [SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=problem))]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from agentfactory.base.user_code.row_files import folder_of_files, load_files
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings
+from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, check_range
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
 from agentfactory.tools.tool import tool
@@ -73,8 +73,7 @@ class CodeInterpreter(Environment):
         self._settings = SandboxSettings(kind, memory_mb, disk_mb, output_characters, tuple(packages))
         self._seconds = seconds
         self._folder = folder_of_files(files)
-        if not 1 <= artefact_mb <= 1024:
-            raise ValueError(f"artefact_mb: got {artefact_mb}; it has to be from 1 to 1024")
+        check_range("artefact_mb", artefact_mb, 1, 1024)
         self._patterns = tuple(artefacts)
         self._artefact_bytes = artefact_mb << 20
         self._contents: dict[str, bytes] = {}
@@ -167,7 +166,6 @@ class CodeInterpreter(Environment):
         self._starting = Sandbox.begin(self._settings)
 
     async def _current(self) -> Sandbox:
-        """Return the chain's sandbox, with its files."""
         if self._sandbox is None:
             starting = self._starting or Sandbox.begin(self._settings)
             self._starting = None

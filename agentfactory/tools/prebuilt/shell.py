@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from agentfactory.base.user_code.row_files import folder_of_files, load_files, write_files
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder, remove_folder
-from agentfactory.tools.sandbox.bubblewrap import WORKSPACE
-from agentfactory.tools.sandbox.limits import ProgramLimits
+from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, View, check_readable
+from agentfactory.tools.sandbox.limits import ProgramLimits, check_range
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.view import View, check_readable
 from agentfactory.tools.tool import tool
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -53,8 +52,7 @@ class Shell(Environment):
     ) -> None:
         if not 0 < seconds <= 86400:
             raise ValueError(f"seconds: got {seconds}; it has to be above 0, and a day at most")
-        if not 200 <= output_characters <= 100_000:
-            raise ValueError(f"output_characters: got {output_characters}; it has to be from 200 to 100000")
+        check_range("output_characters", output_characters, 200, 100_000)
         self._limits = ProgramLimits(processes, memory_mb, disk_mb)
         self._seconds, self._characters = seconds, output_characters
         self._files = folder_of_files(files)

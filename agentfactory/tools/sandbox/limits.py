@@ -25,6 +25,12 @@ class SandboxUnavailable(ToolInfrastructureError):
         self.problem, self.fix = problem, fix
 
 
+def check_range(name: str, value: int, least: int, most: int) -> None:
+    """Raise ValueError if the setting `name` has a value outside of its range."""
+    if not least <= value <= most:
+        raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")
+
+
 class SandboxKind(StrEnum):
     """The isolation between the code and the machine."""
 
@@ -51,8 +57,7 @@ class SandboxSettings:
     def __post_init__(self) -> None:
         bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
         for name, (least, most) in bounds.items():
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")
+            check_range(name, getattr(self, name), least, most)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -84,5 +89,4 @@ class ProgramLimits:
     def __post_init__(self) -> None:
         bounds = {"processes": (4, 1 << 16), "memory_mb": (64, 1 << 24), "disk_mb": (1, 1 << 24)}
         for name, (least, most) in bounds.items():
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"{name}: got {value}; it has to be from {least} to {most}")
+            check_range(name, getattr(self, name), least, most)

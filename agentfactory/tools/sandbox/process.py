@@ -1,5 +1,6 @@
 """The process of a sandbox, started off the event loop, with its socket and files."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 from agentfactory.base.files.untrusted_files import remove
 from agentfactory.tools.sandbox import bubblewrap, seccomp
+from agentfactory.tools.sandbox.bubblewrap import View
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
 from agentfactory.tools.sandbox.limits import (
     ProgramLimits,
@@ -26,9 +28,8 @@ from agentfactory.tools.sandbox.limits import (
     SandboxUnavailable,
     sandbox_user,
 )
-from agentfactory.tools.sandbox.view import View
 
-_WORKER, _REAPER, _ENTER = (Path(__file__).with_name(name) for name in ("inside_worker.py", "reaper.py", "enter.py"))
+_WORKER, _HELPERS = (Path(__file__).with_name(name) for name in ("inside_worker.py", "helpers.py"))
 _PAGE = 4096
 _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process; the reaper finds leftovers by it."""
@@ -115,21 +116,10 @@ def start_program(
     outputs: list[int],
     port: int | None,
     full: bool,
-) -> "Future[SandboxProcess]":
-    """Start a program that may start others, in the background. `outputs`: descriptors of its stdout and stderr. With
-    `port`, the first message on the socket carries the socket that listens on it inside. `full`: no file can grow."""
-    return starter.submit(_start_program, command, view, env, limits, outputs, port, full)
-
-
-def _start_program(
-    command: list[str],
-    view: View,
-    env: Mapping[str, str],
-    limits: ProgramLimits,
-    outputs: list[int],
-    port: int | None,
-    full: bool,
 ) -> SandboxProcess:
+    """Start a program that may start others; called in the thread of `starter`. `outputs`: descriptors of its stdout
+    and stderr. With `port`, the first message on the socket carries the socket that listens on it inside. `full`: no
+    file can grow."""
     user = sandbox_user()
     interpreter = find_interpreter(user)
     _watch_over(interpreter, user)
@@ -139,8 +129,8 @@ def _start_program(
     if port is not None:
         folders = (interpreter.executable, *library_folders(interpreter))
         view = replace(view, readable=(*view.readable, *folders))
-        code = _ENTER.read_text()
-        enter = [str(interpreter.executable), "-I", "-S", "-c", code, str(theirs.fileno()), str(port)]
+        code = _HELPERS.read_text()
+        enter = [str(interpreter.executable), "-I", "-S", "-c", code, "enter", str(theirs.fileno()), str(port)]
 
     def arguments(status: int, seccomp: int, variables: int) -> list[str]:
         prefix = bubblewrap.program_command(bwrap, view, limits.memory_mb, seccomp, variables, status)
@@ -252,16 +242,14 @@ def _handle(init: int | None) -> int | None:
 
 
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
-    """Return the arguments of inside_worker.py."""
     follow = "follow" if settings.kind is SandboxKind.NONE else "bwrap"
     limits = ",".join(f"{name}={value}" for name, value in settings.limits.items())
     return [str(control.fileno()), folder, str(settings.output_characters // 2), follow, limits, _TOKEN]
 
 
 def _watch_over(interpreter: Interpreter, user: int | None) -> None:
-    """Start the reaper of this user's sandboxes, unless it runs."""
     if user not in _reapers:
-        command = [str(interpreter.executable), "-I", "-S", "-c", _REAPER.read_text(), _TOKEN]
+        command = [str(interpreter.executable), "-I", "-S", "-c", _HELPERS.read_text(), "reap", _TOKEN]
         _reapers[user] = _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
 
 
@@ -313,6 +301,18 @@ def _filled_file(content: bytes) -> int:
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+async def ended(handle: int) -> None:
+    """Wait until the process of a pidfd has ended, and close the pidfd."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(handle, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
 
 
 def _read_init(descriptor: int) -> int | None:

@@ -1,8 +1,10 @@
-"""`run_program`: a sandboxed program that may start others; none of them is left when it returns."""
+"""`run_program`: a sandboxed program that may start others; none of them is left when it returns. `start_confined`: a
+program of ours that reads text of others, with bubblewrap as a second wall around its parsers."""
 
 import array
 import asyncio
 import json
+import logging
 import os
 import re
 import socket
@@ -12,15 +14,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from agentfactory.base.processes import parent_watch
+from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox import bubblewrap, disk_use, process
+from agentfactory.tools.sandbox.bubblewrap import View
 from agentfactory.tools.sandbox.disk_use import DiskUse, add_deleted, measure
-from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
+from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import bounded
-from agentfactory.tools.sandbox.view import View
 
+logger = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
 """Interval of memory checks."""
@@ -93,7 +102,9 @@ async def run_program(
     outputs = [_Output(characters) for _ in range(1 if merged else 2)]
     ends = [output.write_end for output in outputs]
     try:
-        started = await _started(process.start_program(command, view, env, limits, ends, port, full))
+        started = await _started(
+            process.starter.submit(process.start_program, command, view, env, limits, ends, port, full)
+        )
     except BaseException:
         for output in outputs:
             output.drop()
@@ -120,7 +131,6 @@ async def run_program(
 
 
 async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
-    """Wait until a sandbox has started. If this task is cancelled meanwhile, end the sandbox."""
     waiting = asyncio.wrap_future(starting)
     try:
         return await asyncio.shield(waiting)
@@ -148,7 +158,7 @@ async def _supervised(
     if seconds is not None:
         watches.append(_clock(seconds))
     tasks = [asyncio.create_task(watch) for watch in watches]
-    end = asyncio.create_task(_end_of(started.popen.pid))
+    end = asyncio.create_task(process.ended(os.pidfd_open(started.popen.pid)))
     try:
         done, _ = await asyncio.wait([end, *tasks], return_when=asyncio.FIRST_COMPLETED)
         return None if end in done else next(task.result() for task in tasks if task in done)
@@ -196,7 +206,6 @@ def _resident(root: int, shared_once: bool) -> int:
 
 
 def _processes(root: int) -> Iterator[int]:
-    """Yield the process `root` and its descendants."""
     waiting = [root]
     while waiting:
         yield (pid := waiting.pop())
@@ -223,7 +232,6 @@ def _files_at(root: str, place: str) -> int:
 
 
 def _sockets(pid: int) -> int:
-    """Return the number of sockets in the network namespace of a process."""
     try:
         return int(_content(f"/proc/{pid}/net/sockstat").split()[2])  # sockets: used N
     except OSError:
@@ -295,22 +303,6 @@ async def _listener(started: SandboxProcess) -> socket.socket | None:
     return None
 
 
-async def _end_of(pid: int) -> None:
-    await _readable(os.pidfd_open(pid))
-
-
-async def _readable(descriptor: int) -> None:
-    """Wait until the process of a pidfd has ended, and close the pidfd."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
 async def _nothing_left(started: SandboxProcess) -> None:
     """Kill all processes of the sandbox, and wait for their end, even if this task is cancelled again meanwhile."""
     init = None if started.init_handle is None else os.dup(started.init_handle)
@@ -318,7 +310,7 @@ async def _nothing_left(started: SandboxProcess) -> None:
     if init is None:
         return
     # the namespace's first process ends after all others
-    waiting = asyncio.ensure_future(_readable(init))
+    waiting = asyncio.ensure_future(process.ended(init))
     try:
         await asyncio.shield(waiting)
     except asyncio.CancelledError:
@@ -365,3 +357,38 @@ class _Output:
             return bounded((self._head + self._tail).decode("utf-8", "replace"), 0, "", self._most)
         head, tail = self._head.decode("utf-8", "replace"), self._tail.decode("utf-8", "replace")
         return bounded(head, self._left_out, tail, self._most)
+
+
+def start_confined(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
+    """Start `command`, of this Python, like subprocess.Popen. It sees its libraries, and no network, home, temporary
+    files or processes of this machine. If bubblewrap does not work here, it starts without that, with a notice.
+
+    It ends with this process."""
+    try:
+        prefix = _confinement()
+    except SandboxUnavailable as error:
+        notify(logger, "confinement", f"programs that read a model's answers have only their own parsers: {error}")
+        return subprocess.Popen(command, env=env, **options)
+    # the process that it would follow has another number inside
+    env = {name: value for name, value in env.items() if name != parent_watch.VARIABLE} | {
+        "HOME": "/tmp",
+        "TMPDIR": "/tmp",
+    }
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([*prefix, *command], env=env, **options)
+
+    return process.starter.submit(start).result()
+
+
+@cache
+def _confinement() -> list[str]:
+    """Return the arguments before a command, which were tried. Raises SandboxUnavailable."""
+    path = map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    further = [folder for folder in path if folder.is_dir() and not Path.home().is_relative_to(folder)]
+    readable = [Path(sys.prefix), Path(sys.base_prefix), _PACKAGE, *further]
+    prefix = bubblewrap.reading_command(bubblewrap.find_bwrap(None), readable)
+    tried = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", ""], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        raise bubblewrap.refusal(tried.stderr)
+    return prefix

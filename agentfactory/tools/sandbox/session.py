@@ -30,6 +30,8 @@ limit counts."""
 _STRAY_MESSAGES = 100
 _LARGEST_MESSAGE = 1 << 17
 _LONGEST_NAME = 100
+_STDOUT_BYTES, _STDERR_BYTES = 1 << 20, 1 << 16
+_PROGRAM, _INPUT = "main.py", ".stdin"
 
 
 class SandboxLost(ToolInfrastructureError):
@@ -45,6 +47,19 @@ class CellResult:
     """Name of the exception; None if the cell ran to its end."""
     lost: str | None = None
     """Reason why the sandbox was ended, which also removes variables and files; None if it was not."""
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """The result of a program. None of it can be trusted: the program could have printed anything."""
+
+    stdout: str
+    """The first MiB."""
+    stderr: str
+    """The first 64 KiB."""
+    status: int
+    """Exit status; 128 plus the signal's number if it was killed."""
+    timed_out: bool
 
 
 class Sandbox:
@@ -298,16 +313,36 @@ class Sandbox:
             return f"its process ended with status {status}"
 
     async def _ended(self) -> None:
-        """Wait until its process has ended."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-        descriptor = os.pidfd_open(self._process.popen.pid)
-        loop.add_reader(descriptor, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+        await process.ended(os.pidfd_open(self._process.popen.pid))
+
+
+async def run_script(
+    code: str,
+    stdin: str = "",
+    *,
+    seconds: float = 10.0,
+    memory_mb: int = 256,
+    files: dict[str, bytes] | None = None,
+    settings: SandboxSettings | None = None,
+) -> ScriptResult:
+    """Run the program `code` in a fresh sandbox, with `files` (name -> content) in its folder, for at most `seconds`.
+
+    Raises:
+        SandboxUnavailable: this machine cannot run a sandbox.
+        ValueError: a file's name leads out of the workspace, or the files do not fit into it.
+    """
+    settings = settings or SandboxSettings(memory_mb=memory_mb)
+    starting = process.start(settings, [_STDOUT_BYTES, _STDERR_BYTES])
+    sandbox = await Sandbox.ready(settings, starting)
+    try:
+        for name, content in (files or {}).items():
+            await sandbox.write(name, content)
+        await sandbox.write(_PROGRAM, code.encode("utf-8", "replace"))
+        await sandbox.write(_INPUT, stdin.encode("utf-8", "replace"))
+        status = await sandbox.run_script(_PROGRAM, _INPUT, seconds)
+        return ScriptResult(sandbox.said(0), sandbox.said(1), 137 if status is None else status, status is None)
+    finally:
+        sandbox.close()
 
 
 def bounded(head: str, left_out: int, tail: str, limit: int) -> str:

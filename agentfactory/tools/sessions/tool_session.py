@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from agentfactory.tools.environments.environment import ANCHOR_KEY, anchor_text
 from agentfactory.tools.environments.pool import Lease
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_connection import CallTimeout, Connection
-from agentfactory.tools.sessions.image_numbers import ImageNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ _MAX_DEPTH = 64
 """Maximum nesting of arguments. The SDK drops arguments nested some 200 levels deep, and the call would hang."""
 _CLOSE_SECONDS = 10.0
 """Time limit for closing an environment."""
+_TAKE_IMAGES = "take_images"
+"""Role of the environment's tool that takes images and returns a label for each."""
 _NAMED_VALUES = 4
 """Number of values of structured content that a warning names."""
 
@@ -154,13 +155,35 @@ class ToolSession:
             _left_out(content, route.server.result_bytes),
         )
 
-    @property
-    def images(self) -> ImageNumbers:
-        """Labeller of the images in results."""
+    async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
+        """Return a turn's results with labels before their images, such as numbers, if an environment takes the images
+        that other servers return.
 
-        origins = {name: route.server for name, route in self._routes.items()}
-        # created on each access: a stored one would form a reference cycle with the session
-        return ImageNumbers(self._servers, origins, lambda name, *ask: self._control(self._shares[name], *ask))
+        Raises:
+            ToolInfrastructureError: the environment's server died, or lost this chain's state.
+        """
+        routes = [self._routes.get(call.name) for call in calls]
+        return [
+            replace(result, content=await self._numbered(result.content, None if route is None else route.server))
+            for route, result in zip(routes, results, strict=True)
+        ]
+
+    async def _numbered(self, content: Content, origin: ToolServer | None) -> Content:
+        """Return content from the server `origin` (None: from no server) with labels before its images."""
+        taker = next((server for server in self._servers if _TAKE_IMAGES in server.hidden), None)
+        if taker is None or origin in (taker, None) or isinstance(content, str):
+            return content
+        images = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        if not images:
+            return content
+        answer = await self._control(self._shares[taker.name], _TAKE_IMAGES, {"images": images})
+        told = iter((answer.structured_content or {})["told"])
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if part["type"] == "image_url" and (text := next(told)):
+                parts.append({"type": "text", "text": text})
+            parts.append(part)
+        return parts
 
     async def reward(self, prediction: str = "") -> EnvironmentReward | None:
         """Return the environment's reward for the chain; None if no environment gives one. Environments whose reward
@@ -224,7 +247,7 @@ class ToolSession:
                         resetting.append(server)
                         doing = f"environment {server.name}: its reset (or the wait for an instance)"
                         openings.append((await self._reset(share, task), server))
-                numbered = [await self.images.number_content(content, server) for content, server in openings]
+                numbered = [await self._numbered(content, server) for content, server in openings]
         except TimeoutError:
             if limit is None or not timer.expired():
                 raise
@@ -339,7 +362,6 @@ def _refusal(text: str, error: CallError, started: float) -> ToolResult:
 
 
 def _tell_unread(route: Route, unread: list[str]) -> None:
-    """Warn about values that a tool gave to programs, and not to models."""
     names = ", ".join(unread[:_NAMED_VALUES]) + (", ..." if len(unread) > _NAMED_VALUES else "")
     server = route.server.name
     text = f"tool server {server}: the text of {route.tool} lacks values of its structuredContent ({names})"
@@ -352,7 +374,6 @@ def _left_out(content: Content, most: int) -> int:
 
 
 def _joined(contents: list[Content]) -> Content | None:
-    """Join several openings, as parts if there are images."""
     if not any(isinstance(content, list) for content in contents):
         return "\n".join(text_of(content) for content in contents) or None
     parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]

@@ -222,7 +222,6 @@ class Toolset:
 
 
 def _tell_unchecked(server: str, unchecked: dict[str, list[str]]) -> None:
-    """Warn about the parts of schemas that cannot be used, by tool."""
     parts = [f"{tool}: {part}" for tool, parts in unchecked.items() for part in parts]
     more = f", and {len(parts) - _NAMED_PARTS} more" if len(parts) > _NAMED_PARTS else ""
     text = f"tool server {server}: calls are not checked against unusable parts of schemas, which models see unchanged"

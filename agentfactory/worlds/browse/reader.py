@@ -5,7 +5,7 @@ from typing import Any
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.processes.killable import KillableProcesses
 from agentfactory.base.processes.threads import run_in_thread
-from agentfactory.tools.sandbox.confined import start_confined
+from agentfactory.tools.sandbox.program import start_confined
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 
 _PROCESSES = 2

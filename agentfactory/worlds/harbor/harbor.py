@@ -16,10 +16,10 @@ from agentfactory.base.files.untrusted_files import TreeCopy, entries_of, opened
 from agentfactory.base.messages import EnvironmentReward
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder
 from agentfactory.tools.prebuilt.shell import PATH, Shell
+from agentfactory.tools.sandbox.bubblewrap import View, is_shown, place_in
 from agentfactory.tools.sandbox.disk_use import measure
 from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
-from agentfactory.tools.sandbox.view import View, is_shown, place_in
 from agentfactory.worlds.harbor.dockerfile import Copy
 from agentfactory.worlds.harbor.harbor_task import HarborTask, matching
 from agentfactory.worlds.harbor.variables import expanded, masked

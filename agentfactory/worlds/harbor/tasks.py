@@ -25,7 +25,7 @@ from agentfactory.base.files.untrusted_files import (
 )
 from agentfactory.base.processes.environment import is_named
 from agentfactory.rollout.config import TaskSource
-from agentfactory.tools.sandbox.view import place_in
+from agentfactory.tools.sandbox.bubblewrap import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
 from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching
 from agentfactory.worlds.harbor.variables import names_without_default

@@ -9,7 +9,7 @@ from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
-from agentfactory.tools.sandbox.confined import start_confined
+from agentfactory.tools.sandbox.program import start_confined
 from agentfactory.worlds.reasoning_gym.gym_tasks import PROCESS, VARIABLES
 
 logger = logging.getLogger(__name__)

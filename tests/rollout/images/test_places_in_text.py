@@ -8,8 +8,7 @@ from PIL import Image
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from tests.seeing_chains import seeing
 from tests.vision_models import KINDS, make_vision_model
 

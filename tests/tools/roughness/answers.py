@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from agentfactory.base.messages import CallError, Content
-from tests.tools.roughness.raw_server import ID, message_of
+from tests.tools.roughness.raw_server import message_of
 
 
 class Answer(NamedTuple):
@@ -37,19 +37,10 @@ ANSWERS = [
     # JSON-RPC errors of a living server
     _error("internal", {"code": -32603, "message": "backend down"}, "backend down", told="-32603, 'backend down'"),
     _error("code-of-closed", {"code": -32000, "message": "Rate limited"}, "Rate limited", told="-32000"),
-    _error("code-of-timeout", {"code": -32001, "message": "Not found"}, "Not found", told="-32001"),
-    _error("code-of-ours", {"code": -32051, "message": "Mine"}, "Mine", told="-32051"),
-    _error(
-        "resource-error",
-        {"code": -32002, "message": "No such file", "data": {"uri": "a"}},
-        'No such file\n{"uri": "a"}',
-    ),
     _error(
         "data-text", {"code": -32603, "message": "Internal error", "data": "disk full"}, "Internal error\ndisk full"
     ),
-    _error("data-empty", {"code": 1, "message": "x", "data": {}}, "x"),
     _error("message-empty", {"code": -32603, "message": ""}, "error -32603"),
-    _error("method", {"code": -32601, "message": "Unknown tool"}, "Unknown tool"),
     _error(
         "params",
         {"code": -32602, "message": "No such book"},
@@ -58,9 +49,7 @@ ANSWERS = [
         told="",
     ),
     _error("code-text", {"code": "E_FAIL", "message": "boom"}, "boom", told="error 0"),
-    _error("code-missing", {"message": "boom"}, "boom", told="error 0"),
     _error("error-text", "boom", "boom", told="error 0"),
-    _error("message-object", {"code": 5, "message": {"a": 1}}, '{"a": 1}', told="error 5"),
     Answer(
         "error-and-result", message_of(result=None, error={"code": 5, "message": "x"}), "x", CallError.TOOL_ERROR, "5"
     ),
@@ -73,14 +62,10 @@ ANSWERS = [
     ),
     # the envelope
     Answer("error-null", message_of(result={"content": [_A]}, error=None), "a"),
-    Answer("id-text", message_of(result={"content": [_A]}).replace(f'"{ID}"', f'"{ID}"'), "a"),
     Answer("no-version", '{"id": "$ID", "result": {"content": [{"type": "text", "text": "a"}]}}', "a"),
-    Answer("version-1", '{"jsonrpc": "1.0", "id": "$ID", "result": {"content": [{"type": "text", "text": "a"}]}}', "a"),
     Answer("batch", f"[{message_of(result={'content': [_A]})}]", "a"),
     Answer("result-null", message_of(result=None), "", told="no `content`"),
     Answer("result-text", message_of(result="plain"), "plain", told="no list, but 'plain'"),
-    Answer("result-list", message_of(result=[_A]), "a"),
-    Answer("result-number", message_of(result=42), "42", told="no list, but 42"),
     Answer(
         "no-json",
         _HEAD + '"result": {"content": [oops]}}',
@@ -97,33 +82,22 @@ ANSWERS = [
     ),
     # text
     Answer("half-emoji", _HEAD + r'"result": {"content": [{"type": "text", "text": "cut \ud83d"}]}}', "cut \ufffd"),
-    Answer("low-half", _HEAD + r'"result": {"content": [{"type": "text", "text": "\ude00 cut"}]}}', "\ufffd cut"),
-    Answer("whole-emoji", _HEAD + r'"result": {"content": [{"type": "text", "text": "\ud83d\ude00"}]}}', "😀"),
     Answer("escaped-half", _HEAD + r'"result": {"content": [{"type": "text", "text": "\\ud83d"}]}}', r"\ud83d"),
     Answer("no-utf-8", _HEAD + '"result": {"content": [{"type": "text", "text": "caf\udce9"}]}}', "caf\ufffd"),
     Answer("tab", _HEAD + '"result": {"content": [{"type": "text", "text": "a\tb"}]}}', "a\tb"),
     Answer("not-a-number", _HEAD + '"result": {"content": [], "structuredContent": {"x": NaN}}}', '{"x": NaN}'),
-    _result("control", {"content": [{"type": "text", "text": "\0\x1b[31m"}]}, "\0\x1b[31m"),
     _result("large-whole", {"content": [], "structuredContent": {"n": 10**30}}, '{"n": 1' + "0" * 30 + "}"),
     # content
     _result("no-content", {"structuredContent": {"answer": 42}}, '{"answer": 42}'),
     _result("content-null", {"content": None, "structuredContent": {"answer": 42}}, '{"answer": 42}'),
-    _result("content-empty", {"content": []}, ""),
     _result("nothing", {}, "", told="no `content`"),
     _result("content-text", {"content": "plain"}, "plain", told="no list, but 'plain'"),
-    _result("content-block", {"content": _A}, "a", told="no list"),
-    _result("content-number", {"content": 5}, "5", told="no list, but 5"),
     _result("other-fields", {"answer": 42, "_meta": {}}, '{"answer": 42}', told="models read all of it"),
-    _result("tool-result", {"toolResult": "a"}, '{"toolResult": "a"}', told="models read all of it"),
     _result("structured-list", {"content": [], "structuredContent": [1, 2]}, "[1, 2]"),
-    _result("structured-text", {"structuredContent": "a"}, '"a"'),
     _result(
         "error-empty", {"content": [], "isError": True}, "The tool failed without a message.", CallError.TOOL_ERROR
     ),
-    _result("error-text-true", {"content": [_A], "isError": "true"}, "a", CallError.TOOL_ERROR),
     _result("error-null-flag", {"content": [_A], "isError": None}, "a"),
-    _result("error-structured", {"isError": True, "structuredContent": {"c": 1}}, '{"c": 1}', CallError.TOOL_ERROR),
-    _result("meta-list", {"content": [_A], "_meta": []}, "a"),
     _result("result-type", {"content": [_A], "resultType": "task"}, "a"),
     # structured content beside text, as servers of PyPI and npm send it
     _result(
@@ -133,19 +107,9 @@ ANSWERS = [
     ),
     _result("both-wrapped", {"content": [_A], "structuredContent": {"result": "a"}}, "a"),
     _result(
-        "both-lines",
-        {"content": [_A, {"type": "text", "text": "b"}], "structuredContent": {"result": ["a", "b"]}},
-        "a\nb",
-    ),
-    _result(
         "both-escaped",
         {"content": [{"type": "text", "text": '{"s": "\\u00fc\\n"}'}], "structuredContent": {"s": "\u00fc\n"}},
         '{"s": "\\u00fc\\n"}',
-    ),
-    _result(
-        "both-in-prose",
-        {"content": [{"type": "text", "text": "1 of 2.5"}], "structuredContent": {"n": 1.0, "of": 2.5, "ok": True}},
-        "1 of 2.5",
     ),
     _result(
         "summary",
@@ -158,7 +122,6 @@ ANSWERS = [
     ),
     _result("blank-text", {"content": [{"type": "text", "text": " "}], "structuredContent": {"a": 1}}, '{"a": 1}'),
     _result("blank-both", {"content": [{"type": "text", "text": ""}], "structuredContent": {"result": ""}}, ""),
-    _result("none-wrapped", {"content": [], "structuredContent": {"result": None}}, '{"result": null}'),
     _result(
         "image-and-metadata",
         {"content": [{"type": "image", "data": _PNG, "mimeType": "image/png"}], "structuredContent": {"file": "a.png"}},
@@ -166,20 +129,6 @@ ANSWERS = [
         told="lacks values of its structuredContent (file)",
     ),
     # errors as servers of npm write them
-    _error(
-        "sdk-prefix",
-        {"code": -32602, "message": "MCP error -32602: url: Invalid URL."},
-        "Invalid arguments for t: MCP error -32602: url: Invalid URL.",
-        CallError.INVALID_ARGUMENTS,
-        told="",
-    ),
-    _error(
-        "sdk-prefix-inside",
-        {"code": -32603, "message": "MCP error -32603: Failed to run: MCP error -32603: no cluster"},
-        "MCP error -32603: Failed to run: MCP error -32603: no cluster",
-        told="-32603",
-    ),
-    _result("error-as-json", {"content": [{"type": "text", "text": '{"error": "no file"}'}]}, '{"error": "no file"}'),
     Answer(
         "banner-before",
         "Server listening\n" + message_of(result={"content": [_A]}),
@@ -194,7 +143,6 @@ ANSWERS = [
         "a",
     ),
     # blocks
-    _block("video", {"type": "video", "data": "AA", "mimeType": "video/mp4"}, "a\n[video/mp4 video]"),
     _block("json", {"type": "json", "json": {"n": 1}}, 'a\n[json: {"json": {"n": 1}}]'),
     _block("thinking", {"type": "thinking", "text": "hm"}, "a\n[thinking]\nhm"),
     _block(
@@ -207,23 +155,15 @@ ANSWERS = [
         {"type": "image", "source": {"data": "AA", "type": "base64"}},
         'a\n[image: {"source": {"type": "base64"}}]',
     ),
-    _block("no-type", {"text": "b"}, "a\nb"),
-    _block("type-number", {"type": 5}, "a\n[unknown content]"),
     _block("text-null", {"type": "text", "text": None}, "a\n[text missing]"),
     _block("text-number", {"type": "text", "text": 5}, "a\n5", told="a text that is 5"),
-    _block("text-object", {"type": "text", "text": {"b": 1}}, 'a\n{"b": 1}', told="a text that is"),
     _block("text-bare", "b", "a\nb", told="outside a block"),
     _block("block-null", None, "a\n[null]", told="None instead of a block"),
-    _block("block-list", [1], "a\n[[1]]", told="instead of a block"),
     _block("annotations", {**_A, "annotations": {"priority": 5, "audience": "user"}}, "a\na", told=""),
     _block("audio", {"type": "audio", "data": "AA"}, "a\n[unknown audio]", told=""),
     _block("image", {"type": "image", "data": _PNG, "mimeType": "image/png"}, _SHOWN, told=""),
     _block("image-no-kind", {"type": "image", "data": _PNG}, _SHOWN, told=""),
-    _block("image-kind-null", {"type": "image", "data": _PNG, "mimeType": None}, _SHOWN, told=""),
     _block("image-kind-upper", {"type": "image", "data": _PNG, "mimeType": "IMAGE/PNG; x=y"}, _SHOWN, told=""),
-    _block(
-        "image-kind-other", {"type": "image", "data": _PNG, "mimeType": "application/octet-stream"}, _SHOWN, told=""
-    ),
     _block(
         "image-url",
         {"type": "image", "data": f"data:image/png;base64,{_PNG}", "mimeType": "image/png"},
@@ -236,14 +176,12 @@ ANSWERS = [
     _block(
         "image-svg", {"type": "image", "data": "PHN2", "mimeType": "image/svg+xml"}, "a\n[image/svg+xml image]", told=""
     ),
-    _block("image-null", {"type": "image", "data": None, "mimeType": "image/png"}, "a\n[image/png image]"),
     _block(
         "link",
         {"type": "resource_link", "uri": "file:///b", "name": "b", "description": "Notes"},
         "a\n[resource b (file:///b): Notes]",
         told="",
     ),
-    _block("link-no-name", {"type": "resource_link", "uri": "file:///b"}, "a\n[resource file:///b]", told=""),
     _block("link-no-uri", {"type": "resource_link", "name": "b"}, 'a\n[resource_link: {"name": "b"}]'),
     _block("resource", {"type": "resource", "resource": {"text": "b"}}, "a\nb", told=""),
     _block(
@@ -252,10 +190,4 @@ ANSWERS = [
         "a\n[binary resource x:y]",
         told="",
     ),
-    _block(
-        "resource-text-null",
-        {"type": "resource", "resource": {"uri": "x:y", "text": None}},
-        'a\n[resource: {"resource": {"uri": "x:y"}}]',
-    ),
-    _block("resource-null", {"type": "resource", "resource": None}, "a\n[resource]"),
 ]

@@ -33,25 +33,7 @@ SCHEMAS = [
     # references
     Rough("dangling", _object(x={"$ref": "#/$defs/Nope"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "properties.x.$ref"),
     Rough("remote", _object(x={"$ref": "https://example.com/s.json"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "x.$ref"),
-    Rough("other-file", _object(x={"$ref": "common.json#/Id"}), {"x": 1}, None, "properties.x.$ref"),
-    Rough("openapi-ref", _object(x={"$ref": "#/components/schemas/X"}), {"x": 1}, None, "properties.x.$ref"),
     Rough("ref-of-number", _object(x={"$ref": 5}), {"x": 1}, None, "properties.x.$ref (5)"),
-    Rough("ref-null", _object(x={"$ref": None}), {"x": 1}, None, "properties.x.$ref (None)"),
-    Rough("self", {"$ref": "#"}, {"a": 1}, None, "$ref ('#')"),
-    Rough(
-        "circle",
-        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
-        {},
-        None,
-        "$ref ('#/$defs/a')",
-    ),
-    Rough(
-        "double-circle",
-        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}},
-        {},
-        None,
-        "$ref ('#/$defs/a')",
-    ),
     Rough(
         "recursive",
         {**_object(root={"$ref": "#/$defs/node"}), "$defs": {"node": _NODE}},
@@ -65,12 +47,6 @@ SCHEMAS = [
         {"children": [{"name": 1}]},
     ),
     Rough(
-        "old-definitions",
-        {**_object(q={"$ref": "#/definitions/Q"}), "definitions": {"Q": _WHOLE}},
-        {"q": 1},
-        {"q": "a"},
-    ),
-    Rough(
         "ref-of-property",
         _object(a={"type": "object", "properties": {"x": _WHOLE}}, b={"$ref": "#/properties/a"}),
         {"b": {"x": 1}},
@@ -82,14 +58,7 @@ SCHEMAS = [
     Rough(
         "escaped-pointer", {**_object(q={"$ref": "#/$defs/a~1b%20c"}), "$defs": {"a/b c": _WHOLE}}, {"q": 1}, {"q": "a"}
     ),
-    Rough(
-        "own-id",
-        {"$id": "https://example.com/tool.json", **_object(q={"$ref": "#/$defs/Q"}), "$defs": {"Q": _WHOLE}},
-        {"q": 1},
-        {"q": "a"},
-    ),
     Rough("id-of-number", {"$id": 5, **_object(q=_WHOLE)}, {"q": 1}, {"q": "a"}),
-    Rough("id-no-uri", {"$id": "not a uri at all %%", **_object(q=_WHOLE)}, {"q": 1}, {"q": "a"}),
     Rough(
         "elsewhere",
         {**_object(q={"$ref": "#/x/Q"}), "x": {"Q": {"type": "strng", "minimum": 3}}},
@@ -97,7 +66,6 @@ SCHEMAS = [
         {"q": 1},
         "x.Q.type",
     ),
-    Rough("property-ref", _object(**{"$ref": _TEXT}), {"$ref": "a"}, {"$ref": 1}),
     Rough(
         "dynamic-ref",
         {"$dynamicAnchor": "n", **_object(c={"$dynamicRef": "#n"}, v=_WHOLE)},
@@ -114,13 +82,8 @@ SCHEMAS = [
     ),
     Rough("unicode-class", _object(s={"type": "string", "pattern": r"^\p{L}+$"}), {"s": "1"}, {"s": 1}, "s.pattern"),
     Rough("dash-in-class", _object(s={"pattern": r"^[\w-.]+$"}), {"s": "!"}, None, "s.pattern"),
-    Rough("control-escape", _object(s={"pattern": r"^\cA$"}), {"s": "!"}, None, "s.pattern"),
-    Rough("code-point", _object(s={"pattern": r"^\u{1F600}$"}), {"s": "!"}, None, "s.pattern"),
-    Rough("any-but-nothing", _object(s={"pattern": "^[^]*$"}), {"s": "a\nb"}, None, "s.pattern"),
-    Rough("open-bracket", _object(s={"pattern": "["}), {"s": "!"}, None, "s.pattern"),
     Rough("pattern-null", _object(s={"type": "string", "pattern": None}), {"s": "!"}, {"s": 1}, "s.pattern (None)"),
     Rough("slow-pattern", _object(s={"pattern": "^(a+)+$"}), {"s": "a" * 40}, {"s": "b"}),
-    Rough("escaped-slash", _object(s={"pattern": r"^https?:\/\/.+$"}), {"s": "http://x"}, {"s": "ftp://x"}),
     Rough("lookbehind", _object(s={"pattern": "(?<=a.*)b"}), {"s": "!"}, None, "s.pattern"),
     Rough(
         "key-pattern",
@@ -131,8 +94,6 @@ SCHEMAS = [
     ),
     # values of keywords
     Rough("required-true", _object(s={"type": "string", "required": True}), {}, {"s": 1}, "s.required (True)"),
-    Rough("required-root-true", {**_object(s=_TEXT), "required": True}, {}, {"s": 1}, "required (True)"),
-    Rough("required-null", {**_object(s=_TEXT), "required": None}, {}, {"s": 1}, "required (None)"),
     Rough("required-text", {**_object(s=_TEXT), "required": "s"}, {}, {"s": 1}, "required ('s')"),
     Rough(
         "python-types",
@@ -142,27 +103,15 @@ SCHEMAS = [
         "s.type ('str')",
     ),
     Rough("type-any", _object(s={"type": "any"}), {"s": [1]}, None, "s.type ('any')"),
-    Rough("type-null", _object(s={"type": None}), {"s": [1]}, None, "s.type (None)"),
-    Rough("type-number", _object(s={"type": 5}), {"s": [1]}, None, "s.type (5)"),
-    Rough("type-upper", _object(s={"type": "STRING"}), {"s": 1}, None, "s.type ('STRING')"),
     Rough("types-empty", _object(s={"type": []}), {"s": 1}, None, "s.type ([])"),
     Rough(
         "enum-null", _object(s={"type": "string", "enum": None, "description": None}), {"s": "a"}, {"s": 1}, "s.enum"
     ),
-    Rough("enum-empty", _object(s={"type": "string", "enum": []}), {"s": "a"}, {"s": 1}, "s.enum ([])"),
     Rough("enum-mixed", _object(s={"enum": ["x", 1, None, True]}), {"s": None}, {"s": 2}),
-    Rough("enum-object", _object(s={"enum": {"a": 1}}), {"s": "a"}, None, "s.enum"),
     Rough("minimum-text", _object(n={"type": "integer", "minimum": "0"}), {"n": -1}, {"n": "a"}, "n.minimum ('0')"),
     Rough("length-negative", _object(s={"minLength": -1, "maxLength": 2}), {"s": ""}, {"s": "abc"}, "s.minLength (-1)"),
     Rough(
         "exclusive-true", _object(n={"minimum": 0, "exclusiveMinimum": True}), {"n": 0}, {"n": -1}, "n.exclusiveMinimum"
-    ),
-    Rough(
-        "additional-null",
-        {**_object(s=_TEXT), "additionalProperties": None},
-        {"t": 1},
-        {"s": 1},
-        "additionalProperties",
     ),
     Rough(
         "additional-text",
@@ -172,9 +121,7 @@ SCHEMAS = [
         "additionalProperties",
     ),
     Rough("one-of-object", _object(s={"oneOf": {"type": "string"}}), {"s": 1}, None, "s.oneOf"),
-    Rough("any-of-empty", _object(s={"anyOf": []}), {"s": 1}, None, "s.anyOf ([])"),
     Rough("items-list", _object(a={"type": "array", "items": [_TEXT]}), {"a": [1]}, {"a": 1}, "a.items"),
-    Rough("items-text", _object(a={"type": "array", "items": "string"}), {"a": [1]}, {"a": 1}, "a.items ('string')"),
     Rough("not-hole", _object(s={"not": {"pattern": r"\p{L}"}}), {"s": "a"}, None, "s.not.pattern"),
     Rough("one-of-hole", _object(s={"oneOf": [{"pattern": r"^\p{L}"}, _TEXT]}), {"s": "a"}, None, "s.oneOf.0.pattern"),
     Rough(
@@ -193,18 +140,12 @@ SCHEMAS = [
     ),
     # numbers
     Rough("cents", _object(n={"type": "number", "multipleOf": 0.01}), {"n": 0.07}, {"n": 0.071}),
-    Rough("tenths", _object(n={"multipleOf": 0.1}), {"n": 1e300}, {"n": 0.35}),
-    Rough("multiple-of-zero", _object(n={"multipleOf": 0}), {"n": 1}, None, "n.multipleOf (0)"),
     Rough("large-whole", _object(n={"type": "integer", "maximum": 9007199254740991}), {"n": 5.0}, {"n": 2**53}),
     # shapes
     Rough("true-subschema", _object(any=True, n=_WHOLE), {"any": [None]}, {"n": "a"}),
     Rough("false-subschema", _object(never=False), {}, {"never": 1}),
-    Rough("no-type", {"properties": {"a": _TEXT}}, {"a": "b"}, {"a": 1}),
     Rough("empty", {}, {"a": 1}, None),
     Rough("php-list", {"type": "object", "properties": []}, {"a": 1}, None, "properties ([])"),
-    Rough(
-        "properties-null", {"type": "object", "properties": None, "$defs": None}, {"a": 1}, None, "properties (None)"
-    ),
     Rough(
         "property-text",
         {**_object(a="string", b=_WHOLE), "additionalProperties": False},
@@ -212,59 +153,14 @@ SCHEMAS = [
         {"c": 1},
         "properties.a",
     ),
-    Rough("property-null", _object(a=None), {"a": 1}, None, "properties.a (None)"),
     Rough("type-of-root", {"type": "string", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 2}, "type ('string')"),
-    Rough(
-        "deep",
-        {"type": "object", "properties": {"a": {"allOf": [{"allOf": [{"allOf": [_WHOLE]}]}]}}},
-        {"a": 1},
-        {"a": "b"},
-    ),
     # as servers of PyPI and npm send them
-    Rough(
-        "all-definitions",  # one set of definitions in each tool, with references among them
-        {
-            **_object(p={"$ref": "#/$defs/A"}),
-            "$defs": {"A": _object(b={"$ref": "#/$defs/B"}), "B": _WHOLE, "C": {"$ref": "#/$defs/A"}},
-        },
-        {"p": {"b": 1}},
-        {"p": {"b": "a"}},
-    ),
-    Rough(
-        "nullable-titles",
-        _object(id={"anyOf": [_TEXT, {"type": "null"}], "default": None, "title": "Id"}),
-        {"id": None},
-        {"id": 1},
-    ),
-    Rough("default-of-other-type", _object(title={"default": None, "type": "string"}), {"title": "a"}, {"title": None}),
-    Rough(
-        "example-values",
-        _object(v={"type": "string", "format": "uri", "examples": [1], "x-order": 2}),
-        {"v": "no uri"},
-        {"v": 1},
-    ),
     Rough("nullable-openapi", _object(v={"type": "string", "nullable": True}), {"v": "a"}, {"v": 1}),
-    Rough(
-        "names-with-dollar", _object(**{"$filter": _WHOLE, "a-b.c": _TEXT, "": _TEXT}), {"$filter": 1}, {"$filter": "a"}
-    ),
-    Rough(
-        "issue-key",
-        _object(key={"type": "string", "pattern": r"^[A-Z][A-Z0-9_]+-\d+(?:-\d+)*$"}),
-        {"key": "AB-1"},
-        {"key": "A-1"},
-    ),
-    Rough(
-        "one-of-constants",
-        _object(kind={"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}]}),
-        {"kind": "b"},
-        {"kind": "c"},
-    ),
     # drafts
     Rough("draft-03", {"$schema": _DRAFT[3], **_object(n={"type": "integer", "required": True})}, {"n": 1}, {}),
     Rough(
         "draft-04", {"$schema": _DRAFT[4], **_object(n={"minimum": 0, "exclusiveMinimum": True})}, {"n": 1}, {"n": 0}
     ),
-    Rough("draft-04-boolean", {"$schema": _DRAFT[4], **_object(a=True, n=_WHOLE)}, {"a": 1}, {"n": "a"}),
     Rough("draft-06", {"$schema": _DRAFT[6], **_object(n={"exclusiveMinimum": 0, "const": 1})}, {"n": 1}, {"n": 0}),
     Rough(
         "draft-07",
@@ -284,7 +180,6 @@ SCHEMAS = [
         {"a": ["b"]},
         {"a": ["b", 1]},
     ),
-    Rough("draft-unknown", {"$schema": "https://example.com/my-draft", **_object(n=_WHOLE)}, {"n": 1}, {"n": "a"}),
     Rough("draft-list", {"$schema": ["x"], **_object(n=_WHOLE)}, {"n": 1}, {"n": "a"}),
     Rough(
         "draft-inside",

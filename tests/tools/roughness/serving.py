@@ -1,5 +1,6 @@
-"""Toolsets of raw servers in this process: their lines pass through the same code as those of a program on stdio."""
+"""Raw servers in this process: their lines pass through the same code as those of a program on stdio, or over HTTP."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,15 +18,19 @@ from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.message_bounds import MessageFilter
 from agentfactory.tools.mcp_servers import server_connection
+from agentfactory.tools.mcp_servers.server_messages import Repairs, Tell
 from agentfactory.tools.mcp_servers.stdio import messages_of
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.tools.roughness.raw_server import replies
 
 
 @asynccontextmanager
-async def opened(plan: dict[str, Any], **fields: Any) -> AsyncIterator[tuple[Toolset, list[Notice]]]:
+async def opened(
+    plan: dict[str, Any], result_bytes: int = 1 << 20, **fields: Any
+) -> AsyncIterator[tuple[Toolset, list[Notice]]]:
     """Open a toolset of one server `raw` that follows `plan`; yield it and the notices to the user."""
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"raw": {"command": "raw", "isolation": "shared", **fields}}})
+    servers = {"raw": {"command": "raw", "isolation": "shared", **fields}}
+    recipe = ToolsRecipe.model_validate({"mcp_servers": servers, "limits": {"result_bytes": result_bytes}})
     with _in_process(plan), noticed() as notices:
         async with open_toolset(recipe, Path("/")) as toolset:
             yield toolset, notices
@@ -55,6 +60,7 @@ def _in_process(plan: dict[str, Any]) -> Any:
         server: StdioServerParameters,
         errlog: Any,
         most: int,
+        tell: Tell,
         on_end: Callable[[], None],
         on_start: Callable[[int], None],
     ) -> AsyncIterator[TransportStreams]:
@@ -62,11 +68,13 @@ def _in_process(plan: dict[str, Any]) -> Any:
         outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](64)
 
         async def serve() -> None:
-            messages = MessageFilter(most)
+            messages, repairs = MessageFilter(most), Repairs(tell)
             async for sent in outgoing_end:
-                for reply in replies(plan, sent.message.model_dump_json(by_alias=True, exclude_unset=True)):
+                message = sent.message.model_dump(mode="json", by_alias=True, exclude_unset=True)
+                repairs.sent(message)
+                for reply in replies(plan, json.dumps(message)):
                     for line in messages.feed(reply.encode("utf-8", "surrogateescape") + b"\n"):
-                        for message in messages_of(line) if line.strip() else []:
+                        for message in messages_of(line, repairs) if line.strip() else []:
                             await incoming_end.send(message)
 
         async with anyio.create_task_group() as tasks, incoming_end, incoming, outgoing, outgoing_end:
@@ -87,3 +95,43 @@ def plan_of(tools: list[Any], answers: dict[str, str] | None = None, **methods: 
     plan = {"tools": tools, "answers": answers or {}}
     plan["methods"] = {name.replace("__", "/"): text for name, text in methods.items()}
     return json.loads(json.dumps(plan))
+
+
+PLAN = plan_of([tool_of("t", {"type": "object"})])
+Reply = Callable[[dict[str, Any]], tuple[str, list[str], str] | None]
+"""Request -> the status line, the headers and the body; None: no answer ever."""
+
+
+@asynccontextmanager
+async def http_server(reply: Reply, session: bool = True) -> AsyncIterator[str]:
+    """Serve `reply` for tools/call and for other HTTP methods than POST, and PLAN for the rest; yield the address."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = next(
+                (int(line[15:]) for line in head.lower().splitlines() if line.startswith("content-length")), 0
+            )
+            body = (await reader.readexactly(length)).decode() or json.dumps({"method": head.split()[0]})
+            message = json.loads(body)
+            if message["method"] in ("tools/call", "DELETE"):
+                given = reply(message)
+                if given is None:
+                    await reader.read()
+                    return
+                status, headers, text = given
+            elif message["method"] == "GET":
+                status, headers, text = "405 No", [], ""
+            else:
+                status, headers, text = "202 Accepted", [], "".join(replies(PLAN, body))
+                if text:
+                    status, headers = "200 OK", ["Content-Type: application/json", *(["Mcp-Session-Id: 5"] * session)]
+            data = text.encode("utf-8", "surrogateescape")
+            lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(data)}", "Connection: close", "", ""]
+            writer.write("\r\n".join(lines).encode() + data)
+            await writer.drain()
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"

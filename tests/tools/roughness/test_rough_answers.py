@@ -1,17 +1,11 @@
 """Tests of answers that are rough (see answers.py), of rough lists of tools, and of handshakes."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
-from agentfactory.tools.sessions.toolset import open_toolset
 from tests.tools.roughness.answers import ANSWERS, Answer
-from tests.tools.roughness.raw_server import __file__ as raw_server
 from tests.tools.roughness.raw_server import message_of
 from tests.tools.roughness.serving import opened, plan_of, tool_of
 
@@ -52,26 +46,6 @@ async def test_a_line_that_answers_nothing(text: str) -> None:
     async with opened(plan, timeout_seconds=0.1) as (toolset, _), toolset.chain("a", {}) as session:
         assert (await session.call(CALL)).error is CallError.TIMEOUT
         assert (await session.call(ToolCall("2", "u", {}))).content == "{}"
-
-
-@pytest.mark.processes
-async def test_all_rough_answers_of_one_program(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(
-        json.dumps(
-            {
-                "tools": [tool_of(case.name, {"type": "object"}) for case in ANSWERS],
-                "answers": {case.name: case.text for case in ANSWERS},
-            }
-        )
-    )
-    entry = {"command": sys.executable, "args": ["-S", raw_server, "plan.json"], "isolation": "shared"}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"raw": entry}})
-    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
-        for case in ANSWERS:
-            result = await session.call(ToolCall("1", case.name, {}))
-            assert result.error == case.error
-            if case.error is not CallError.INVALID_ARGUMENTS:  # it has the tool's name
-                check(case, result)
 
 
 TOOL = tool_of("t", {"type": "object"})

@@ -5,8 +5,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +14,12 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
-from agentfactory.tools.mcp_servers import server_connection
+from agentfactory.tools.mcp_servers import server_connection, server_messages, streamable_http
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
 from tests.tools.changing_server import __file__ as changing_program
-from tests.tools.roughness.raw_server import message_of, replies
-from tests.tools.roughness.serving import noticed, opened, plan_of, tool_of
-
-PLAN = plan_of([tool_of("t", {"type": "object"})])
-Reply = Callable[[dict[str, Any]], tuple[str, list[str], str] | None]
-"""Request -> the status line, the headers and the body; None: no answer ever."""
-
-
-@asynccontextmanager
-async def http_server(reply: Reply) -> AsyncIterator[str]:
-    """Serve `reply` for tools/call and for other HTTP methods than POST, and PLAN for the rest; yield the address."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            length = next(
-                (int(line[15:]) for line in head.lower().splitlines() if line.startswith("content-length")), 0
-            )
-            body = (await reader.readexactly(length)).decode() or json.dumps({"method": head.split()[0]})
-            message = json.loads(body)
-            if message["method"] in ("tools/call", "DELETE"):
-                given = reply(message)
-                if given is None:
-                    await reader.read()
-                    return
-                status, headers, text = given
-            elif message["method"] == "GET":
-                status, headers, text = "405 No", [], ""
-            else:
-                status, headers, text = "202 Accepted", [], "".join(replies(PLAN, body))
-                if text:
-                    status, headers = "200 OK", ["Content-Type: application/json", "Mcp-Session-Id: 5"]
-            data = text.encode("utf-8", "surrogateescape")
-            lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(data)}", "Connection: close", "", ""]
-            writer.write("\r\n".join(lines).encode() + data)
-            await writer.drain()
-        finally:
-            writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+from tests.tools.roughness.raw_server import message_of
+from tests.tools.roughness.serving import http_server, noticed, opened, plan_of, tool_of
 
 
 def _recipe(url: str, **fields: Any) -> ToolsRecipe:
@@ -106,9 +67,15 @@ async def test_refusals_are_named(status: str, headers: list[str], body: str, na
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("path", "named"), [("", "often ends with /mcp"), ("sse", "transport SSE is not supported")])
-@pytest.mark.parametrize("status", ["404 Not Found", "405 Method Not Allowed"])
-async def test_an_address_without_a_server_is_named(path: str, named: str, status: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "path", "named"),
+    [
+        ("404 Not Found", "", "no MCP server at this path: .* often ends with /mcp"),
+        ("405 Method Not Allowed", "sse", "no MCP server at this path: .* transport SSE is not supported"),
+        ("401 Unauthorized", "mcp", "the key in `headers` is refused"),
+    ],
+)
+async def test_what_refuses_every_request_is_named_when_the_server_opens(status: str, path: str, named: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
@@ -116,21 +83,7 @@ async def test_an_address_without_a_server_is_named(path: str, named: str, statu
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{path}"
-        with pytest.raises(ToolInfrastructureError, match=f"HTTP {status}, no MCP server at this path: .*{named}"):
-            async with open_toolset(_recipe(url), Path("/")):
-                pass
-
-
-@pytest.mark.processes
-async def test_a_refused_key_is_named_when_the_server_opens() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
-        with pytest.raises(ToolInfrastructureError, match="HTTP 401 Unauthorized, the key in `headers` is refused"):
+        with pytest.raises(ToolInfrastructureError, match=f"HTTP {status}, {named}"):
             async with open_toolset(_recipe(url, headers={"Authorization": "Bearer old"}), Path("/")):
                 pass
 
@@ -168,12 +121,21 @@ async def test_answers_over_http(status: str, kind: str, text: str | None, reads
 
 @pytest.mark.processes
 async def test_a_server_that_does_not_end_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_connection, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(streamable_http, "_END_SECONDS", 0.2)
     begun = time.monotonic()
     async with http_server(lambda message: None) as url:
         async with open_toolset(_recipe(url, isolation="session"), Path("/")) as toolset, toolset.chain("a", {}):
             pass
         assert time.monotonic() - begun < 10
+
+
+@pytest.mark.processes
+async def test_a_server_without_sessions_is_refused() -> None:
+    reason = r"tool server far: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
+    async with http_server(lambda message: None, session=False) as url:
+        with pytest.raises(ToolInfrastructureError, match=reason):
+            async with open_toolset(_recipe(url, isolation="session"), Path("/")):
+                pass
 
 
 REFUSED = message_of(error={"code": -32602, "message": "Unknown tool: t"})
@@ -302,7 +264,7 @@ async def test_an_opening_ends_at_once_when_it_is_cancelled() -> None:
 
 
 async def test_pages_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_connection, "MOST_PAGES", 3)
+    monkeypatch.setattr(server_messages, "MOST_PAGES", 3)
     numbers = iter(range(99))
 
     class Pages(dict[str, Any]):

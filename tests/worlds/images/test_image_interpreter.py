@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.worlds.images.image_interpreter import ImageInterpreter
 
 pytestmark = pytest.mark.processes

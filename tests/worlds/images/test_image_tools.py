@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from agentfactory.tools.images.coordinates import Coordinates, ModelView
-from agentfactory.tools.images.sizes import SizeRule
+from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.worlds.images.image_tools import ImageTools
 
 TOKEN, LEAST_PIXELS, MOST_PIXELS = 28, 4 * 28 * 28, 64 * 28 * 28

@@ -85,7 +85,7 @@ def shown(content: Content) -> list[str]:
 
 async def turn(session: ToolSession, *calls: tuple[str, dict[str, Any]]) -> list[ToolResult]:
     made = [ToolCall(str(number), name, arguments) for number, (name, arguments) in enumerate(calls)]
-    return await session.images.number(made, [await session.call(call) for call in made])
+    return await session.number_images(made, [await session.call(call) for call in made])
 
 
 @pytest.mark.processes  # an MCP server on stdio
