@@ -9,8 +9,7 @@ from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.train_checks import has_vision_tower
 from agentfactory.rollout.config import Inflight
-from agentfactory.rollout.inference.server_command import missing_from
-from agentfactory.rollout.inference.sglang.sglang_arguments import refused_flag
+from agentfactory.rollout.inference.server_command import missing_from, refused_flag
 
 _VLLM = "or set server.engine=vllm"
 

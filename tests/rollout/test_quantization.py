@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.inference.embedded.quantization import FULL_WEIGHTS, quantize
+from agentfactory.rollout.inference.embedded.packed_linear import FULL_WEIGHTS, quantize
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.rollout.inference.http_transport import authorization
 from tests.conftest import embedded_server

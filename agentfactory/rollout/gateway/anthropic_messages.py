@@ -5,16 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
+    Part,
     Refusal,
     Reply,
     TurnRequest,
+    assistant,
     integer,
+    read_content,
+    read_image,
+    read_text,
     refuse,
     stops,
     tool_specs,
+    unknown,
     unmet,
     wrong,
 )

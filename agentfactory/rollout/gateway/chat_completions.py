@@ -6,17 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.content import assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
     MOST_CHOICES,
     Refusal,
     Reply,
     TurnRequest,
+    assistant,
     integer,
+    read_content,
+    read_image,
+    read_text,
     refuse,
     stops,
     tool_specs,
+    unknown,
     unmet,
     wrong,
 )

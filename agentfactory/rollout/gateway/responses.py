@@ -7,15 +7,20 @@ from typing import Any
 
 from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway.chat_completions import SAMPLED_ONLY, error, token_logprobs
-from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
+    Part,
     Refusal,
     Reply,
     TurnRequest,
+    assistant,
     integer,
+    read_content,
+    read_image,
+    read_text,
     refuse,
     tool_specs,
+    unknown,
     unmet,
     wrong,
 )

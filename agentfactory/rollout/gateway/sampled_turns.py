@@ -10,10 +10,8 @@ from typing import Any
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.opening import MOST_CHARACTERS
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
-from agentfactory.rollout.gateway.content import assistant
-from agentfactory.rollout.gateway.message_equality import Delivered, content_text
-from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, wrong
-from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
+from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, assistant, wrong
+from agentfactory.rollout.gateway.turn_tree import ChainTree, Delivered, Node, Plan, content_text
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer

@@ -14,11 +14,10 @@ from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.gateway.gateway_runner import check_native
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
-from agentfactory.rollout.gateway.message_equality import print_of
 from agentfactory.rollout.gateway.request_options import Reply, TurnRequest, wrong
 from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, unavailable
-from agentfactory.rollout.gateway.turn_tree import Plan
+from agentfactory.rollout.gateway.turn_tree import Plan, print_of
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer

@@ -24,8 +24,7 @@ from agentfactory.rollout.inference.http_transport import (
     missing_routes,
     refusal,
 )
-from agentfactory.rollout.inference.recovery import Recovery
-from agentfactory.rollout.inference.routing import Router, ServerState
+from agentfactory.rollout.inference.routing import Recovery, Router, ServerState
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published

@@ -1,16 +1,17 @@
 """The command line of an inference server, and the parsing of its log into progress and one-line errors."""
 
+import json
 import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.rollout.config import Part, RolloutRecipe
-from agentfactory.rollout.inference.sglang.sglang_arguments import sglang_arguments
-from agentfactory.rollout.inference.vllm.vllm_arguments import vllm_arguments
+from agentfactory.rollout.config import LoraConfig, Part, RolloutRecipe
+from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS
 
 _MODULES = {
     "vllm": "agentfactory.rollout.inference.vllm.vllm_server",
@@ -213,3 +214,112 @@ def explain(log: Sequence[str]) -> str | None:
     lines = (line for line in log if " WARNING " not in line and not _FOLLOWS.search(line))
     errors = (found[1] for line in lines if (found := _ERROR.search(line)))
     return next(errors, None)
+
+
+AUTO_TOKENS = 16
+"""Largest number of tokens that `model.lora.trainable_tokens: auto` trains."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""LoRA ranks that vLLM accepts."""
+
+
+def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
+    """Return the arguments of `vllm serve` beyond those that both engines share; `server.options.args` comes last."""
+    server, lora = recipe.server, recipe.model.lora
+    options = server.vllm
+    # the trainer divides its logits by the temperature before it compares log-probabilities with the server's
+    flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    if options.tensor_parallel_size > 1:
+        flags += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
+    if options.data_parallel_size > 1:
+        flags += ["--data-parallel-size", str(options.data_parallel_size)]
+    if options.gpu_memory_utilization is not None:
+        flags += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
+    if server.quantization is not None:
+        flags += ["--quantization", server.quantization]
+    ranks = [_adapter_rank(path) for path in adapters.values()] + ([adapter_rank(lora)] if lora else [])
+    if ranks:
+        rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
+        flags += ["--enable-lora", "--max-loras", str(recipe.max_loras), "--max-lora-rank", str(rank)]
+    if (lora and lora.trainable_tokens is not None) or any(_has_rows(path) for path in adapters.values()):
+        flags += [TABLE_ADAPTERS]
+    if adapters:
+        flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
+    if weight_transfer is not None:
+        flags += ["--weight-transfer-config", json.dumps({"backend": weight_transfer})]
+    return [*flags, *_image_flags(recipe), *options.args]
+
+
+def _image_flags(recipe: RolloutRecipe) -> list[str]:
+    """Return the flags for a vision-language model. The client resizes images, and the server must not resize them
+    again."""
+    flags = []
+    limits = recipe.model.min_image_pixels, recipe.model.max_image_pixels
+    if limits != (None, None):
+        from agentfactory.rollout.images.families import load_vision
+
+        vision = load_vision(recipe.model.path, *limits)
+        if vision is not None and (options := vision.server_options()):
+            flags = ["--mm-processor-kwargs", json.dumps(options)]
+    parts = [*recipe.parts(), *recipe.held_out_parts()]
+    images = [part.recipe.limits.images for part in parts] or [recipe.limits.images]
+    if (known := [most for most in images if most is not None]) and len(known) == len(images):
+        flags += ["--limit-mm-per-prompt", json.dumps({"image": max(known), "video": 0})]
+    return flags
+
+
+def adapter_rank(lora: LoraConfig) -> int:
+    """Return the rank of an adapter that will be trained. Rows of tokens have the number of tokens as their rank."""
+    if lora.trainable_tokens is None:
+        return lora.rank
+    return max(lora.rank, AUTO_TOKENS if lora.trainable_tokens == "auto" else len(lora.trainable_tokens))
+
+
+def _adapter_rank(folder: Path) -> int:
+    config = _config(folder)
+    return max(int(config["r"]), *(config.get("rank_pattern") or {}).values(), 0)
+
+
+def _has_rows(folder: Path) -> bool:
+    """Return whether an adapter has rows of tokens: see `token_rows`."""
+    return bool(_config(folder).get("rank_pattern"))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return config
+
+
+_OURS = {
+    **dict.fromkeys(("--model-path", "--model"), "set model.path"),
+    **dict.fromkeys(("--host", "--port", "--api-key", "--config"), "remove it"),
+    **dict.fromkeys(("--served-model-name", "--weight-version"), "remove it"),
+    "--dtype": "set model.dtype",
+    "--context-length": "set server.max_model_len",
+    "--max-running-requests": "set server.max_num_seqs",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "set server.options.tensor_parallel_size"),
+    "--mem-fraction-static": "set server.options.mem_fraction_static",
+    **dict.fromkeys(("--dp-size", "--data-parallel-size", "--dp"), "remove it: replicas are not supported"),
+    "--quantization": "remove it: quantised weights cannot be proven",
+    "--disaggregation-mode": "remove it: servers that share turns are not supported",
+}
+"""SGLang's flags that the front sets itself, or with which it cannot work -> what to do instead."""
+
+
+def sglang_arguments(recipe: RolloutRecipe) -> list[str]:
+    """Return the arguments; `server.options.args` comes last."""
+    options = recipe.server.sglang
+    flags = ["--python", options.python] if options.python is not None else []
+    if options.attach is not None:
+        key = ["--attach-key-env", options.attach_key_env] if options.attach_key_env is not None else []
+        return [*flags, "--attach", options.attach, *key]
+    if options.tensor_parallel_size > 1:
+        flags += ["--tp-size", str(options.tensor_parallel_size)]
+    if options.mem_fraction_static is not None:
+        flags += ["--mem-fraction-static", str(options.mem_fraction_static)]
+    return [*flags, *options.args]
+
+
+def refused_flag(args: list[str]) -> tuple[str, str] | None:
+    """Return the first of `server.options.args` that the front cannot pass on, and the fix; None if there is none."""
+    names = (flag.partition("=")[0] for flag in args)
+    return next(((name, _OURS[name]) for name in names if name in _OURS), None)

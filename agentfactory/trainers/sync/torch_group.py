@@ -9,7 +9,7 @@ import torch.distributed as dist
 from jaxtyping import UInt8
 from torch import Tensor
 
-from agentfactory.rollout.inference.sglang.weight_translation import group_name
+from agentfactory.rollout.inference.sglang.translation import group_name
 
 _TIMEOUT = timedelta(minutes=30)
 """torch's own for gloo, which SGLang's workers keep, too."""

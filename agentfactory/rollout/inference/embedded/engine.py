@@ -24,10 +24,9 @@ from agentfactory.rollout.inference.embedded.adapters import AdapterLayers, Segm
 from agentfactory.rollout.inference.embedded.cuda_graphs import StaticDecoder
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.packed_linear import drop_packed, use_onednn
-from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample, score_prompt
 from agentfactory.rollout.inference.embedded.start_check import check_last_position, proofs
-from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
+from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, attend, head_width, sliding_window
 from agentfactory.rollout.inference.sequence_lengths import position_limit, proof_length
 
 if TYPE_CHECKING:

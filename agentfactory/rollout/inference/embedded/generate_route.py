@@ -11,12 +11,11 @@ import numpy as np
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.http_server import ApiError, Json
 from agentfactory.rollout.text.stop_strings import Decode, StopWatch
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.request_images import HeldImage
-
-Json = dict[str, Any]
+    from agentfactory.rollout.inference.embedded.image_encoder import HeldImage
 
 # Supported sampling parameters, and parameters accepted only with the value that has no effect.
 _SAMPLING = {
@@ -41,14 +40,6 @@ _REQUEST = {
     *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),
     *("content_parts", "return_token_ids"),
 }
-
-
-class ApiError(Exception):
-    """An error response in vLLM's format."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def make_request(

@@ -15,7 +15,7 @@ from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.text.stop_strings import StopWatch
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.request_images import PromptImages
+    from agentfactory.rollout.inference.embedded.image_encoder import PromptImages
 
 
 class UnsupportedModel(ValueError):
