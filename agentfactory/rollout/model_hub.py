@@ -147,7 +147,6 @@ def _missing(field: str, name: str, kind: Kind, refusal: _Refusal) -> OutOfReach
 
 @cache
 def _refusal_of(name: str, kind: Kind) -> _Refusal | None:
-    """Return why a model or dataset cannot be fetched; None if it can."""
     # imported here, because most recipes name folders
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -172,7 +171,6 @@ def _refusal_of(name: str, kind: Kind) -> _Refusal | None:
 
 @cache
 def _refusal_of_hub() -> _Refusal | None:
-    """Return why the hub does not answer; None if it does."""
 
     def ask() -> None:
         response = get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)

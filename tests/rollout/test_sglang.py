@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from agentfactory.rollout.inference.sglang.attach import Served, attach
-from agentfactory.rollout.inference.sglang.generate_translation import RESERVED_TOKENS, from_sglang, to_sglang
-from agentfactory.rollout.inference.sglang.weight_hashes import sglang_hash
-from agentfactory.rollout.inference.sglang.weight_translation import ON_CPU, ON_GPU, UNKNOWN, WeightUpdates, cut
+from agentfactory.rollout.inference.sglang.upstream import Served, attach
+from agentfactory.rollout.inference.sglang.translation import RESERVED_TOKENS, from_sglang, to_sglang
+from agentfactory.rollout.inference.weight_digest import sglang_hash
+from agentfactory.rollout.inference.sglang.translation import ON_CPU, ON_GPU, UNKNOWN, WeightUpdates, cut
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference import server_command as serving
@@ -284,7 +284,7 @@ HASHES = [
 @pytest.mark.numbers
 def test_hashes_are_those_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tuple(sglang_hash(w, function) for function in (ON_CPU, ON_GPU)) for w in weights()] == HASHES
-    monkeypatch.setattr("agentfactory.rollout.inference.sglang.weight_hashes._TILES_AT_ONCE", 1)
+    monkeypatch.setattr("agentfactory.rollout.inference.weight_digest._TILES_AT_ONCE", 1)
     assert [sglang_hash(w, ON_GPU) for w in weights()] == [on_gpu for _, on_gpu in HASHES]
 
 
@@ -351,7 +351,7 @@ async def test_a_server_that_cannot_train_is_refused_by_its_setting() -> None:
 
 
 async def test_an_address_that_accepts_and_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.rollout.inference.sglang.attach._ANSWERS_WITHIN", 0.1)
+    monkeypatch.setattr("agentfactory.rollout.inference.sglang.upstream._ANSWERS_WITHIN", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with Sglang(f"http://127.0.0.1:{silent.getsockname()[1]}") as sglang:
             with pytest.raises(SettingError, match=r"attach: http://\S+ accepts connections, but has not answered"):

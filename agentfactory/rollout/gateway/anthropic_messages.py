@@ -66,7 +66,6 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
 
 
 def _messages(message: Any) -> list[Message]:
-    """Convert one of their messages to ours: tool results become separate messages, before the rest."""
     if not isinstance(message, dict):
         raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
     content = message.get("content")

@@ -119,7 +119,6 @@ class GatewayChain:
 
     @property
     def _is_idle(self) -> bool:
-        """True if an agent of this machine has got no turn."""
         idle = not (self._taken or self.agent.elsewhere or self.episode.reported)
         return idle and self.turns.last is StopReason.ANSWER and self._over is None
 
@@ -144,18 +143,15 @@ class GatewayChain:
             self._ended.set_result(reason)
 
     def _fail(self, error: Exception) -> None:
-        """End the chain with an error, regardless of its agent."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
     def _close(self) -> None:
-        """Cancel the requests that are being sampled, and refuse new ones."""
         self._closed = True
         for request in self._requests:
             request.cancel()
 
     def _number_turns(self) -> None:
-        """Renumber the chain's turns in the order of its rows, which all later stages use."""
         trajectory = self.episode.trajectory
         place = {node.number: number for number, node in enumerate(self.turns.tree.in_rows())}
         trajectory.malformed_turns = sorted(place[number] for number in trajectory.malformed_turns)
@@ -164,7 +160,6 @@ class GatewayChain:
                 stretch.turn = place.get(stretch.turn)
 
     def metrics(self) -> dict[str, float]:
-        """See Player."""
         names = ("gateway/unmatched_turns", "gateway/spliced_turns", "gateway/unmet_parameters")
         metrics = self.episode.metrics() | {name: self.turns.counts[name] for name in names}
         # an agent runs calls with its own tools, or with the recipe's; it may also call these without the model
@@ -186,7 +181,6 @@ class GatewayChain:
         return self._sample(turn_request, plan, min(room, longest, turn_request.max_tokens or longest))
 
     async def count(self, turn_request: TurnRequest) -> int:
-        """See gateway_server.Asking."""
         return len((await self.turns.plan(turn_request)).ids)
 
     async def _sample(self, turn_request: TurnRequest, plan: Plan, most: int) -> list[Reply]:
@@ -234,14 +228,12 @@ class GatewayRunner(ChainRunner):
         agent: ClientAgent,
         gateway: Gateway,
     ):
-        """Create a runner. Raise SettingError as ChainRunner and `check_recipe` do."""
         check_recipe(recipe.rollout, renderer.parser.native)
         super().__init__(recipe, renderer, client, toolset, rewards)
         self.client_agent = agent
         self.gateway = gateway
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
-        """See ChainRunner."""
         self.client_agent.check_rows(tasks, section)
         await super().check(tasks, section)
 
@@ -250,14 +242,12 @@ class GatewayRunner(ChainRunner):
 
     @asynccontextmanager
     async def begun(self, episode: Episode) -> AsyncIterator[None]:
-        """See Runner."""
         chain = episode.trajectory
         folder = self.client_agent.folder(chain.id, chain.workspaces)
         async with self.client_agent.begun(chain.id), folder as episode.workspace:
             yield
 
     def player(self, episode: Episode) -> GatewayChain:
-        """See Runner."""
         longest = self.setup.config.max_total_tokens
         turns = RequestedTurns(episode.trajectory.rows, self.renderer, self.sampler, longest)
         judged = bool(self.setup.recipe.rewards) or self.toolset.judges

@@ -113,7 +113,6 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """See web.RequestHandler."""
         plain = super().handle_error(request, status, exc, message)
         text = message or f"{HTTPStatus(status).phrase}; see the run's log"
         answer = _refused(request, Refusal(status, _code(status), text))
@@ -303,13 +302,11 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def _refused(request: web.BaseRequest, refusal: Refusal) -> web.Response:
-    """Return the response to a request that reached no handler of a protocol."""
     api = messages if request.path.startswith(messages.ROUTE) else chat_completions
     return web.json_response(api.error(refusal), status=refusal.status)
 
 
 def _code(status: int) -> str:
-    """Return the code of a refusal from HTTP's name of its status, such as not_found."""
     return HTTPStatus(status).name.lower()
 
 
@@ -341,7 +338,6 @@ async def _stream(
 
 @asynccontextmanager
 async def _running(sampling: Awaitable[list[Reply]]) -> AsyncIterator["asyncio.Future[list[Reply]]"]:
-    """Run `sampling` as a task that is cancelled when the context ends."""
     task = asyncio.ensure_future(sampling)
     try:
         yield task

@@ -61,7 +61,6 @@ class OutsideAgent(ClientAgent):
     elsewhere = True
 
     def __init__(self, config: OutsideOptions) -> None:
-        """Create the agent. Raise SettingError if its token's environment variable is not set."""
         token = os.environ.get(config.token_env, "")
         if not token:
             problem = f"the variable {config.token_env} is not set; without it, no program can fetch tasks"
@@ -84,14 +83,12 @@ class OutsideAgent(ClientAgent):
         """Key -> the chain that a program runs with it."""
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        """See ClientAgent."""
         for place, name in enumerate(self._config.fields or []):
             for number, task in enumerate(tasks, 1):
                 if name not in task:
                     raise missing_field(f"{_FIELD}.fields.{place}", name, name, task, number, section)
 
     def gateway(self) -> Gateway:
-        """See ClientAgent."""
         return self._gateway
 
     @asynccontextmanager
@@ -117,7 +114,6 @@ class OutsideAgent(ClientAgent):
         return asker
 
     async def run(self, visit: Visit) -> str | None:
-        """See ClientAgent."""
         asker = self._chosen.pop(visit.chain)
         while asker.task.done():  # the program disconnected before it got the task
             asker = await self._next_asker()
@@ -144,7 +140,6 @@ class OutsideAgent(ClientAgent):
         }
 
     async def _give(self, request: web.Request) -> web.Response:
-        """Answer a request for a task: with a task, or with status 204 after POLL_SECONDS."""
         if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
             raise Refusal(401, "invalid_token", f"the key must be the token in {self._config.token_env}")
         asker = _Asker(asyncio.Event(), asyncio.get_running_loop().create_future())
@@ -176,7 +171,6 @@ class OutsideAgent(ClientAgent):
         return self._of(request), body
 
     async def _call(self, request: web.Request) -> web.Response:
-        """Run a call of one of the recipe's tools for a chain."""
         taken, body = await self._hear(request)
         name, arguments = body.get("name"), body.get("arguments", {})
         if not isinstance(name, str):
@@ -191,7 +185,6 @@ class OutsideAgent(ClientAgent):
             raise Refusal(503, "tool_infrastructure", str(error)) from error
 
     async def _finish(self, request: web.Request) -> web.Response:
-        """End a chain with its program's report."""
         taken, body = await self._hear(request)
         reward = _read_report(body, judged=taken.visit.judged)
         if reward is not None:
@@ -214,7 +207,6 @@ class _TaskGateway(Gateway):
 
 
 def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | None:
-    """Return the reward in a program's report about a chain. Raise Refusal if the report is invalid."""
     for name in body:
         if name not in _REPORTED:
             raise wrong(f"{name}: unknown; use {', '.join(_REPORTED)} (metrics are in reward, which may be an object)")

@@ -108,7 +108,6 @@ def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
 
 
 def _value_of(body: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a parameter; `a.b` is the field b of a."""
     first, _, second = name.partition(".")
     value = body.get(first)
     return value if not second else value.get(second) if isinstance(value, dict) else None

@@ -107,7 +107,6 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
 
 
 def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
-    """Return the stored items up to the request's `previous_response_id`; empty if it has none."""
     previous = body.get("previous_response_id")
     if previous is None:
         return []
@@ -117,7 +116,6 @@ def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
 
 
 def _with_referred(given: list[dict[str, Any]], stored: Stored) -> list[dict[str, Any]]:
-    """Replace item references by the chain's items."""
     names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
     known = stored.by_id() if names else {}
     for name in names:
@@ -136,7 +134,6 @@ def as_items(given: Any) -> list[dict[str, Any]]:
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
-    """Convert items to messages; adjacent items of the model become one turn."""
     messages: list[Message] = []
     turn: list[dict[str, Any]] = []
     for item in items:

@@ -104,7 +104,6 @@ class RequestedTurns:
         return turns
 
     def _take(self, turn_request: TurnRequest, plan: Plan, completion: Completion) -> SampledTurn:
-        """Record a sampled turn in the rows."""
         completion, stop = self._stopped(completion, turn_request.stop)
         ids = completion.token_ids
         if turn_request.specs:
@@ -166,7 +165,6 @@ def unavailable(error: InferenceError | ServerUnreachableError) -> Refusal:
 
 
 def _characters(value: Any) -> int:
-    """Return the total length of all texts in a message or tool, without images."""
     match value:
         case str():
             return len(value)

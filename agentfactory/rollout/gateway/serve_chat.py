@@ -47,7 +47,6 @@ class ChatService:
         self._begun = 0
 
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
-        """See gateway_server.Asking."""
         conversation = self._conversation(turn_request)
         turn_request = _without_temperature(turn_request)
         conversation.turns.check(turn_request)
@@ -56,11 +55,9 @@ class ChatService:
         return self._sample(conversation, turn_request, plan, most)
 
     async def count(self, turn_request: TurnRequest) -> int:
-        """See gateway_server.Asking."""
         return len((await self._conversation(turn_request).turns.plan(turn_request)).ids)
 
     def _conversation(self, turn_request: TurnRequest) -> "_Conversation":
-        """Return the conversation with the same tools and messages before its first turn."""
         roles = [*(message["role"] for message in turn_request.messages), "assistant"]
         tools = [spec.to_openai() for spec in turn_request.specs]
         key = json.dumps([tools, [print_of(message) for message in turn_request.messages[: roles.index("assistant")]]])

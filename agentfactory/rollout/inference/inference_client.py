@@ -288,7 +288,6 @@ class InferenceClient:
 
 
 def _paths(text: str) -> list[str]:
-    """Return the routes in a server's OpenAPI description. Raises ValueError for anything else."""
     described = json.loads(text)
     if not isinstance(described, dict) or not isinstance(described.get("paths", {}), dict):
         raise ValueError(f"not an OpenAPI description: {text[:200]}")

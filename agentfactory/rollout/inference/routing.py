@@ -133,7 +133,6 @@ class Recovery:
     """An assigner of requests to servers with the published weights, which recovers the other servers."""
 
     def __init__(self, connection: Connection, router: Router, retry_seconds: float):
-        """`take` raises ServerUnreachableError when no server has answered for `retry_seconds`."""
         self.restore: Callable[[str], Awaitable[bool]] | None = None
         """Callback that loads the current weights into a server that lacks them, and returns False if the server has
         gone meanwhile. None if no weights are published."""
@@ -235,7 +234,6 @@ class Recovery:
             self._changed.set()
 
     async def _return(self, url: str) -> None:
-        """Poll until the server answers, and mark it as serving once it has proven its weights."""
         tries = 0
         while True:
             tries += 1

@@ -280,7 +280,6 @@ def _adapter_rank(folder: Path) -> int:
 
 
 def _has_rows(folder: Path) -> bool:
-    """Return whether an adapter has rows of tokens: see `token_rows`."""
     return bool(_config(folder).get("rank_pattern"))
 
 

@@ -75,7 +75,6 @@ class TeacherClient:
     """
 
     def __init__(self, server: TeacherServer, policy: str, longest: int, retry_seconds: float) -> None:
-        """`policy` is the folder or hub name of the policy's model, and `longest` the length of its longest chains."""
         self.server = server
         self._policy = policy
         self._longest = longest
@@ -147,7 +146,6 @@ class TeacherClient:
             raise SettingError(self.server.field, f"{url} cannot grade tokens: {error}", _ENGINES) from error
 
     def _load_tokenizers(self, root: Any) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
-        """Load the policy's tokenizer, and that of the server's model unless it is the policy's."""
         own = load_tokenizer(self._policy)
         if root == self._policy:
             return own, None
@@ -162,7 +160,6 @@ class TeacherClient:
             raise SettingError(self.server.field, problem, fix) from error
 
     def _remedy(self, error: str) -> str:
-        """Return the fix for a refused request."""
         if self.server.top_k is not None and "logprobs" in error and "max" in error:
             return f"start vLLM with --max-logprobs {self.server.top_k}, or lower teacher.top_k"
         if "vocab" in error or "token_ids: must be" in error:

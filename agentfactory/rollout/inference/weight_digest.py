@@ -69,7 +69,6 @@ def _xxh3(data: Tensor) -> str:
 
 
 def _without_zeros(content: Bytes) -> Bytes:
-    """Return `content` without trailing zeros."""
     end = len(content)
     while end > 0 and not content[max(end - _TAIL, 0) : end].any():
         end -= _TAIL
@@ -102,7 +101,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], str]] = {"xxh3": _xxh3, "fold": _folded}
 
 
 def _words(data: Tensor) -> Tensor:
-    """Return bytes as 32-bit words, padded with zeros."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     # a slice of a larger buffer may begin between two words

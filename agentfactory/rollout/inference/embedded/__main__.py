@@ -97,7 +97,6 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
 
 
 def _decoder(model: str) -> Decode | None:
-    """Return a function from ids to text, special tokens included; None if the model has no tokenizer."""
     from agentfactory.rollout.text.tokenizer import load_tokenizer
 
     try:

@@ -78,7 +78,6 @@ class StaticDecoder:
     """A decoder of one token per request with static steps, captured if `capture` is set, else run directly."""
 
     def __init__(self, forward: Forward, planner: Planner, slots: int, *, capture: bool) -> None:
-        """`slots` is the number of slots in the cache."""
         self._forward, self._planner, self._slots, self._capture = forward, planner, slots, capture
         self._steps: OrderedDict[Shape, tuple[StaticStep, torch.cuda.CUDAGraph | None]] = OrderedDict()
         self._logits: Tensor | None = None

@@ -32,7 +32,6 @@ class Evictable:
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, pin: bool) -> None:
-        """`pin` page-locks the host copy, which makes GPU copies several times as fast."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -79,7 +78,6 @@ class Evictable:
         self._wait()
 
     def _pieces(self) -> list[Tensor]:
-        """Return the host copy of each storage, as bytes."""
         assert self._host is not None
         return list(self._host.split(self._sizes)) if self._sizes else []
 
@@ -89,7 +87,6 @@ class Evictable:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """Return a storage's bytes as a tensor with its own change counter."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -130,7 +127,6 @@ class SharedBuffers:
     The sender writes one part after the other into the same few buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the model's device."""
         self._device = device
         self._opened: list[tuple[Any, SharedMemory | None, Tensor]] = []
         """(Handle, block of shared host memory, buffer)."""

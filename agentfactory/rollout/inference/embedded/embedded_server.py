@@ -94,7 +94,6 @@ class Server(ProtocolServer):
         return answer(body, request, self.eos_token_ids)
 
     async def _images(self, body: Json) -> list["HeldImage"]:
-        """Return the images of a generate request."""
         parts = body.get("content_parts")
         if parts and self.engine.encoder is None:
             raise ApiError(400, f"content_parts: the model `{self.served_model_name}` reads only text")
@@ -104,7 +103,6 @@ class Server(ProtocolServer):
             raise ApiError(400, f"content_parts: {error}") from error
 
     def _adapter(self, body: Json) -> Adapter | None:
-        """Return the adapter that a generate request names; None for the base model."""
         name = body.get("model") or self.served_model_name
         if name == self.served_model_name:
             return None

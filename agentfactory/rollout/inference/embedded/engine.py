@@ -222,7 +222,6 @@ class Engine:
             self._evicted = []
 
     def _give_back(self) -> None:
-        """Return free cached memory to the system and to other processes on the GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back_freed()
@@ -247,7 +246,6 @@ class Engine:
     # ---- admission
 
     def _admit(self) -> None:
-        """Give waiting requests a slot in order of arrival; skip those that wait for a shared prompt in progress."""
         free = len(self._held) - len(self.running)
         kept: list[Request] = []
         for index, request in enumerate(self.waiting):
@@ -420,7 +418,6 @@ class Engine:
     # ---- sampling
 
     def _extend(self, requests: list[Request], slots: np.ndarray, logits: Float[Tensor, "n vocabulary"]) -> None:
-        """Sample the next token of each request, and end the requests that are complete."""
         tokens, distribution = sample(logits, requests)
         logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
         self._ids[slots, self._known[slots]] = tokens

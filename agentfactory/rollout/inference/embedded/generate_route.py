@@ -174,7 +174,6 @@ def _prompt_logprobs(request: Request) -> list[Json | None]:
 
 
 def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
-    """Return the candidates in vLLM's format: after the sampled token, each once, no more than requested."""
     listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
     return [_scored(token, logprob) for token, logprob in listed.items()][: len(candidates)]
 
@@ -186,7 +185,6 @@ def _scored(token: int, logprob: float) -> Json:
 
 
 def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
-    """Parse {"token id": bias}. Raises ApiError."""
     try:
         bias = {int(token): added for token, added in (value or {}).items()}
         valid = all(
@@ -200,7 +198,6 @@ def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
 
 
 def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
-    """Parse a stop string, or a list of them. Raises ApiError."""
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise ApiError(400, f"sampling_params.stop: {value!r} is not a list of non-empty strings")
@@ -214,7 +211,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _token_ids(value: Any, name: str) -> np.ndarray:
-    """Convert a JSON list to int64. Raises ApiError unless it contains only integers."""
     if isinstance(value, list):
         if not value:
             return np.empty(0, np.int64)

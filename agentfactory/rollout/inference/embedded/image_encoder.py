@@ -191,7 +191,6 @@ class ImageEncoder:
         return encoder_outputs(self._model, [step])
 
     def _compute(self, images: set[HeldImage]) -> dict[HeldImage, Features]:
-        """Return the features of images; those not stored are computed in one batch."""
         kept = {image: self._features.get(image.first_id) for image in images}
         missing = [image for image, features in kept.items() if features is None]
         found = {image: features for image, features in kept.items() if features is not None}

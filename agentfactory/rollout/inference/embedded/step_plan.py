@@ -212,7 +212,6 @@ def _attend_group(
 
 
 def _softmax(scores: Float[Tensor, "n rows keys"], sinks: Float[Tensor, "n rows"] | None) -> Tensor:
-    """Return the attention weights of the keys; a sink takes its share."""
     if sinks is None:
         return torch.softmax(scores, -1)
     return torch.softmax(torch.cat([scores, sinks[..., None].to(scores)], -1), -1)[..., :-1]

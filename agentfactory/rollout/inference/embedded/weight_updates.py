@@ -81,7 +81,6 @@ class WeightUpdate:
             raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
 
     def _load_opened(self, path: Path, holders: Mapping[str, Any]) -> None:
-        """Load from opened files; `holders` maps each tensor's name to its file."""
         given = set(holders)
         if unknown := sorted(given - {*self._weights.names()}):
             raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
@@ -133,7 +132,6 @@ class WeightUpdate:
         self._given |= part.keys()
 
     def _unpacked(self, rest: Tensor, name: Any, dtype_name: Any, shape: Any, size: Any) -> Tensor:
-        """Return the tensor at the beginning of `rest`, converted to the model's dtype."""
         if name not in self._weights:
             raise WeightsError(f"update_info: the model has no tensor {name}")
         needed = self._weights.shape(name)

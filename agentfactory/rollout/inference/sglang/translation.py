@@ -142,7 +142,6 @@ def _finish(finish: Json, params: Json) -> tuple[str, str | int | None]:
 
 
 def _top_logprobs(sampled: Json, scored: Sequence[Sequence[Any]], count: int) -> list[Json]:
-    """Return the scored tokens in vLLM's format: after the sampled token, each once, at most `count`."""
     found = {sampled["token_id"]: sampled["logprob"], **{token: logprob for logprob, token, *_ in scored}}
     return [{"token_id": token, "logprob": logprob} for token, logprob in found.items()][:count]
 

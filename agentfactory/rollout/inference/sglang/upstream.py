@@ -128,7 +128,6 @@ async def attach(sglang: Sglang) -> Served:
 
 
 def _check(url: str, info: Json, model: Json) -> None:
-    """Raise SettingError for settings with which SGLang cannot train."""
     faults = {
         "it serves no generation": not model["is_generation"],
         f"it has {info['dp_size']} data-parallel replicas, whose weights SGLang updates only from disk": (

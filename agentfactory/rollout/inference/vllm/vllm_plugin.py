@@ -95,7 +95,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Do nothing: the backend needs no initialisation."""
 
     def start_weight_update(self) -> None:
-        """See WeightTransferEngine."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         # materialised layers go to the default device, as at the first load
@@ -118,7 +117,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.model.load_weights(_tensors_of(files))
 
     def finish_weight_update(self) -> None:
-        """See WeightTransferEngine."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with torch.device(self.device):
@@ -182,7 +180,6 @@ def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _used(module: Any, own_name: str, weight: Tensor) -> Tensor:
-    """Return the weight that a module uses on a CPU, in the checkpoint's order."""
     if own_name in ("w13_weight", "w2_weight"):
         return _unpacked_experts(module, own_name)
     if own_name == "weight" and hasattr(module, "cpu_linear"):
@@ -222,8 +219,6 @@ def _unpacked_experts(module: Any, name: str) -> Tensor:
 
 
 def _unpacked(module: Any) -> Tensor:
-    """Return the weight [out, in] that `module` multiplies by, as its product with the identity. It is exact, because
-    all other summands are zero."""
     weight = module.weight
     width = weight.shape[1] if weight.ndim == 2 else getattr(module, "input_size_per_partition", module.input_size)
     return module.cpu_linear(torch.eye(width, dtype=weight.dtype), weight, None).T

