@@ -15,10 +15,6 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from agentfactory.rollout.inference.sglang.upstream import Served, attach
-from agentfactory.rollout.inference.sglang.translation import RESERVED_TOKENS, from_sglang, to_sglang
-from agentfactory.rollout.inference.weight_digest import sglang_hash
-from agentfactory.rollout.inference.sglang.translation import ON_CPU, ON_GPU, UNKNOWN, WeightUpdates, cut
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference import server_command as serving
@@ -26,8 +22,19 @@ from agentfactory.rollout.inference.http_transport import ContextOverflowError, 
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.sglang import __main__ as front_main
 from agentfactory.rollout.inference.sglang.front import Front, read_load
-from agentfactory.rollout.inference.sglang.upstream import ApiError, Sglang
+from agentfactory.rollout.inference.sglang.translation import (
+    ON_CPU,
+    ON_GPU,
+    RESERVED_TOKENS,
+    UNKNOWN,
+    WeightUpdates,
+    cut,
+    from_sglang,
+    to_sglang,
+)
+from agentfactory.rollout.inference.sglang.upstream import ApiError, Served, Sglang, attach
 from agentfactory.rollout.inference.weight_digest import UNKNOWN as UNKNOWN_THERE
+from agentfactory.rollout.inference.weight_digest import sglang_hash
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.content_proof import Content

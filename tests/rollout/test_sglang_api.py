@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentfactory.rollout.inference.sglang.translation import to_sglang
-from agentfactory.rollout.inference.sglang.translation import WeightUpdates
 
+from agentfactory.rollout.inference.sglang.translation import WeightUpdates, to_sglang
 from tests.rollout.test_sglang import HASHES, Recorded, turn
 from tests.sglang_api import TABLE, load_table, read_api
 
