@@ -18,7 +18,8 @@ from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.inference.stalls import Stall
-from tests.rollout.test_embedded_server import Client, Running, make_model
+from tests.rollout.test_embedded_server import Running, make_model
+from tests.rollout.test_server_contract import Client
 from tests.waiting import until
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 4}

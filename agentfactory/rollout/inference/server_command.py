@@ -145,7 +145,7 @@ _MEMORY = (
 )
 _FAILURES: tuple[tuple[str, str], ...] = (
     (
-        r"cannot listen on (\S+): .*Address already in use",
+        r"(\S+:\d+)(?:| cannot be used): .*Address already in use",
         "the address {0} is taken; fix: server.port=0 takes a free port",
     ),
     (
