@@ -36,7 +36,7 @@ DROPPED = web.Response()
 """Script entry: break the connection instead of answering."""
 
 
-def turn(version: str = "0", reason: str = "stop") -> web.Response:
+def turn(version: str = "0", reason: str = "stop", **more: Any) -> web.Response:
     """One sampled token, as vLLM answers."""
     choice = {
         "index": 0,
@@ -45,7 +45,7 @@ def turn(version: str = "0", reason: str = "stop") -> web.Response:
         "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]},
         "weight_versions": [{"version": version, "start": 0, "end": 1}],
     }
-    return web.json_response({"request_id": "r", "choices": [choice]})
+    return web.json_response({"request_id": "r", "choices": [choice], **more})
 
 
 def refuse(status: int, text: str = "no") -> Answer:
@@ -80,19 +80,28 @@ class Server:
             request.transport.abort()
         return response
 
+    def cards(self) -> list[dict[str, Any]]:
+        return [{"id": name, "parent": None if name == "policy" else "policy"} for name in self.models]
+
+    async def guard(self, request: web.Request) -> web.Response | None:
+        """The answer to a request that no route gets."""
+        return None
+
     async def start(self) -> None:
         """Start on the previous port, if there was one."""
-        app = web.Application()
-        described = {"paths": {route: {} for route in self.routes}}
-        cards = {"data": [{"id": name, "parent": None if name == "policy" else "policy"} for name in self.models]}
         answers: dict[str, Callable[[], Any]] = {
-            "/openapi.json": lambda: described,
-            "/v1/models": lambda: cards,
+            "/openapi.json": lambda: {"paths": dict.fromkeys(self.routes, {})},
+            "/v1/models": lambda: {"data": self.cards()},
             "/health": lambda: {},
             "/is_paused": lambda: {"is_paused": self.held == "is_paused"},
             "/is_sleeping": lambda: {"is_sleeping": self.held == "is_sleeping"},
             "/weight_info": lambda: {"weight_version": self.version},
         }
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+            answer: web.StreamResponse = await self.guard(request) or await handler(request)
+            return answer
 
         async def answer(request: web.Request) -> web.Response:
             return web.json_response(answers[request.path]())
@@ -102,6 +111,7 @@ class Server:
             ranks = range(self.replicas)
             return web.Response(text="".join(page.replace(" ", f'{{engine="{rank}"}} ') for rank in ranks))
 
+        app = web.Application(middlewares=[guarded])
         app.router.add_get(METRICS_ROUTE, metrics)
         app.router.add_post(GENERATE, self.generate)
         for route in answers:
