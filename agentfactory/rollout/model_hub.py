@@ -83,11 +83,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def check_names(wanted: Iterable[HubName]) -> None:
-    """Raise SettingError, within seconds, if one of these names can neither be fetched nor was downloaded before.
-
-    If the hub cannot be reached, warn on stderr, and switch this process and those that it starts to offline mode: the
-    hub's client repeats each request for half a minute, and reports another cause.
-    """
+    """Raise SettingError, within seconds, if one of these names can neither be fetched nor was downloaded before. If
+    the hub cannot be reached, warn on stderr, and switch this process and those that it starts to offline mode: the
+    hub's client repeats each request for half a minute, and reports another cause."""
     for field, name, kind in wanted:
         if not constants.HF_HUB_OFFLINE and (refusal := _refusal_of(name, kind)) is not None:
             if refusal.is_reached:

@@ -90,7 +90,7 @@ class Server:
     async def start(self) -> None:
         """Start on the previous port, if there was one."""
         answers: dict[str, Callable[[], Any]] = {
-            "/openapi.json": lambda: {"paths": dict.fromkeys(self.routes, {})},
+            "/openapi.json": lambda: {"paths": {route: {} for route in self.routes}},
             "/v1/models": lambda: {"data": self.cards()},
             "/health": lambda: {},
             "/is_paused": lambda: {"is_paused": self.held == "is_paused"},

@@ -16,9 +16,9 @@ from agentfactory.rollout.gateway.request_options import (
     read_content,
     read_image,
     read_text,
+    read_tools,
     refuse,
     stops,
-    tool_specs,
     unknown,
     unmet,
     wrong,
@@ -34,8 +34,6 @@ _REFUSED = {
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
-    """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
-    request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     refuse({"output_config.format": (body.get("output_config") or {}).get("format")}, {"output_config.format": GRAMMAR})
     given = body.get("messages")
@@ -45,11 +43,8 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in given:
         messages += _messages(message)
-    tools = body.get("tools")
-    functions = [tool for tool in tools or [] if tool.get("type") in (None, "custom")]
-    left_out = [tool for tool in tools or [] if tool.get("type") not in (None, "custom")]
     choice = body.get("tool_choice") or {"type": "auto"}
-    specs = tool_specs(tools, functions, "input_schema") if choice.get("type") != "none" else []
+    specs, left_out = read_tools(body.get("tools"), choice.get("type") != "none", "input_schema", [None, "custom"])
     thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
     requested = {**body, "tool_choice": {"type": choice.get("type")}}
     return TurnRequest(
@@ -60,7 +55,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
         stops(body.get("stop_sequences")),
         1,
         bool(body.get("stream")),
-        unmet(requested, temperature) | ({"tools": left_out} if left_out else {}),
+        unmet(requested, temperature) | left_out,
         options={"thinking": thinks},
     )
 
@@ -109,7 +104,6 @@ def _part(block: Part) -> Part | None:
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
-    """Return the response to a request, which has one turn."""
     (turn,) = turns
     return {
         **_frame(turn_request, turn),
@@ -121,7 +115,6 @@ def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
-    """Yield the response as server-sent events."""
     (turn,) = turns
     begun = {**_frame(turn_request, turn), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message={**begun, "usage": {**_used(turn), "output_tokens": 0}})
@@ -150,7 +143,6 @@ def _pieces(block: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the response body of a refused request."""
     kinds = {
         400: "invalid_request_error",
         401: "authentication_error",
@@ -164,12 +156,10 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has started."""
     return f"event: error\ndata: {json.dumps(error(refusal))}\n\n"
 
 
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
-"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(turn_request: TurnRequest, turn: Reply) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from agentfactory.rollout.gateway.request_options import (
     read_content,
     read_image,
     read_text,
+    read_tools,
     refuse,
     stops,
-    tool_specs,
     unknown,
     unmet,
     wrong,
@@ -37,8 +37,6 @@ _REFUSED = {
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
-    """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
-    request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     if (body.get("response_format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"response_format: {GRAMMAR}")
@@ -47,19 +45,17 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise wrong("messages: give a list with at least one message")
-    tools = body.get("tools")
-    functions = [tool["function"] for tool in tools or [] if tool.get("type") == "function"]
-    left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
-    chosen = body.get("tool_choice") != "none"
+    may_call = body.get("tool_choice") != "none"
+    specs, left_out = read_tools(body.get("tools"), may_call, "parameters", ["function"], "function")
     return TurnRequest(
         [_message(message) for message in given],
-        tool_specs(tools, functions, "parameters") if chosen else [],
+        specs,
         str(body.get("model") or ""),
         integer(body, "max_completion_tokens") or integer(body, "max_tokens"),
         stops(body.get("stop")),
         integer(body, "n", MOST_CHOICES) or 1,
         bool(body.get("stream")),
-        unmet(body, temperature) | ({"tools": left_out} if left_out else {}),
+        unmet(body, temperature) | left_out,
         options={
             "logprobs": bool(body.get("logprobs")),
             "usage": bool((body.get("stream_options") or {}).get("include_usage")),
@@ -103,7 +99,6 @@ def _part(part: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
-    """Return the response to a request, with one choice per turn."""
     choices = [
         {
             "index": n,
@@ -117,7 +112,6 @@ def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
-    """Yield the response as server-sent events."""
     frame = {
         **_frame(turn_request, turns, "chat.completion.chunk"),
         **({"usage": None} if turn_request.options["usage"] else {}),
@@ -145,18 +139,15 @@ def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the response body of a refused request."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has started."""
     return f"data: {json.dumps(error(refusal))}\n\n"
 
 
 PING = ": sampling\n\n"
-"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(turn_request: TurnRequest, turns: Sequence[Reply], kind: str) -> dict[str, Any]:

@@ -43,10 +43,8 @@ class ChainEnded(Exception):
 
 
 class ChainTools:
-    """The recipe's tools for one chain.
-
-    `definitions` has the format of OpenAI's `tools`. Calls count toward the recipe's limits.
-    """
+    """The recipe's tools for one chain, whose calls count toward the recipe's limits. `definitions` has the format of
+    OpenAI's `tools`."""
 
     def __init__(
         self,

@@ -46,9 +46,11 @@ class Api(Protocol):
 
     ROUTE: str
     PING: str
+    """Keep-alive of a stream until the turn is sampled."""
 
     def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> TurnRequest:
-        """Parse a request. Raise Refusal if it is invalid or unsupported."""
+        """Parse a request. `temperature` is that of the chains; `stored` has the items of the chain's conversations up
+        to each response. Raise Refusal if the request is invalid or needs unsupported features."""
 
     def write(self, turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
         """Return the response."""
@@ -220,18 +222,11 @@ class Gateway:
         return chain, body
 
     async def _count(self, request: web.Request) -> web.Response:
-        try:
-            chain, body = await self.hear(request)
-            turn_request = _read(messages, body, chain)
-            return web.json_response({"input_tokens": await chain.count(turn_request)})
-        except Refusal as refusal:
-            return web.json_response(messages.error(refusal), status=refusal.status)
+        chain, body = await self.hear(request)
+        return web.json_response({"input_tokens": await chain.count(_read(messages, body, chain))})
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self.chain_of(request)
-        except Refusal as refusal:
-            return web.json_response(chat_completions.error(refusal), status=refusal.status)
+        self.chain_of(request)
         name = request.match_info.get("name")
         card = {"id": name or "policy", "object": "model", "type": "model", "created": 0, "owned_by": "agentfactory"}
         return web.json_response(card if name else {"object": "list", "data": [card], "has_more": False})
@@ -245,18 +240,16 @@ def key_of(request: web.Request) -> str:
 
 def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
-        chain: Asking | None = None
+        chain, body = await gateway.hear(request)
         try:
-            chain, body = await gateway.hear(request)
             turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
             sampling = await chain.admit(turn_request)
             if turn_request.stream:
                 return await _stream(request, api, turn_request, sampling)
             return web.json_response(api.write(turn_request, await sampling))
         except Refusal as refusal:
-            if chain is not None:
-                chain.refused = str(refusal)
-            return web.json_response(api.error(refusal), status=refusal.status)
+            chain.refused = str(refusal)
+            raise
 
     return handle
 
@@ -288,10 +281,12 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 @web.middleware
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert aiohttp's own refusals (an unknown route or method, too long a body) to the protocols' JSON."""
+    """Convert refusals, ours and aiohttp's (an unknown route or method, too long a body), to the protocols' JSON."""
     try:
-        response = await handler(request)
-        if response.status == HTTPStatus.UNAUTHORIZED:
+        return await handler(request)
+    except Refusal as refusal:
+        response = _refused(request, refusal)
+        if refusal.status == HTTPStatus.UNAUTHORIZED:
             response.force_close()  # do not keep connections of clients without a key
         return response
     except web.HTTPException as refused:

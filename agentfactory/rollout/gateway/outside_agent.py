@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,7 +17,6 @@ from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import OutsideOptions
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.gateway_server import Gateway, key_of
 from agentfactory.rollout.gateway.request_options import Refusal, foreign_key, wrong
@@ -52,11 +51,8 @@ class _Taken:
 
 
 class OutsideAgent(ClientAgent):
-    """External programs, each of which runs the chains whose tasks it fetches.
-
-    A chain waits until a program requests a task. The program gets the row, an address and a key. With the key it
-    requests turns, calls the recipe's tools, and reports the end of the chain.
-    """
+    """External programs. A chain waits until a program requests a task. The program gets the row, an address and a key,
+    with which it requests turns, calls the recipe's tools, and reports the end of the chain."""
 
     elsewhere = True
 
@@ -72,9 +68,9 @@ class OutsideAgent(ClientAgent):
         self._gateway = _TaskGateway(
             config.port,
             [
-                web.post("/tasks", _answering(self._give)),
-                web.post("/tools", _answering(self._call)),
-                web.post("/reward", _answering(self._finish)),
+                web.post("/tasks", self._give),
+                web.post("/tools", self._call),
+                web.post("/reward", self._finish),
             ],
         )
         self._chosen: dict[str, _Asker] = {}
@@ -225,16 +221,6 @@ def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | N
         return EnvironmentReward.parse(body["reward"], "the program")
     except TypeError as error:
         raise wrong(f"reward: {error}") from error
-
-
-def _answering(handle: Callable[[web.Request], Awaitable[web.Response]]) -> Callable[..., Awaitable[web.Response]]:
-    async def answer(request: web.Request) -> web.Response:
-        try:
-            return await handle(request)
-        except Refusal as refusal:
-            return web.json_response(chat_completions.error(refusal), status=refusal.status)
-
-    return answer
 
 
 def _tell_waiting() -> None:

@@ -1,9 +1,8 @@
-"""Request parameters, normalized across protocols: honoured, not applied, or refused.
+"""Request parameters and message parts, normalized across protocols.
 
 The recipe determines sampling: the trainer divides its logits by `rollout.temperature`, and the server's logprobs must
-cover the whole vocabulary. A token limit and stop strings only end a turn earlier, so they are honoured. Parameters
-that change the token distribution are not applied, with a warning; parameters on which an agent relies, such as a JSON
-schema, are refused.
+cover the whole vocabulary. Token limits and stop strings only end a turn earlier, so they are honoured. What changes
+the token distribution is not applied, with a warning; what an agent relies on, such as a JSON schema, is refused.
 """
 
 import json
@@ -150,18 +149,28 @@ def stops(value: Any) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def tool_specs(tools: Any, functions: Sequence[Mapping[str, Any]], schema: str) -> list[ToolSpec]:
-    """Return the tools of a request; `schema` is the key of the functions' JSON schema. Raise Refusal if they are
-    invalid."""
+def read_tools(
+    tools: Any,
+    chosen: bool,
+    schema: str,
+    kinds: Sequence[str | None],
+    function: Callable[[Any], Any] = lambda tool: tool,
+) -> tuple[list[ToolSpec], dict[str, Any]]:
+    """Return the functions among a request's tools (of the types `kinds`), none unless the model `may_call` them, and
+    the other tools as unmet parameters. `key` holds a tool's function (None: it is the tool itself), and `schema` its
+    JSON schema. Raise Refusal if they are invalid."""
     if not isinstance(tools, list | None):
         raise wrong(f"tools: got {str(tools)[:200]}; use a list")
     specs = []
-    for function in functions:
-        if not isinstance(name := function.get("name"), str):
-            raise wrong(f"tools: {str(function)[:200]} has no name")
-        parameters = function.get(schema) or {"type": "object", "properties": {}}
-        specs.append(ToolSpec(name, function.get("description") or "", parameters))
-    return specs
+    for tool in tools or []:
+        if may_call and tool.get("type") in kinds:
+            given = tool if key is None else tool[key]
+            if not isinstance(name := given.get("name"), str):
+                raise wrong(f"tools: {str(given)[:200]} has no name")
+            parameters = given.get(schema) or {"type": "object", "properties": {}}
+            specs.append(ToolSpec(name, given.get("description") or "", parameters))
+    left_out = [tool for tool in tools or [] if tool.get("type") not in kinds]
+    return specs, {"tools": left_out} if left_out else {}
 
 
 Part = dict[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.chat_completions import SAMPLED_ONLY, error, token_logprobs
+from agentfactory.rollout.gateway.chat_completions import PING, SAMPLED_ONLY, error, token_logprobs
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
     Part,
@@ -18,8 +18,8 @@ from agentfactory.rollout.gateway.request_options import (
     read_content,
     read_image,
     read_text,
+    read_tools,
     refuse,
-    tool_specs,
     unknown,
     unmet,
     wrong,
@@ -70,8 +70,6 @@ class Stored:
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnRequest:
-    """Parse a request. `temperature` is that of the chains; `stored` has the items of the chain's conversations up to
-    each response. Raise Refusal if the request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"text.format: {GRAMMAR}")
@@ -88,19 +86,16 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
 
     instructions = read_content(body.get("instructions"), _part)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    tools = body.get("tools")
-    functions = [tool for tool in tools or [] if tool.get("type") == "function"]
-    left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
-    chosen = body.get("tool_choice") != "none"
+    specs, left_out = read_tools(body.get("tools"), body.get("tool_choice") != "none", "parameters", ["function"])
     return TurnRequest(
         [*messages, *_messages(items)],
-        tool_specs(tools, functions, "parameters") if chosen else [],
+        specs,
         str(body.get("model") or ""),
         integer(body, "max_output_tokens"),
         (),
         1,
         bool(body.get("stream")),
-        unmet(body, temperature) | ({"tools": left_out} if left_out else {}),
+        unmet(body, temperature) | left_out,
         options={"request": body, "logprobs": _LOGPROBS in (body.get("include") or [])},
         remember=remember,
     )
@@ -185,7 +180,6 @@ def _part(part: Part) -> Part | None:
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
-    """Return the response to a request, which has one turn."""
     (turn,) = turns
     status = "incomplete" if turn.cut else "completed"
     return {
@@ -203,7 +197,6 @@ def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
-    """Yield the response as server-sent events."""
     (turn,) = turns
     done = write(turn_request, turns)
     begun = {**_frame(turn_request, turn, "in_progress"), "output": [], "usage": None, "incomplete_details": None}
@@ -243,13 +236,8 @@ def _pieces(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has started."""
     fields = {"type": "error", "sequence_number": 0, "code": refusal.code, "message": str(refusal), "param": None}
     return f"event: error\ndata: {json.dumps(fields)}\n\n"
-
-
-PING = ": sampling\n\n"
-"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(turn_request: TurnRequest, turn: Reply, status: str) -> dict[str, Any]:

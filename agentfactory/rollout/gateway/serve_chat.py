@@ -29,10 +29,8 @@ _HOTTEST = 100
 
 
 class ChatService:
-    """A service for all clients of a model, whose conversations keep the sampled token ids. See gateway_server.Asking.
-
-    `log` gets a JSON line per turn: its conversation, prompt ids and sampled tokens.
-    """
+    """A service for all clients of a model, as gateway_server.Asking, whose conversations keep the sampled token ids.
+    `log` gets a JSON line per turn: its conversation, prompt ids and sampled tokens."""
 
     def __init__(self, config: RolloutConfig, renderer: Renderer, sampler: Sampler, model: str, log: TextIO) -> None:
         self.temperature = config.temperature
@@ -128,10 +126,8 @@ async def serve_chat(
     recipe: RolloutRecipe, url: str, model: str, log: Path, port: int = 0, key: str | None = None, base: Path = Path()
 ) -> AsyncIterator[Endpoint]:
     """Serve chat requests at `port` (0: a free one) with the model `model` of the server at `url`, for clients with
-    `key` (None: a random one), and append each turn to the file `log`.
-
-    Raise SettingError for a text tool-call format, which clients cannot parse.
-    """
+    `key` (None: a random one), and append each turn to the file `log`. Raise SettingError for a text tool-call format,
+    which clients cannot parse."""
     with TemporaryDirectory() as images, log.open("a", encoding="utf-8", errors="replace") as file:
         renderer = load_renderer(
             recipe.model,

@@ -44,11 +44,9 @@ _PAGE = "docs/servers.md"
 
 @dataclass(frozen=True)
 class Completion:
-    """One turn: its token ids, their log-probabilities after temperature, and the weights that sampled them.
-
-    `cut` is true if a token limit ended the turn, not the model. `mask` is 1 for sampled tokens and 0 for inserted
-    ones, such as a forced beginning. Inserted tokens are context, with log-probability 0.
-    """
+    """One turn: its token ids, their log-probabilities after temperature, and the weights that sampled them. `cut` is
+    true if a token limit ended it. `mask` is 1 for sampled tokens and 0 for inserted ones, such as a forced beginning,
+    which are context with log-probability 0."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -84,11 +82,9 @@ class EncodedIds:
 
 
 class InferenceClient:
-    """A client that sends turns to the servers; use it as an async context manager.
-
-    `Connection` sends the requests, `Router` chooses the replica, `Recovery` brings back a server that is lost or has
-    weights other than the published ones, and `StallWatch` detects one that produces no tokens.
-    """
+    """A client that sends turns to the servers; use it as an async context manager. `Router` chooses the replica,
+    `Recovery` brings back a server that is lost or has other weights, and `StallWatch` detects one that produces no
+    tokens."""
 
     def __init__(
         self,
@@ -183,11 +179,9 @@ class InferenceClient:
         """Sample one turn of `chain` after `token_ids` with the weights called `model`.
 
         Requests with different `cache_salt` share no cache. `images` are the images in `token_ids`; `encoded` has the
-        JSON of earlier requests, whose ids `token_ids` begin with. If a response is lost, the turn is sampled again
-        from the same ids, on another server if necessary. If a paused or sleeping server refuses or aborts the request,
-        the client waits until the server resumes. Raises ContextOverflowError or InferenceError for a refused request,
-        ServerUnreachableError if no server has answered for `retry_seconds`. A server that produces no token for
-        `retry_seconds` counts as lost.
+        JSON of earlier requests, whose ids `token_ids` begin with. A lost turn is sampled again from the same ids, on
+        another server if necessary; a paused or sleeping server is waited for. Raises ContextOverflowError or
+        InferenceError for a refused request, ServerUnreachableError if no server has answered for `retry_seconds`.
         """
         request: dict[str, Any] = {"model": model, "sampling_params": {"logprobs": 0, **sampling}}
         if cache_salt is not None:
@@ -206,7 +200,7 @@ class InferenceClient:
             if images is not None:
                 parts = await images.parts(self._sent_to(url, replica.rank))
                 body = msgspec.json.encode({**request, "content_parts": parts})
-            self._router.started(replica)
+            self._router.load[replica] += 1
             lost = None
             try:
                 async with self._stalls.request(replica):
@@ -214,7 +208,7 @@ class InferenceClient:
             except LostError as error:
                 lost = str(error)
             finally:
-                self._router.ended(replica)
+                self._router.load[replica] -= 1
             if lost is not None:
                 self._recovery.lose(url, lost)
                 # a healthy server that drops every turn counts as back immediately
@@ -222,7 +216,7 @@ class InferenceClient:
                 continue
             completion = None
             if status == 200:
-                self._router.succeeded(time.monotonic())
+                self._router.last_success = time.monotonic()
                 completion = _completion(text)
                 if images is not None:
                     self._sent_to(url, replica.rank).note(images.spans)

@@ -1,4 +1,4 @@
-"""Routing of requests to server replicas: a pure state machine, without a clock or I/O."""
+"""Routing of requests to server replicas, and recovery of servers that are lost or have lost their weights."""
 
 import asyncio
 import logging
@@ -39,16 +39,15 @@ class Replica(NamedTuple):
 
 
 class Router:
-    """A router that chooses replicas by prefix cache and load.
-
-    A chain's turns go to the replica that has its prefix cached. A new chain goes to a replica that has its prompt
-    cached, unless that replica has a far higher load. Everything else goes to the replica with the fewest requests.
-    Ties go to the replica with the fewest assigned chains, since chains may spend most of their time in tools.
-    """
+    """A router that chooses replicas by prefix cache and load: a pure state machine, without a clock or I/O. A chain's
+    turns go to the replica that has its prefix cached, a new chain to one that has its prompt cached, unless its load
+    is far higher, and everything else to the replica with the fewest requests, then the fewest assigned chains, since
+    chains may spend most of their time in tools."""
 
     def __init__(self, urls: Collection[str]):
         self.states = dict.fromkeys(urls, ServerState.SERVING)
         self.load: Counter[Replica] = Counter()
+        """Requests under way."""
         self.silent_since: float | None = None
         """Time since which no server has answered; None while one does."""
         self.last_success: float | None = None
@@ -63,10 +62,8 @@ class Router:
         self._replicas[url] = [Replica(url, rank) for rank in range(count)] if count > 1 else [Replica(url)]
 
     def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:
-        """Return the replica for a turn of `chain` with the tokens `prompt`; None while no server serves.
-
-        Servers in `avoid` are used only if no other server serves.
-        """
+        """Return the replica for a turn of `chain` with the tokens `prompt`; None while no server serves. Servers in
+        `avoid` are used only if no other serves."""
         urls = [url for url, state in self.states.items() if state is ServerState.SERVING]
         urls = [url for url in urls if url not in avoid] or urls
         serving = [replica for url in urls for replica in self._replicas[url]]
@@ -89,18 +86,6 @@ class Router:
                 chosen = home
         _remember(self._prompts, key, homes | {chosen})
         return chosen
-
-    def started(self, replica: Replica) -> None:
-        """Note that a request was sent to `replica`."""
-        self.load[replica] += 1
-
-    def ended(self, replica: Replica) -> None:
-        """Note that a request to `replica` was answered or lost."""
-        self.load[replica] -= 1
-
-    def succeeded(self, now: float) -> None:
-        """Note that a server completed a request."""
-        self.last_success = now
 
     def lost(self, url: str, now: float) -> None:
         """Note that the connection to `url` failed. The server gets no requests until it has proven its weights."""

@@ -27,13 +27,9 @@ def server_command(
     weight_transfer: str | None = None,
     sleeps: bool = False,
 ) -> list[str]:
-    """Return the command that serves `server.model`, by default `recipe.model`. It prints `ready URL` once the server
-    answers.
-
-    `adapters` (name -> folder) are loaded at startup; `weight_transfer` is the backend for full weights. `sleeps`
-    enables sleep mode, for which vLLM keeps its memory in separate pools. Raises SettingError for adapters that the
-    engine cannot serve.
-    """
+    """Return the command that serves `server.model`, by default `recipe.model`, and prints `ready URL` once it answers.
+    `adapters` (name -> folder) are loaded at startup; `weight_transfer` is the backend for full weights; `sleeps`
+    enables vLLM's sleep mode. Raises SettingError for adapters that the engine cannot serve."""
     server, adapters = recipe.server, adapters or {}
     command = own_python(
         "-m", _MODULES[server.engine], server.model or recipe.model.path, executable=server.vllm.python

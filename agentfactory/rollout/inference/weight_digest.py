@@ -34,14 +34,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def weight_digest(weight: Tensor, function: str | None = None) -> str:
-    """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The hex digits depend only
-    on the bytes in row-major order, without zeros at the end.
+    """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The digits depend only on the
+    bytes in row-major order, without zeros at the end, on every device. `function` is "xxh3" or "fold"; by default the
+    faster one for the weight's device.
 
-    `function` is "xxh3" or "fold"; by default, the faster one for the weight's device: xxh3 on a CPU, fold on a GPU.
-    Each gives equal digits for equal bytes on every device. Raises ValueError for another name.
-
-    Both detect accidental faults: older weights, torn or swapped parts, another order, rounding, signs. Neither is
-    cryptographic: an attacker can construct weights for a given digest.
+    Both detect accidental faults (older weights, torn or swapped parts, another order, rounding, signs), but an
+    attacker can construct weights for a given digest.
     """
     function = function or ("xxh3" if weight.device.type == "cpu" else "fold")
     if function not in FUNCTIONS:

@@ -47,11 +47,8 @@ class Segment(NamedTuple):
 
 
 class AdapterLayers:
-    """Forward hooks that add the adapters' products to the outputs of the model's linear modules.
-
-    `segments`, and for the head `sampled_segments`, must be set before each step; tokens outside them use the base
-    model alone.
-    """
+    """Forward hooks that add the adapters' products to the outputs of the model's linear modules. `segments`, and for
+    the head `sampled_segments`, must be set before each step; tokens outside them use the base model alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments: list[Segment] = []

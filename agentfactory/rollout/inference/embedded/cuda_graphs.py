@@ -1,10 +1,8 @@
 """Decoding steps with a few fixed shapes on tensors at fixed addresses. On a GPU each shape is captured once as a CUDA
-graph and then replayed, so a step costs one launch instead of a thousand.
+graph and then replayed, so a step costs one launch instead of a thousand (`make test-gpu` tests this).
 
-A step computes one token in each of its slots. Slots without a request compute an unused token, which is written to the
-first unused position of the slot. There is always one, because a sequence's last token is never computed.
-
-`make test-gpu` tests capturing and replaying; the steps themselves are tested on the CPU.
+A step computes one token in each of its slots. Slots without a request compute an unused token, written to the slot's
+first unused position, which exists because a sequence's last token is never computed.
 """
 
 from collections import OrderedDict

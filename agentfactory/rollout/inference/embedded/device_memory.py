@@ -1,9 +1,9 @@
 """Device memory: eviction of tensors to the host and back, and buffers that the sender of weights shares with this
-process (GPU memory through CUDA IPC, host memory by name).
+process.
 
 A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: result of
-`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}. In addition, {"cpu": (name, bytes)} names a
-block of `multiprocessing.shared_memory`.
+`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}, or {"cpu": (name, bytes)} for a block of
+`multiprocessing.shared_memory`.
 """
 
 import base64
@@ -24,12 +24,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 
 class Evictable:
-    """Tensors on one device whose contents can be moved to host memory.
-
-    References to the tensors (tied weights, views, modules) stay valid. Their addresses change, so a CUDA graph that
-    reads them must be captured again. The host copy is kept, so the next eviction copies only changed tensors. torch's
-    count of in-place changes decides this; it does not include changes through `.data`.
-    """
+    """Tensors on one device whose contents can be moved to host memory. References to them stay valid, but their
+    addresses change. The host copy is kept, and the next eviction copies only tensors that changed by torch's count of
+    in-place changes, which does not include those through `.data`."""
 
     def __init__(self, tensors: Iterable[Tensor], *, pin: bool) -> None:
         groups: dict[int, list[Tensor]] = {}
@@ -47,10 +44,8 @@ class Evictable:
         """Bytes of all tensors."""
 
     def evict(self) -> None:
-        """Copy changed tensors to the host, and return their memory to torch's allocator.
-
-        Raises MemoryError, with nothing changed, if the host lacks room for the copy.
-        """
+        """Copy changed tensors to the host, and return their memory to torch's allocator. Raises MemoryError, with
+        nothing changed, if the host lacks room for the copy."""
         if self._host is None:
             self._host = _host_memory(self.nbytes, self._pin)
         for index, (piece, storage) in enumerate(zip(self._pieces(), self._storages, strict=True)):

@@ -66,11 +66,8 @@ class ImageCache:
 
     async def receive(self, parts: Any) -> list[HeldImage]:
         """Return the images of a request's `content_parts`: {"type": "image_url", "url": "data:...", "uuid": UUID}. The
-        url may be null for a held image, which is used unchanged. Without a uuid the key is the digest of its pixels.
-
-        Images are decoded in another thread. Raises ValueError; for an image without url that is not held, with
-        vLLM's message.
-        """
+        url may be null for a held image; without a uuid, the key is the digest of the pixels. Raises ValueError, with
+        vLLM's message for an image that is not held."""
         if not isinstance(parts, list):
             raise ValueError(f"content_parts: must be a list, not {type(parts).__name__}")
         return [await self._receive(index, part) for index, part in enumerate(parts)]
@@ -150,11 +147,9 @@ class ImageEncoder:
         self, requests: Sequence[Request], ids: np.ndarray, rotary: np.ndarray, start: np.ndarray, after: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
         """Return a step's token ids [tokens], its rotary positions ([3, tokens] if it includes prompts with images,
-        else [tokens]), and the model's further arguments.
-
-        `ids` contains the cache's ids, and `rotary` the positions of tokens after a prompt. A request's new tokens
-        begin at index `start` of its sequence, and end at index `after` of the step.
-        """
+        else [tokens]), and the model's further arguments. `ids` are the cache's, and `rotary` the positions of tokens
+        after a prompt. A request's new tokens begin at index `start` of its sequence, and end at index `after` of the
+        step."""
         parts: list[tuple[HeldImage, slice, slice]] = []
         begin = after - np.diff(after, prepend=0)
         for request, first, here, end in zip(requests, start.tolist(), begin.tolist(), after.tolist(), strict=True):

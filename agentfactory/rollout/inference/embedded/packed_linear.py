@@ -1,7 +1,7 @@
-"""Linear layers on the CPU with oneDNN's packed weights: up to three times as fast as torch's, without a second copy.
+"""Linear layers on the CPU: oneDNN's packed weights, up to three times as fast as torch's, and fake quantisation.
 
-From WHOLE elements on, the packed weight replaces the module's own. `ServedWeights` reads and writes weights wherever
-they are. A smaller weight, and one that other modules share (a tied head), keeps both.
+From WHOLE elements on, the packed weight replaces the module's own. A smaller weight, and one that other modules share
+(a tied head), keeps both. `ServedWeights` reads and writes weights wherever they are.
 """
 
 from collections import Counter
@@ -30,12 +30,9 @@ WHOLE = 2**18
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Use oneDNN for the model's `nn.Linear` modules in float32 on a CPU with AVX-512, and in bfloat16 on one that also
-    has its instructions; elsewhere do nothing.
-
-    Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place, large
-    ones only by `ServedWeights`.
-    """
+    """Use oneDNN for the model's `nn.Linear` modules in float32 on a CPU with AVX-512, and in bfloat16 on one with its
+    instructions; elsewhere do nothing. Their inputs must be [1, rows, features] or [rows, features], without gradients.
+    Large weights may change only by `ServedWeights`."""
     whole = _whole_weights(model)
     for module in (modules := onednn_modules(model)):
         module.forward = _PackedLinear(module, id(module.weight) in whole)  # type: ignore[assignment, method-assign]
@@ -198,12 +195,12 @@ GROUP = 128
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, kind: Quantization) -> None:
-    """Round in place the weights of all linear modules in the language model's layers. Embeddings, norms, biases, the
-    head and a vision tower stay unchanged, as in vLLM's quantised checkpoints.
+    """Round in place, to nearest, the weights of all linear modules in the language model's layers, which stay at full
+    precision: this shows how a quantised server affects learning. Other weights and adapters stay unchanged, as in
+    vLLM's quantised checkpoints.
 
-    int8: symmetric, one scale per output channel. int4: asymmetric (16 levels from the smallest weight to the largest,
-    including 0), per group of GROUP inputs of an output channel, or fewer at the end. Adapters are added on top and are
-    not rounded. Raises UnsupportedModel if other modules have weight matrices, which would not be rounded.
+    int8: symmetric, one scale per output channel. int4: 16 levels from the smallest weight to the largest, including 0,
+    per group of GROUP inputs of an output channel. Raises UnsupportedModel if other modules have weight matrices.
     """
     language = model.get_decoder()
     embeddings = [module for module in language.modules() if isinstance(module, nn.Embedding)]

@@ -163,11 +163,9 @@ def attend(
     windowed: bool,
     sinks: Float[Tensor, "heads"] | None,
 ) -> Float[Tensor, "1 tokens heads width"]:
-    """Return the attention of the step's queries to a layer's keys and values.
-
-    `windowed` applies the sliding window. `sinks` are the scores of an additional key per head, whose value is 0. Query
-    heads that share a key head are treated as further queries of it, so keys and values are never repeated.
-    """
+    """Return the attention of the step's queries to a layer's keys and values. `windowed` applies the sliding window.
+    `sinks` are the scores of an additional key per head, whose value is 0. Query heads that share a key head are
+    treated as further queries of it, so keys and values are never repeated."""
     flat = query[0].transpose(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     for group in plan.groups:

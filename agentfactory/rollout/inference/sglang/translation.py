@@ -258,10 +258,8 @@ def group_name(port: int) -> str:
 
 def cut(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], most: int) -> Iterator[slice]:
     """Yield the slices of the weights that the trainer broadcasts together: a buffer ends with the weight that exceeds
-    `most` bytes, as in trainers/sync/nccl_sync.py.
-
-    Raises ApiError for an unknown dtype, and for weights that SGLang could not read in place.
-    """
+    `most` bytes, as in trainers/sync/nccl_sync.py. Raises ApiError for an unknown dtype, and for weights that SGLang
+    could not read in place."""
     if not len(names) == len(dtypes) == len(shapes) > 0:
         raise ApiError(400, "update_info: names, dtype_names and shapes must be lists of one length, at least 1")
     start = size = 0
