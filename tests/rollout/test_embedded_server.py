@@ -246,7 +246,7 @@ async def test_adapters_beyond_the_contract(client: Client, tmp_path: Path) -> N
 async def test_sleep_and_wake(client: Client) -> None:
     prompt = some_ids(40)
     before = await client.generate(prompt, temperature=0)
-    running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=1000))
+    running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=400))
     await busy(client.server.url)
     assert "requests are running" in await refusal(client, "/sleep?level=1", status=409)
     await client.post("/sleep?level=1&mode=keep")
@@ -261,7 +261,7 @@ async def test_sleep_and_wake(client: Client) -> None:
 
 
 async def test_kept_requests_are_not_waited_for_while_anything_is_asleep(client: Client) -> None:
-    running = asyncio.create_task(client.generate(some_ids(40), max_tokens=1000))
+    running = asyncio.create_task(client.generate(some_ids(40), max_tokens=400))
     await busy(client.server.url)
     await client.post("/sleep?mode=keep")
     await client.post("/wake_up?tags=weights")

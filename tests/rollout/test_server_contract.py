@@ -499,7 +499,7 @@ async def test_caches_of_old_weights_stay_until_they_are_dropped(client: Client,
 
 @pytest.mark.parametrize("recompute", [True, False])
 async def test_an_update_in_mid_generation(client: Client, tmp_path: Path, recompute: bool) -> None:
-    prompt, count = some_ids(300), 1500
+    prompt, count = some_ids(300), 500
     await client.update(client.server.model / "model.safetensors", "0")
     running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=count))
     await busy(client.server.url)
@@ -541,7 +541,7 @@ async def test_pause_aborts(client: Client) -> None:
 
 
 async def test_pause_waits(client: Client) -> None:
-    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
+    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=400))
     await busy(client.server.url)
     await client.post("/pause?mode=wait")
     assert (await running)["finish_reason"] == "length"
@@ -583,7 +583,7 @@ async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, t
         # a name stands for one set of weights
         await client.post("/v1/load_lora_adapter", {"lora_name": "run-1", "lora_path": str(paths["run-2"])}, 400)
         # a request keeps the adapter that it began with
-        running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=1500))
+        running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=400))
         await busy(adapting.url, api_key_env=KEY_VARIABLE)
         await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"})
         assert "run-2" not in {card["id"] for card in (await client.get("/v1/models"))["data"]}

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from agentfactory.base.errors import SettingError
+from agentfactory.rollout.inference import http_server
 from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, missing_routes, refusal
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -389,8 +390,8 @@ def test_sglang_is_started_with_flags_that_it_has(monkeypatch: pytest.MonkeyPatc
     recipe = TrainRecipe.model_validate({"model": {"path": "m"}, "server": server, "train": {"steps": 1}})
     command = serving.server_command(recipe)
     monkeypatch.setattr(front_main, "SglangProcess", start)
-    monkeypatch.setattr(front_main.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(front_main.parent_watch, "follow_parent", lambda: None)
+    monkeypatch.setattr(http_server.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(http_server.parent_watch, "follow_parent", lambda: None)
     monkeypatch.setattr(sys, "argv", command[3:])
     with pytest.raises(Started):
         front_main.main()

@@ -151,20 +151,17 @@ class InferenceClient:
                 if not await self._connection.is_guarded(url):
                     text = f"server {url} accepts requests without a key: anyone who reaches it can change its weights"
                     notify(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
-                await self._count_replicas(url)
+                try:
+                    await self._recovery.count_replicas(url)
+                except ValueError as error:
+                    text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
+                    notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
             except LostError as error:
                 own = "set server.url=null to start one here" if self._section == "server" else "correct teacher.url"
                 fix = f"start it (agentfactory serve RECIPE), or {own}"
                 raise ServerUnreachableError(f"no server answers at {url}: {error}; fix: {fix}") from error
             except ValueError as error:
                 raise ServerUnreachableError(f"server {url} answered invalid JSON to /openapi.json: {error}") from error
-
-    async def _count_replicas(self, url: str) -> None:
-        try:
-            await self._recovery.count_replicas(url)
-        except ValueError as error:
-            text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
-            notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
 
     async def generate(
         self,

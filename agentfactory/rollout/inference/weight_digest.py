@@ -34,13 +34,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def weight_digest(weight: Tensor, function: str | None = None) -> str:
-    """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The digits depend only on the
-    bytes in row-major order, without zeros at the end, on every device. `function` is "xxh3" or "fold"; by default the
-    faster one for the weight's device.
-
-    Both detect accidental faults (older weights, torn or swapped parts, another order, rounding, signs), but an
-    attacker can construct weights for a given digest.
-    """
+    """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The digits depend only on
+    the bytes in row-major order, without zeros at the end, on every device. `function` is "xxh3" or "fold"; by default
+    the faster one for the weight's device. Both detect accidental faults (older weights, torn or swapped parts, another
+    order, rounding, signs), but an attacker can construct weights for a given digest."""
     function = function or ("xxh3" if weight.device.type == "cpu" else "fold")
     if function not in FUNCTIONS:
         raise ValueError(f"the digest function must be {' or '.join(FUNCTIONS)}, got {function!r}")

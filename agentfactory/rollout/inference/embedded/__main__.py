@@ -19,8 +19,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--weight-version", default="default", help="label of the initial weights")
     return parser.parse_args()
 
 
@@ -38,19 +36,18 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
     from agentfactory.rollout.model_hub import load_fault
     from agentfactory.rollout.text.tokenizer import stop_ids
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     try:
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=False)
         if stored := getattr(config, "quantization_config", None):
             problem = f"the embedded engine cannot serve {args.model}, which is quantised ({stored['quant_method']})"
             fix = "use engine: vllm, or the unquantised model with --quantization int8 or int4"
-            raise SettingError("", problem, fix)
+            raise SettingError("", f"{problem}; {fix}")
         sees = hasattr(config, "vision_config")
         kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model: Any = kind.from_pretrained(
             args.model, config=config, dtype=getattr(torch, args.dtype), trust_remote_code=False
         )
-        model = model.to(device=device)
+        model = model.to(device="cuda" if torch.cuda.is_available() else "cpu")
         encoder = None
         if sees:
             from agentfactory.rollout.inference.embedded.image_encoder import load_encoder
@@ -63,13 +60,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
     try:
         if args.quantization:
             quantize(model, args.quantization)
-        engine = Engine(
-            model,
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            weight_version=args.weight_version,
-            encoder=encoder,
-        )
+        engine = Engine(model, max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, encoder=encoder)
         # only now: weights that were packed one by one must not leave memory for reuse behind
         give_back_freed()
         keep_freed_memory()

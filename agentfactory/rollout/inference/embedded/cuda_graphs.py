@@ -53,18 +53,7 @@ class StaticStep:
         heads = torch.arange(planner.kv_heads, device=planner.device)
         rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
         mask, window_mask = planner.masks(position[:, None], shape.keys)
-        group = Group(
-            queries=1,
-            keys=shape.keys,
-            mask=mask,
-            window_mask=window_mask,
-            gather=None,
-            tokens=None,
-            pick=None,
-            first=0,
-            end=shape.slots,
-            slots=None if shape.viewed else slots,
-        )
+        group = Group(1, shape.keys, mask, window_mask, 0, shape.slots, None if shape.viewed else slots)
         segments = [
             Segment(factors, 0, shape.slots, (owner != index)[:, None] if shape.mixed else None)
             for index, factors in enumerate(self._factors, 1)

@@ -50,12 +50,12 @@ class Group(NamedTuple):
     keys: int
     mask: Float[Tensor, "n 1 rows keys"]
     window_mask: Float[Tensor, "n 1 rows keys"] | None
-    gather: Tensor | None
-    tokens: Tensor | None
-    pick: Tensor | None
     first: int
     end: int
-    slots: Tensor | None
+    slots: Tensor | None = None
+    gather: Tensor | None = None
+    tokens: Tensor | None = None
+    pick: Tensor | None = None
 
 
 class Plan(NamedTuple):
@@ -141,18 +141,9 @@ class Planner:
         times = self.heads // self.kv_heads if queries > 1 else 1
         mask, window_mask = self.masks(self.tensor(position[gather]), keys, times)
         whole = n * queries == len(position) and bool((gather.ravel() == np.arange(len(position))).all())
-        return Group(
-            queries=queries,
-            keys=keys,
-            mask=mask,
-            window_mask=window_mask,
-            gather=None if whole else self.tensor(gather.ravel()),
-            tokens=None if whole else self.tensor(tokens),
-            pick=None if whole else self.tensor(pick),
-            first=first,
-            end=last,
-            slots=None if viewed else self.tensor(slots),
-        )
+        copied = None if viewed else self.tensor(slots)
+        indices = () if whole else map(self.tensor, (gather.ravel(), tokens, pick))
+        return Group(queries, keys, mask, window_mask, first, last, copied, *indices)
 
 
 def attend(

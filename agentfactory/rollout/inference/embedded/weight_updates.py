@@ -37,13 +37,11 @@ class WeightUpdate:
         self._buffers = SharedBuffers(self._device)
 
     def load(self, info: Any) -> None:
-        """Load all weights from {"path": PATH}, a safetensors file or a folder of them, or some from one packed part, as in vLLM's
-        `ipc` backend: the lists `names`, `dtype_names`, `shapes` and `tensor_sizes` (in bytes), and
-        `ipc_handles_pickled`, the handle of the buffer with these tensors one after the other.
-
-        Names are keys of `model.state_dict()`; one name of tied tensors is enough. Everything is checked before
-        anything is copied into the model. Raises WeightsError.
-        """
+        """Load all weights from {"path": PATH}, a safetensors file or a folder of them, or some from a packed part. As
+        in vLLM's `ipc` backend, a part has the lists `names`, `dtype_names`, `shapes` and `tensor_sizes` (in bytes),
+        and `ipc_handles_pickled`, the handle of the buffer with these tensors one after the other. Names are keys of
+        `model.state_dict()`; one name of tied tensors is enough. Everything is checked before anything is copied into
+        the model. Raises WeightsError."""
         match info:
             case {"path": str(path), **rest} if not rest:
                 self._load_files(Path(path))

@@ -24,9 +24,6 @@ _ANSWERS_WITHIN = 30.0
 class SglangGoneError(ApiError):
     """An SGLang server that does not answer; our clients take status 503 as that of a lost server."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(503, message)
-
 
 class Sglang:
     """Connections to one SGLang server; use it as an async context manager. Requests raise SglangGoneError."""
@@ -54,7 +51,7 @@ class Sglang:
             async with self._session.request(method, self.url + path, data=data, timeout=limit) as response:
                 return response.status, (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise SglangGoneError(f"SGLang at {self.url} does not answer: {error or repr(error)}") from error
+            raise SglangGoneError(503, f"SGLang at {self.url} does not answer: {error or repr(error)}") from error
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at `path`. Raises ApiError with SGLang's message."""
