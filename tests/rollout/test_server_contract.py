@@ -712,15 +712,6 @@ async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:
             seeing.check(second, [a, b, c, a], answer)
 
 
-async def test_equal_ids_with_different_images(seeing: Seeing) -> None:
-    ids = [*some_ids(200, 7), seeing.vision.image_token_id, *some_ids(40, 8)]
-    images = [seeing.picture(seed) for seed in range(10, 13)]
-    for _ in range(2):
-        answers = await asyncio.gather(*[seeing.generate(ids, [part(image)]) for image in images])
-        for image, answer in zip(images, answers, strict=True):
-            seeing.check(ids, [image], answer)
-
-
 async def test_images_that_cannot_be_used_are_refused(seeing: Seeing) -> None:
     pad = seeing.vision.image_token_id
     ids = [*some_ids(9, 9), pad, 30]
@@ -729,21 +720,6 @@ async def test_images_that_cannot_be_used_are_refused(seeing: Seeing) -> None:
     await seeing.generate(ids, [broken], status=400)
     narrow = Image.new("RGB", (5, 1100))
     await seeing.generate(ids, [part(narrow)], status=400)
-
-
-async def test_a_bias_bans_and_forces_tokens(seeing: Seeing) -> None:
-    pad, image = seeing.vision.image_token_id, seeing.picture(6)
-    ids = [*some_ids(9, 11), pad, *some_ids(3, 12)]
-    forced = await seeing.generate(ids, [part(image)], logit_bias={str(pad): 100.0}, temperature=0.5)
-    assert forced["choices"][0]["token_ids"] == [pad] * 8
-    # the log-probabilities are those after the bias
-    assert all(entry["logprob"] > -1e-6 for entry in forced["choices"][0]["logprobs"]["content"])
-    asked = [*seeing.vision.banned_token_ids, 40]
-    answer = await seeing.generate(ids, [named(image)], max_tokens=1, logprobs=len(asked), logprob_token_ids=asked)
-    entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    given = {entry["token_id"]: entry["logprob"] for entry in entries}
-    assert all(given[token] < -80 for token in seeing.vision.banned_token_ids if token in given)
-    assert any(token in given for token in seeing.vision.banned_token_ids)
 
 
 async def test_a_changed_tower_changes_what_is_seen_in_a_known_image(seeing: Seeing, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import EnvironmentReward, ToolCall, ToolResult
+from agentfactory.base.messages import ToolCall, ToolResult
 from agentfactory.base.user_code.own_copy import own_copy
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.chain_runner import ChainRunner
@@ -72,7 +72,7 @@ class GatewayChain:
                     trajectory.id,
                     self._tools(session),
                     self.episode.workspace,
-                    self._report,
+                    partial(setattr, self.episode, "reported"),
                     self.judged,
                     self.episode.max_turns,
                     partial(self.gateway.listening, endpoint.key),
@@ -130,9 +130,6 @@ class GatewayChain:
                 self._end(reason)
 
         return ChainTools(episode.setup.specs, session, episode.limits, episode.timeline, note, self._fail)
-
-    def _report(self, reward: EnvironmentReward) -> None:
-        self.episode.reported = reward
 
     def _end(self, reason: StopReason) -> None:
         """Refuse the agent further turns. An external agent cannot be stopped, and may still report a reward."""

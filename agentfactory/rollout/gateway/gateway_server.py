@@ -319,23 +319,16 @@ async def _stream(
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    async with _running(sampling) as turns:
+    turns = asyncio.ensure_future(sampling)
+    try:
         while not (await asyncio.wait([turns], timeout=PING_SECONDS))[0]:
             await response.write(api.PING.encode())
-        try:
-            for event in api.events(turn_request, await turns):
-                await response.write(event.encode())
-        except Refusal as refusal:
-            await response.write(api.failed(refusal).encode())
+        for event in api.events(turn_request, await turns):
+            await response.write(event.encode())
+    except Refusal as refusal:
+        await response.write(api.failed(refusal).encode())
+    finally:
+        turns.cancel()
+        await asyncio.wait([turns])
     await response.write_eof()
     return response
-
-
-@asynccontextmanager
-async def _running(sampling: Awaitable[list[Reply]]) -> AsyncIterator["asyncio.Future[list[Reply]]"]:
-    task = asyncio.ensure_future(sampling)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

@@ -6,11 +6,11 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import LoraConfig, Part, RolloutRecipe
+from agentfactory.rollout.inference.adapter_config import ADAPTER
 from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS
 
 _MODULES = {
@@ -224,19 +224,21 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
     options = server.vllm
     # the trainer divides its logits by the temperature before it compares log-probabilities with the server's
     flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-    if options.tensor_parallel_size > 1:
-        flags += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
-    if options.data_parallel_size > 1:
-        flags += ["--data-parallel-size", str(options.data_parallel_size)]
-    if options.gpu_memory_utilization is not None:
-        flags += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
-    if server.quantization is not None:
-        flags += ["--quantization", server.quantization]
-    ranks = [_adapter_rank(path) for path in adapters.values()] + ([adapter_rank(lora)] if lora else [])
+    given = {
+        "--tensor-parallel-size": (options.tensor_parallel_size, 1),
+        "--data-parallel-size": (options.data_parallel_size, 1),
+        "--gpu-memory-utilization": (options.gpu_memory_utilization, None),
+        "--quantization": (server.quantization, None),
+    }
+    flags += [part for flag, (value, plain) in given.items() if value != plain for part in (flag, str(value))]
+    served = [json.loads((path / ADAPTER).read_text(encoding="utf-8")) for path in adapters.values()]
+    ranks = [max(int(config["r"]), *(config.get("rank_pattern") or {}).values(), 0) for config in served]
+    ranks += [adapter_rank(lora)] if lora else []
     if ranks:
         rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
         flags += ["--enable-lora", "--max-loras", str(recipe.max_loras), "--max-lora-rank", str(rank)]
-    if (lora and lora.trainable_tokens is not None) or any(_has_rows(path) for path in adapters.values()):
+    # rows of tokens have ranks of their own
+    if (lora and lora.trainable_tokens is not None) or any(config.get("rank_pattern") for config in served):
         flags += [TABLE_ADAPTERS]
     if adapters:
         flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
@@ -268,20 +270,6 @@ def adapter_rank(lora: LoraConfig) -> int:
     if lora.trainable_tokens is None:
         return lora.rank
     return max(lora.rank, AUTO_TOKENS if lora.trainable_tokens == "auto" else len(lora.trainable_tokens))
-
-
-def _adapter_rank(folder: Path) -> int:
-    config = _config(folder)
-    return max(int(config["r"]), *(config.get("rank_pattern") or {}).values(), 0)
-
-
-def _has_rows(folder: Path) -> bool:
-    return bool(_config(folder).get("rank_pattern"))
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    return config
 
 
 _OURS = {

