@@ -14,7 +14,7 @@ from agentfactory.base.http.server_keys import find_key, key_file, key_folder, p
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.sync.server_control import ServerControl
-from tests.rollout.test_embedded_server import make_model
+from tests.rollout.test_server_contract import make_model
 
 
 @pytest.fixture
@@ -118,7 +118,12 @@ def test_another_user_of_the_machine_finds_every_door_locked(tmp_path: Path) -> 
         return run("curl", "--silent", "--noproxy", "*", "--write-out", "%{http_code}", *given, url + path).stdout
 
     # a subprocess rather than a fork, because the test inspects its arguments
-    command = [sys.executable, "-m", "agentfactory.rollout.inference.embedded", str(make_model(tmp_path / "model"))]
+    command = [
+        sys.executable,
+        "-m",
+        "agentfactory.rollout.inference.embedded",
+        str(make_model(tmp_path / "model", tied=True)),
+    ]
     command += ["--port", "0", "--max-model-len", "64", "--max-num-seqs", "2"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

@@ -17,39 +17,25 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.inference.http_transport import authorization
 from agentfactory.rollout.inference.server_command import explain
+from tests.chat_tokenizers import make_tokenizer
 from tests.forked import ENGINE, Forked, start_engine
-from tests.rollout.test_server_contract import Client, check_logprobs, make_adapter, reference, shifted, some_ids
+from tests.rollout.test_server_contract import (
+    Client,
+    check_logprobs,
+    make_adapter,
+    make_model,
+    reference,
+    shifted,
+    some_ids,
+)
 from tests.server_process import busy
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 301,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,  # far from uniform, so that a wrong key or position shows
-    "eos_token_id": 300,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
 MAX_MODEL_LEN = 2000
+HIDDEN, VOCABULARY = 128, len(make_tokenizer())
 KEY = "s3cret"
-
-
-def make_model(folder: Path, kind: str = "qwen3", seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    model: PreTrainedModel
-    if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=False))
-    model.save_pretrained(folder)
-    return folder
 
 
 class Running:
@@ -67,10 +53,10 @@ class Running:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Running]]:
     folder = tmp_path_factory.mktemp("models")
     flags = ("--max-model-len", str(MAX_MODEL_LEN))
-    qwen3 = Running(make_model(folder / "qwen3"), *flags, "--max-num-seqs", "12")
+    qwen3 = Running(make_model(folder / "tied", tied=True), *flags, "--max-num-seqs", "12")
     # a cache of 125 MiB, of which the tests touch little
-    flags += ("--max-num-seqs", "512")
-    llama = Running(make_model(folder / "llama", "llama"), *flags, "--api-key-env", "TEST_KEY", TEST_KEY=KEY)
+    flags += ("--max-num-seqs", "64")
+    llama = Running(make_model(folder / "untied", tied=False), *flags, "--api-key-env", "TEST_KEY", TEST_KEY=KEY)
     yield qwen3, llama
     assert qwen3.stop() == 0
     assert llama.stop() == 0
@@ -112,7 +98,7 @@ async def test_seed_decides_the_sample_whatever_the_batch(client: Client) -> Non
 async def test_samples_follow_the_distribution(client: Client) -> None:
     prompt = some_ids(30)
     choices = await asyncio.gather(*[client.generate(prompt, max_tokens=1, temperature=2.0) for _ in range(600)])
-    drawn = torch.bincount(torch.tensor([c["token_ids"][0] for c in choices]), minlength=301) / 600
+    drawn = torch.bincount(torch.tensor([c["token_ids"][0] for c in choices]), minlength=VOCABULARY) / 600
     with torch.no_grad():
         logits = reference(client.server.model)(input_ids=torch.tensor([prompt])).logits[0, -1]
     assert (drawn - torch.softmax(logits / 2.0, -1)).abs().max() < 0.1
@@ -151,12 +137,12 @@ async def test_wrong_weights_change_nothing(client: Client, tmp_path: Path) -> N
 
 
 async def test_an_update_that_was_begun_is_completed(client: Client) -> None:
-    size = 4 * SIZES["hidden_size"]
+    size = 4 * HIDDEN
     block = SharedMemory(create=True, size=size)
     part = {
         "names": ["model.norm.weight"],
         "dtype_names": ["float32"],
-        "shapes": [[SIZES["hidden_size"]]],
+        "shapes": [[HIDDEN]],
         "tensor_sizes": [size],
         "ipc_handles_pickled": base64.b64encode(pickle.dumps({"cpu": (block.name, size)})).decode(),
     }
@@ -339,8 +325,8 @@ async def test_error_answers(client: Client) -> None:
     long = await client.generate([1] * MAX_MODEL_LEN, status=400)
     assert long.startswith(f"This model's maximum context length is {MAX_MODEL_LEN} tokens.")
     assert "token_ids" in await client.generate([], status=400)
-    assert "from 0 to 300" in await client.generate([301], status=400)
-    assert "from 0 to 300" in await client.generate([-1], status=400)
+    assert f"from 0 to {VOCABULARY - 1}" in await client.generate([VOCABULARY], status=400)
+    assert f"from 0 to {VOCABULARY - 1}" in await client.generate([-1], status=400)
     for ids in ([1.5], ["a"], [[1], [1, 2]], [True], None, [2**70]):
         assert "token_ids: must be a list of integers" in await client.generate(ids, status=400)  # type: ignore[arg-type]
     for params in (
@@ -354,7 +340,7 @@ async def test_error_answers(client: Client) -> None:
         {"seed": "x"},
         {"stop_token_ids": "x"},
         {"logit_bias": [1]},
-        {"logit_bias": {"301": 1.0}},
+        {"logit_bias": {str(VOCABULARY): 1.0}},
         {"logit_bias": {"word": 1.0}},
         {"logit_bias": {"3": "much"}},
     ):
