@@ -8,6 +8,7 @@ from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
     Part,
+    Readers,
     Refusal,
     Reply,
     TurnRequest,
@@ -19,7 +20,6 @@ from agentfactory.rollout.gateway.request_options import (
     read_tools,
     refuse,
     stops,
-    unknown,
     unmet,
     wrong,
 )
@@ -33,13 +33,23 @@ _REFUSED = {
 }
 
 
+def _image(block: Part) -> Part:
+    source = block.get("source") or {}
+    if source.get("type") == "base64":
+        return read_image(f"data:{source['media_type']};base64,{source['data']}")
+    return read_image(source.get("url"))
+
+
+_PARTS: Readers = {"text": read_text, "image": _image}
+
+
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
     refuse(body, _REFUSED)
     refuse({"output_config.format": (body.get("output_config") or {}).get("format")}, {"output_config.format": GRAMMAR})
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise wrong("messages: give a list with at least one message")
-    system = read_content(body.get("system"), _part)
+    system = read_content(body.get("system"), _PARTS)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in given:
         messages += _messages(message)
@@ -72,35 +82,23 @@ def _messages(message: Any) -> list[Message]:
         calls = [(block["id"], block["name"], block["input"]) for block in blocks if block.get("type") == "tool_use"]
         return [assistant(text, calls, reasoning)]
     if role == "system":
-        return [{"role": "system", "content": read_content(content, _part)}]
+        return [{"role": "system", "content": read_content(content, _PARTS)}]
     if role != "user":
         raise wrong(f"messages: got the role {role!r}; use user or assistant")
     results: list[Message] = [
         {
             "role": "tool",
             "tool_call_id": str(block.get("tool_use_id") or ""),
-            "content": read_content(block.get("content"), _part),
+            "content": read_content(block.get("content"), _PARTS),
         }
         for block in blocks
         if block.get("type") == "tool_result"
     ]
     rest = [block for block in blocks if block.get("type") != "tool_result"]
     user_message: list[Message] = (
-        [{"role": "user", "content": read_content(rest, _part)}] if rest or not results else []
+        [{"role": "user", "content": read_content(rest, _PARTS)}] if rest or not results else []
     )
     return [*results, *user_message]
-
-
-def _part(block: Part) -> Part | None:
-    match block.get("type"):
-        case "text":
-            return read_text(block)
-        case "image":
-            source = block.get("source") or {}
-            if source.get("type") == "base64":
-                return read_image(f"data:{source['media_type']};base64,{source['data']}")
-            return read_image(source.get("url"))
-    raise unknown(block)
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
     MOST_CHOICES,
+    Part,
+    Readers,
     Refusal,
     Reply,
     TurnRequest,
@@ -20,7 +22,6 @@ from agentfactory.rollout.gateway.request_options import (
     read_tools,
     refuse,
     stops,
-    unknown,
     unmet,
     wrong,
 )
@@ -34,6 +35,14 @@ _REFUSED = {
     "audio": _WORDS,
     "top_logprobs": SAMPLED_ONLY,
 }
+
+
+def _image(part: Part) -> Part:
+    image = part.get("image_url")
+    return read_image(image.get("url") if isinstance(image, dict) else image)
+
+
+_PARTS: Readers = {"text": read_text, "image_url": _image, "refusal": lambda part: None}
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
@@ -66,7 +75,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
 def _message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
-    content = read_content(message.get("content"), _part)
+    content = read_content(message.get("content"), _PARTS)
     match message.get("role"):
         case "system" | "developer":
             return {"role": "system", "content": content}
@@ -84,18 +93,6 @@ def _message(message: Any) -> Message:
             return assistant(text, calls, reasoning if isinstance(reasoning, str) else "")
         case role:
             raise wrong(f"messages: got the role {role!r}; use system, developer, user, assistant or tool")
-
-
-def _part(part: dict[str, Any]) -> dict[str, Any] | None:
-    match part.get("type"):
-        case "text":
-            return read_text(part)
-        case "image_url":
-            image = part.get("image_url")
-            return read_image(image.get("url") if isinstance(image, dict) else image)
-        case "refusal":
-            return None
-    raise unknown(part)
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:

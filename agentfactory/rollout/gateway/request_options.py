@@ -150,11 +150,7 @@ def stops(value: Any) -> tuple[str, ...]:
 
 
 def read_tools(
-    tools: Any,
-    chosen: bool,
-    schema: str,
-    kinds: Sequence[str | None],
-    function: Callable[[Any], Any] = lambda tool: tool,
+    tools: Any, may_call: bool, schema: str, kinds: Sequence[str | None], key: str | None = None
 ) -> tuple[list[ToolSpec], dict[str, Any]]:
     """Return the functions among a request's tools (of the types `kinds`), none unless the model `may_call` them, and
     the other tools as unmet parameters. `key` holds a tool's function (None: it is the tool itself), and `schema` its
@@ -176,14 +172,27 @@ def read_tools(
 Part = dict[str, Any]
 
 
-def read_content(content: Any, read_part: Callable[[Part], Part | None]) -> Content:
-    """Convert message content to our format: text if it has no images. `read_part` converts a part; None drops it.
-    Raise Refusal if the content is invalid."""
+Readers = Mapping[Any, Callable[[Part], Part | None]]
+"""Type of a part in a protocol -> the conversion to our part; None drops it."""
+
+
+def read_content(content: Any, readers: Readers) -> Content:
+    """Convert message content to our format: text if it has no images. Raise Refusal if it is invalid."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise wrong(f"content: got {str(content)[:200]}; use a text, or a list of parts")
-    parts = [part for given in content if (part := read_part(_dict(given))) is not None]
+    parts: list[Part] = []
+    for given in content:
+        if isinstance(given, str):
+            parts.append(text_part(given))
+            continue
+        if not isinstance(given, dict):
+            raise wrong(f"content: got the part {str(given)[:200]}; use an object with a type")
+        if (read := readers.get(given.get("type"))) is None:
+            raise wrong(f"content: parts of type {given.get('type')!r} are not supported; send text or images")
+        if (part := read(given)) is not None:
+            parts.append(part)
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
@@ -201,11 +210,6 @@ def read_image(url: Any) -> Part:
     if not isinstance(url, str) or not url.startswith("data:"):
         raise wrong(f"image: {str(url)[:200]} is not fetched; send the image itself, as a data: address")
     return image_part(url)
-
-
-def unknown(part: Mapping[str, Any]) -> Exception:
-    """Return the refusal of a part of an unsupported type."""
-    return wrong(f"content: parts of type {part.get('type')!r} are not supported; send text or images")
 
 
 def assistant(text: str, calls: list[tuple[str, str, Any]], reasoning: str = "") -> Message:
@@ -230,11 +234,3 @@ def _value(arguments: Any) -> Any:
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
-
-
-def _dict(part: Any) -> Part:
-    if isinstance(part, str):
-        return text_part(part)
-    if not isinstance(part, dict):
-        raise wrong(f"content: got the part {str(part)[:200]}; use an object with a type")
-    return part

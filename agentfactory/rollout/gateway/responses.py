@@ -9,7 +9,7 @@ from agentfactory.base.messages import Message
 from agentfactory.rollout.gateway.chat_completions import PING, SAMPLED_ONLY, error, token_logprobs
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
-    Part,
+    Readers,
     Refusal,
     Reply,
     TurnRequest,
@@ -20,7 +20,6 @@ from agentfactory.rollout.gateway.request_options import (
     read_text,
     read_tools,
     refuse,
-    unknown,
     unmet,
     wrong,
 )
@@ -41,6 +40,11 @@ _REFUSED = {
     "conversation": "send the conversation, or previous_response_id",
     "prompt": "stored prompts are not supported",
     "top_logprobs": SAMPLED_ONLY,
+}
+_PARTS: Readers = {
+    **dict.fromkeys(("input_text", "output_text", "text"), read_text),
+    "input_image": lambda part: read_image(part.get("image_url")),
+    "refusal": lambda part: None,
 }
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -84,7 +88,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
         if kept:
             stored.keep(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
 
-    instructions = read_content(body.get("instructions"), _part)
+    instructions = read_content(body.get("instructions"), _PARTS)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     specs, left_out = read_tools(body.get("tools"), body.get("tool_choice") != "none", "parameters", ["function"])
     return TurnRequest(
@@ -148,7 +152,7 @@ def _turn(items: Sequence[dict[str, Any]]) -> Message:
     calls = [item for item in items if item.get("type") == "function_call"]
     thoughts = [item for item in items if item.get("type") == "reasoning"]
     texts = [
-        content if isinstance(content := read_content(item.get("content"), _part), str) else ""
+        content if isinstance(content := read_content(item.get("content"), _PARTS), str) else ""
         for item in message_items
     ]
     reasoning = [
@@ -160,23 +164,12 @@ def _turn(items: Sequence[dict[str, Any]]) -> Message:
 
 def _message(kind: str, item: dict[str, Any]) -> Message:
     if kind == "function_call_output":
-        content = read_content(item.get("output"), _part)
+        content = read_content(item.get("output"), _PARTS)
         return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content}
     role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
     if kind != "message" or role not in ("system", "user"):
         raise wrong(f"input: items of type {kind!r} with role {item.get('role')!r} are not supported")
-    return {"role": role, "content": read_content(item.get("content"), _part)}
-
-
-def _part(part: Part) -> Part | None:
-    match part.get("type"):
-        case "input_text" | "output_text" | "text":
-            return read_text(part)
-        case "input_image":
-            return read_image(part.get("image_url"))
-        case "refusal":
-            return None
-    raise unknown(part)
+    return {"role": role, "content": read_content(item.get("content"), _PARTS)}
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
