@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
 
+import msgspec
 from aiohttp import web
 
 from agentfactory.base.errors import SettingError
@@ -102,8 +103,8 @@ async def body_of(http: web.BaseRequest) -> Json:
     """Return the request's JSON object; {} without a body. Raises ApiError."""
     raw = await http.read()
     try:
-        body = json.loads(raw) if raw else {}
-    except (ValueError, RecursionError) as error:
+        body = msgspec.json.decode(raw) if raw else {}
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
