@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,13 @@ from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.inference.embedded.__main__ import _decoder
 from agentfactory.rollout.inference.embedded.embedded_server import LOOP_TURNS
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.generate_route import ApiError, make_request
+from agentfactory.rollout.inference.embedded.generate_route import make_request
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
 from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.http_server import ApiError
 from tests.sglang_api import load_table
 
 Json = dict[str, Any]
-Handler = Callable[["StandIn", web.BaseRequest, Json], Awaitable[web.Response]]
 
 API = load_table()
 STACKED = {
@@ -101,7 +101,9 @@ class StandIn:
             if unknown := body.keys() - fields.keys():
                 return _json({"error": {"message": f"{name} has no field {min(unknown)}"}}, 500)
         try:
-            return await ROUTES[http.path](self, http, body)
+            # each method has the name of its path's last part
+            answer: web.Response = await getattr(self, http.path.rpartition("/")[2])(http, body)
+            return answer
         except ApiError as error:
             return _json({"error": {"message": str(error)}}, error.status)
 
@@ -208,8 +210,7 @@ class StandIn:
     async def ready(self, http: web.BaseRequest, body: Json) -> web.Response:
         return web.Response(status=503 if self.paused else 200)
 
-    async def health(self, http: web.BaseRequest, body: Json) -> web.Response:
-        return web.Response(status=503 if self.paused else 200)
+    health = ready
 
     # ---- weights
 
@@ -358,29 +359,6 @@ class StandIn:
         for mode, count in zip(API["modes"], counts, strict=True):
             lines += [f'{tokens}{{{labels},mode="{mode}"}} {count}'] if count else []
         return web.Response(text="".join(f"{line}\n" for line in lines))
-
-
-ROUTES: dict[str, Handler] = {
-    "/generate": StandIn.generate,
-    "/abort_request": StandIn.abort_request,
-    "/pause_generation": StandIn.pause_generation,
-    "/continue_generation": StandIn.continue_generation,
-    "/flush_cache": StandIn.flush_cache,
-    "/ready": StandIn.ready,
-    "/health": StandIn.health,
-    "/model_info": StandIn.model_info,
-    "/server_info": StandIn.server_info,
-    "/v1/models": StandIn.models,
-    "/weights_checker": StandIn.weights_checker,
-    "/update_weight_version": StandIn.update_weight_version,
-    "/update_weights_from_disk": StandIn.update_weights_from_disk,
-    "/init_weights_update_group": StandIn.init_weights_update_group,
-    "/destroy_weights_update_group": StandIn.destroy_weights_update_group,
-    "/begin_weight_update": StandIn.begin_weight_update,
-    "/update_weights_from_distributed": StandIn.update_weights_from_distributed,
-    "/end_weight_update": StandIn.end_weight_update,
-    "/metrics": StandIn.metrics,
-}
 
 
 def _json(body: Json, status: int = 200) -> web.Response:

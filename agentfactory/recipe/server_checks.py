@@ -89,7 +89,7 @@ def sglang_faults(recipe: Recipe) -> Iterator[Fault]:
         problem = f"got 'sglang', and {path} accepts images, which are not supported with it"
         yield "server.engine", problem, "use vllm, or a text-only model"
     # imported here, because few recipes need it
-    from agentfactory.rollout.inference.sglang.sglang_arguments import refused_flag
+    from agentfactory.rollout.inference.server_command import refused_flag
 
     options = server.sglang
     if (refused := refused_flag(options.args)) is not None:

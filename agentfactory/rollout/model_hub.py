@@ -83,11 +83,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def check_names(wanted: Iterable[HubName]) -> None:
-    """Raise SettingError, within seconds, if one of these names can neither be fetched nor was downloaded before.
-
-    If the hub cannot be reached, warn on stderr, and switch this process and those that it starts to offline mode: the
-    hub's client repeats each request for half a minute, and reports another cause.
-    """
+    """Raise SettingError, within seconds, if one of these names can neither be fetched nor was downloaded before. If
+    the hub cannot be reached, warn on stderr, and switch this process and those that it starts to offline mode: the
+    hub's client repeats each request for half a minute, and reports another cause."""
     for field, name, kind in wanted:
         if not constants.HF_HUB_OFFLINE and (refusal := _refusal_of(name, kind)) is not None:
             if refusal.is_reached:
@@ -147,7 +145,6 @@ def _missing(field: str, name: str, kind: Kind, refusal: _Refusal) -> OutOfReach
 
 @cache
 def _refusal_of(name: str, kind: Kind) -> _Refusal | None:
-    """Return why a model or dataset cannot be fetched; None if it can."""
     # imported here, because most recipes name folders
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -172,7 +169,6 @@ def _refusal_of(name: str, kind: Kind) -> _Refusal | None:
 
 @cache
 def _refusal_of_hub() -> _Refusal | None:
-    """Return why the hub does not answer; None if it does."""
 
     def ask() -> None:
         response = get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)

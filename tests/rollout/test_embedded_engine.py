@@ -35,9 +35,8 @@ from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.engine import PREFILL_TOKENS, Engine
-from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
-from agentfactory.rollout.inference.embedded.step_plan import Planner
+from agentfactory.rollout.inference.embedded.step_plan import Planner, attend
 
 pytestmark = pytest.mark.numbers
 

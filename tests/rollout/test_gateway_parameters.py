@@ -187,6 +187,36 @@ def test_parameters_have_their_effect(api: Any) -> None:
         assert (asked.messages, asked.unmet, asked.max_tokens) == (plain.messages, {}, plain.max_tokens), name
 
 
+def user(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]}]}
+
+
+@pytest.mark.parametrize(
+    ("api", "asked", "problem"),
+    [
+        (chat_completions, {"n": 0}, "n: got 0; use a whole number from 1 to 64"),
+        (chat_completions, {"messages": [{"role": "poet", "content": "x"}]}, "got the role 'poet'"),
+        (chat_completions, {"messages": []}, "messages: give a list with at least one"),
+        (chat_completions, {"tools": [{"type": "function", "function": {}}]}, "tools: {} has no name"),
+        (
+            chat_completions,
+            user({"type": "image_url", "image_url": {"url": "http://x/y"}}),
+            "http://x/y is not fetched",
+        ),
+        (chat_completions, user({"type": "input_audio"}), "parts of type 'input_audio'"),
+        (chat_completions, {"response_format": SCHEMA}, "response_format: a grammar changes the distribution"),
+        (chat_completions, {"stop": "\ud800"}, "stop: "),
+        (chat_completions, {"stop": ["x" * i for i in range(1, 100)]}, "stop: got 99 texts"),
+        (messages, user({"type": "document"}), "parts of type 'document'"),
+        (responses, {"text": {"format": SCHEMA}}, "text.format: a grammar changes the distribution"),
+        (responses, {"input": []}, "input: got none"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_reason(api: Any, asked: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Refusal, match=re.escape(problem)):
+        api.read({**PLAIN[api], **asked}, 1.0, responses.Stored())
+
+
 @APIS
 def test_tools_are_left_out_if_none_may_be_called(api: Any) -> None:
     tools = [CUSTOM if api is messages else TOOL]

@@ -209,30 +209,13 @@ async def test_it_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
         assert str(server.getsockname()[1]) in (without.result or ""), "or the test would prove nothing"
 
 
-WRITES_TOO_MUCH = "File too large|its files took more than 8 MiB"
-"""The program's own error or the measure of its folder, whichever comes first."""
-
-
-@pytest.mark.parametrize(
-    ("script", "limits", "problem"),
-    [
-        ("x = bytearray(900 << 20); import time; time.sleep(60)", {"memory_mb": 300}, "more than 300 MiB of memory"),
-        ("import time; open('f', 'wb').write(bytes(9 << 20)); time.sleep(60)", {"disk_mb": 8}, WRITES_TOO_MUCH),
-        (
-            "import time\nfor i in range(3): open(f'f{i}', 'wb').write(bytes(5 << 20))\ntime.sleep(60)",
-            {"disk_mb": 8},
-            "its files took more than 8 MiB",
-        ),
-        ("import os, time\nfor i in range(20): os.fork() or time.sleep(60)", {"processes": 9}, "unavailable"),
-    ],
-)
-async def test_a_limit_ends_it_and_types_the_chain(
-    tmp_path: Path, script: str, limits: dict[str, int], problem: str
-) -> None:
+async def test_a_limit_ends_it_and_types_the_chain(tmp_path: Path) -> None:
+    """Each limit of the sandbox: tests/tools."""
     mark = f"limit-{os.getpid()}"
-    trajectory = await play(tmp_path, script, [], mark, program=limits)
+    script = "x = bytearray(900 << 20); import time; time.sleep(60)"
+    trajectory = await play(tmp_path, script, [], mark, program={"memory_mb": 300})
     assert trajectory.outcome is Outcome.AGENT_ERROR
-    assert re.search(problem, trajectory.error or "")
+    assert "more than 300 MiB of memory" in (trajectory.error or "")
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
@@ -338,40 +321,27 @@ async def test_the_time_limit_begins_when_the_workspace_is_there(
     assert (trajectory.outcome, trajectory.result) == (Outcome.AGENT_ERROR, "quick")  # without a turn, but in time
 
 
-async def test_a_row_that_lacks_a_field_is_found_at_the_start(tmp_path: Path) -> None:
-    agent = ProgramAgent(AgentConfig(command=["x", "${task.repository}"]), tmp_path)
-    async with scripted_chains(tmp_path, [], agent=agent) as chains:
-        with pytest.raises(SettingError, match="row 1 of data has no repository, only question; fix: give"):
-            await chains.runner.check([{"question": "go"}])
-
-
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"rollout\.agent\.options\.env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
-        ({"workspace": "/no/such/folder"}, r"rollout\.agent\.options\.workspace: .*not a folder"),
-        (
-            {"workspace": "desks/${task.order}"},
-            r"options\.workspace: got .*; fix: give files by task",
-        ),
-        ({"keep_workspaces": "/proc/1"}, r"rollout\.agent\.options\.keep_workspaces: "),
-        ({"readable": ["/no/such/file"]}, r"rollout\.agent\.options\.readable: there is no /no/such/file"),
+        ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
+        ({"workspace": "/no/such/folder"}, r"workspace: .*not a folder"),
+        ({"workspace": "desks/${task.order}"}, r"workspace: got .*; fix: give files by task"),
+        ({"workspace": "desk", "disk_mb": 2}, r"disk_mb: got 2, but .*desk has 3 MiB; fix: raise it"),
+        ({"keep_workspaces": "/proc/1"}, r"keep_workspaces: "),
+        ({"readable": ["/no/such/file"]}, r"readable: there is no /no/such/file"),
+        ({"files": "/no/such/files"}, r"files: there is no folder .*; fix: name an existing folder"),
     ],
 )
-def test_what_a_program_cannot_have_is_found_at_the_start(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
-    with pytest.raises(SettingError, match=problem):
-        ProgramAgent(AgentConfig(command=["x"], options=fields), tmp_path)
-
-
-def test_a_workspace_that_is_larger_than_its_limit_is_found_at_the_start(tmp_path: Path) -> None:
+def test_what_a_program_cannot_have_is_found_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "desk").mkdir()
     with (tmp_path / "desk" / "large").open("wb") as file:
         file.truncate(3 << 20)
-    config = AgentConfig(command=["sh"], options={"workspace": str(tmp_path / "desk"), "disk_mb": 2})
-    with pytest.raises(
-        SettingError, match=r"rollout\.agent\.options\.disk_mb: got 2, but .*desk has 3 MiB; fix: raise it"
-    ):
-        ProgramAgent(config, tmp_path)
+    with pytest.raises(SettingError, match=rf"rollout\.agent\.options\.{problem}"):
+        ProgramAgent(AgentConfig(command=["sh"], options=fields), tmp_path)
 
 
 def test_a_program_of_the_system_is_shown_already() -> None:
@@ -406,39 +376,46 @@ async def test_a_rows_files_are_in_the_folder_of_its_chain(tmp_path: Path, kind:
     assert (trajectory.error, trajectory.result) == (None, "hats,2 True True")
 
 
+GO: dict[str, Any] = {"question": "go"}
+UNKNOWN_FIELD = r"row 1 of data has no repository, only question; fix: give"
+NO_FOLDER = r"row 2: files: the row names \['a.csv'\]; fix: set the option `files` to their folder"
+
+
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("command", "rows", "words"),
     [
-        (["a.csv"], r"data, row 2: files: the row names \['a.csv'\]; fix: set the option `files` to their folder"),
-        ({"../a": "b"}, r"data, row 2: files: '\.\./a' does not name a file of the workspace"),
-        ("a.csv", r"data, row 2: files: got 'a.csv'; fix: give a mapping of name to text, or a list of names"),
+        (["x", "${task.repository}"], [GO], UNKNOWN_FIELD),
+        (["x"], [GO, {**GO, "files": ["a.csv"]}], NO_FOLDER),
+        (["x"], [GO, {**GO, "files": {"../a": "b"}}], r"row 2: files: '\.\./a' does not name a file of the workspace"),
+        (
+            ["x"],
+            [GO, {**GO, "files": "a.csv"}],
+            r"row 2: files: got 'a.csv'; fix: give a mapping of name to text",
+        ),
+        (
+            ["x"],
+            [{**GO, "files": {}}, {**GO, "files": None}, GO],
+            r'data, row 3: files: missing, but row 1 has them; fix: write "files": {}',
+        ),
+        (
+            ["x", "${task.question}"],
+            [GO, {"question": " "}],
+            r"data, row 2: question: empty, but rollout\.agent\.command\.1 passes it .* fix:",
+        ),
     ],
 )
-async def test_files_that_cannot_be_given_are_refused_before_a_run(tmp_path: Path, files: Any, words: str) -> None:
-    async with program_chains(tmp_path, READS, "none") as chains:
-        with pytest.raises(SettingError, match=words):
-            await chains.runner.check([{"question": "go"}, {"question": "go", "files": files}])
-
-
-async def test_a_row_without_files_among_others_is_refused(tmp_path: Path) -> None:
-    rows = [{"question": "go", "files": {}}, {"question": "go", "files": None}, {"question": "go"}]
-    async with program_chains(tmp_path, READS, "none") as chains:
-        await chains.runner.check(rows[:2])
-        await chains.runner.check(rows[2:])
-        with pytest.raises(
-            SettingError, match=r'data, row 3: files: missing, but row 1 has them; fix: write "files": {}'
-        ):
-            await chains.runner.check(rows)
-
-
-async def test_an_empty_question_is_refused_if_the_program_gets_it(tmp_path: Path) -> None:
-    rows = [{"question": "go"}, {"question": " "}]
-    agent = ProgramAgent(AgentConfig(command=["sh", "-c", "true", "${task.question}"]), tmp_path)
-    with pytest.raises(
-        SettingError, match=r"data, row 2: question: empty, but rollout\.agent\.command\.3 passes it .* fix:"
-    ):
+def test_rows_that_a_program_cannot_use_are_refused_before_a_run(
+    tmp_path: Path, command: list[str], rows: list[dict[str, Any]], words: str
+) -> None:
+    agent = ProgramAgent(AgentConfig(command=command, options={"sandbox": "none"}), tmp_path)
+    with pytest.raises(SettingError, match=words):
         agent.check_rows(rows, "data")
-    ProgramAgent(AgentConfig(command=["sh", "-c", "true"]), tmp_path).check_rows(rows, "data")
+
+
+def test_rows_that_a_program_can_use(tmp_path: Path) -> None:
+    agent = ProgramAgent(AgentConfig(command=["x"], options={"sandbox": "none"}), tmp_path)
+    for rows in ([{**GO, "files": {}}, {**GO, "files": None}], [GO, {"question": " "}]):
+        agent.check_rows(rows, "data")
 
 
 @pytest.mark.parametrize(
@@ -518,43 +495,27 @@ def test_a_program_of_the_chains_folder_must_be_there_and_executable(
     ProgramAgent(config, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("print('I am done')", "requesting a turn of the model; its output ends with: I am done; fix: let its client"),
-        (
-            "OpenAI(base_url='http://127.0.0.1:9', max_retries=0).models.list()",
-            "Connection error.*; it has not requested",
-        ),
-        ("OpenAI(api_key='mine', max_retries=0).models.list()", "401.*; it has not requested a turn"),
-    ],
-)
-async def test_an_agent_without_a_turn_gets_the_address_as_the_fix(tmp_path: Path, code: str, words: str) -> None:
-    trajectory = await play(tmp_path, f"from openai import OpenAI\n{code}\n", [], kind="none")
-    assert trajectory.outcome is Outcome.AGENT_ERROR
-    assert re.search(words, trajectory.error or ""), trajectory.error
-    assert "fix: let its client take its address and key from the variables OPENAI_BASE_URL and" in trajectory.error
+ADDRESS = "fix: let its client take its address and key from the variables OPENAI_BASE_URL and"
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "words", "is_address"),
     [
-        ("raise KeyError('a')", "KeyError: 'a'$"),
+        ("print('I am done')", "requesting a turn of the model; its output ends with: I am done; fix: let its", True),
+        ("OpenAI(base_url='http://127.0.0.1:9', max_retries=0).models.list()", "Connection error.*; it has not", True),
+        ("OpenAI(api_key='mine', max_retries=0).models.list()", "401.*; it has not requested a turn", True),
+        ("raise KeyError('a')", "KeyError: 'a'$", False),
         (
             "try: OpenAI(max_retries=0).chat.completions.create(model='m', messages=[])\nexcept Exception: print('oh')",
             "without a turn; its last request was refused: messages: .*; its output ends with: oh$",
+            False,
         ),
     ],
 )
-async def test_other_failures_do_not_blame_the_address(tmp_path: Path, code: str, words: str) -> None:
+async def test_an_agent_without_a_turn_gets_the_address_as_the_fix_if_it_is(
+    tmp_path: Path, code: str, words: str, is_address: bool
+) -> None:
     trajectory = await play(tmp_path, f"from openai import OpenAI\n{code}\n", [], kind="none")
     assert trajectory.outcome is Outcome.AGENT_ERROR
     assert re.search(words, trajectory.error or ""), trajectory.error
-
-
-def test_a_folder_of_files_must_exist(tmp_path: Path) -> None:
-    config = AgentConfig(command=["true"], options={"files": str(tmp_path / "none"), "sandbox": "none"})
-    with pytest.raises(
-        SettingError, match=r"agent\.options\.files: there is no folder .*; fix: name an existing folder"
-    ):
-        ProgramAgent(config, tmp_path)
+    assert (ADDRESS in (trajectory.error or "")) == is_address

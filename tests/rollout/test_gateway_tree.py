@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from agentfactory.base.messages import Message, ToolSpec
-from agentfactory.rollout.gateway.content import assistant
-from agentfactory.rollout.gateway.message_equality import ComparedMessage, Delivered, content_text, print_of
-from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
+from agentfactory.rollout.gateway.request_options import assistant
+from agentfactory.rollout.gateway.turn_tree import (
+    ChainTree,
+    ComparedMessage,
+    Delivered,
+    Node,
+    Plan,
+    content_text,
+    print_of,
+)
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.template_renderer import TemplateRenderer
@@ -427,7 +434,7 @@ def test_a_thousand_agents_that_edit_their_histories(appending: TemplateRenderer
 @pytest.mark.slow
 def test_agents_under_a_template_that_rewrites_history() -> None:
     rewriting = make_renderer(make_tokenizer(STRIPS_REASONING))
-    for seed in range(100):
+    for seed in range(20):
         policy = policy_of(rewriting, seed)
         history: list[Message] = []
         for turn in range(4):

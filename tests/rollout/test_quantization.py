@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.rollout.inference.embedded.quantization import FULL_WEIGHTS, quantize
+from agentfactory.rollout.inference.embedded.packed_linear import quantize
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.rollout.inference.http_transport import authorization
 from tests.conftest import embedded_server
@@ -151,7 +151,7 @@ def test_the_server_computes_with_rounded_weights_under_adapters_that_are_not(
 
 
 def test_full_weights_are_refused_with_the_fix(server: str) -> None:
-    for path in sorted(FULL_WEIGHTS):
+    for path in ("/init_weight_transfer_engine", "/start_weight_update"):
         with pytest.raises(urllib.error.HTTPError) as caught:
             post(server + path, {})
         assert caught.value.code == 400

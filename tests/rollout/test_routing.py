@@ -12,7 +12,7 @@ def send_to_replica(router: Router, chain: str, prompt: str = "", avoid: tuple[s
     """Send one request, which stays in flight."""
     replica = router.choose(chain, prompt or chain, avoid)
     assert replica is not None
-    router.started(replica)
+    router.load[replica] += 1
     return replica
 
 
@@ -24,7 +24,7 @@ def test_new_prompts_go_where_the_load_is_least() -> None:
     router = Router([A, B])
     assert [send(router, f"c{i}") for i in range(4)] == [A, B, A, B]
     for _ in range(2):
-        router.ended(Replica(B))
+        router.load[Replica(B)] -= 1
     assert [send(router, f"d{i}") for i in range(2)] == [B, B]
 
 
@@ -33,7 +33,7 @@ def test_chains_that_are_in_tools_are_spread_too() -> None:
     homes = []
     for number in range(6):
         homes.append(send(router, f"c{number}"))
-        router.ended(Replica(homes[-1]))
+        router.load[Replica(homes[-1])] -= 1
     assert homes == [A, B] * 3
 
 
@@ -41,7 +41,7 @@ def test_a_chain_stays_where_its_prefix_is_however_busy() -> None:
     router = Router([A, B])
     assert send(router, "chain") == A
     for _ in range(50):
-        router.started(Replica(A))
+        router.load[Replica(A)] += 1
     assert send(router, "chain", prompt="a longer prompt, as each turn has") == A
 
 
@@ -98,7 +98,7 @@ def test_a_chain_stays_at_one_of_the_replicas_behind_an_address() -> None:
     homes = {f"c{i}": send_to_replica(router, f"c{i}") for i in range(8)}
     assert Counter(homes.values()) == {Replica(A, 0): 4, Replica(A, 1): 4}
     for _ in range(20):
-        router.started(homes["c0"])
+        router.load[homes["c0"]] += 1
     assert {chain: send_to_replica(router, chain, "a longer prompt") for chain in homes} == homes
     group = {send_to_replica(router, f"g{i}", "the same prompt") for i in range(8)}
     assert group == {homes["c1"]}, "a group shares its prompt, at the idle replica"

@@ -176,7 +176,7 @@ def adapting(
 class Client:
     """Plain HTTP to one server."""
 
-    def __init__(self, server: Served, session: aiohttp.ClientSession) -> None:
+    def __init__(self, server: Any, session: aiohttp.ClientSession) -> None:
         self.server, self.session = server, session
 
     async def call(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
@@ -191,20 +191,24 @@ class Client:
     async def get(self, path: str, status: int = 200) -> Any:
         return await self.call("GET", path, None, status)
 
-    async def generate(self, ids: list[int], *, model: str = "policy", salt: str | None = None, **params: Any) -> Any:
-        return (await self.answer(ids, model=model, salt=salt, **params))["choices"][0]
+    async def generate(self, ids: Any, *, status: int = 200, **params: Any) -> Any:
+        """A turn, or the message of a refusal."""
+        content = await self.answer(ids, status=status, **params)
+        return content["choices"][0] if status == 200 else content["error"]["message"]
 
-    async def answer(self, ids: list[int], *, model: str = "policy", salt: str | None = None, **params: Any) -> Any:
+    async def answer(
+        self, ids: Any, *, model: str = "policy", salt: str | None = None, status: int = 200, **params: Any
+    ) -> Any:
         params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **params}
         body = {"token_ids": ids, "sampling_params": params, "model": model}
         body |= {"cache_salt": salt} if salt else {}
-        return await self.post("/inference/v1/generate", body)
+        return await self.post("/inference/v1/generate", body, status)
 
     async def update(self, weights: Path, version: str) -> None:
         await self.post("/init_weight_transfer_engine", {"init_info": {}})
         await self.post("/start_weight_update")
         # SGLang reads folders
-        path = weights.parent if self.server.engine == "sglang" else weights
+        path = weights.parent if getattr(self.server, "engine", "") == "sglang" else weights
         await self.post("/update_weights", {"update_info": {"path": str(path)}})
         await self.post("/finish_weight_update", {"weight_version": version})
 
@@ -284,12 +288,6 @@ async def test_routes_are_described(client: Client) -> None:
     assert (await client.get("/openapi.json"))["paths"].keys() >= needed
     async with InferenceClient(client.server.url) as ours:
         await ours.check_routes()
-
-
-@pytest.mark.processes
-async def test_routes_for_adapters_are_described(adapting: Served) -> None:
-    async with connect(adapting) as client:
-        assert (await client.get("/openapi.json"))["paths"].keys() >= ADAPTER_ROUTES
 
 
 async def test_greedy_tokens_are_transformers(client: Client) -> None:
@@ -501,7 +499,7 @@ async def test_caches_of_old_weights_stay_until_they_are_dropped(client: Client,
 
 @pytest.mark.parametrize("recompute", [True, False])
 async def test_an_update_in_mid_generation(client: Client, tmp_path: Path, recompute: bool) -> None:
-    prompt, count = some_ids(300), 1500
+    prompt, count = some_ids(300), 500
     await client.update(client.server.model / "model.safetensors", "0")
     running = asyncio.create_task(client.generate(prompt, temperature=0, max_tokens=count))
     await busy(client.server.url)
@@ -543,15 +541,16 @@ async def test_pause_aborts(client: Client) -> None:
 
 
 async def test_pause_waits(client: Client) -> None:
-    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=1500))
+    running = asyncio.create_task(client.generate(some_ids(30), max_tokens=400))
     await busy(client.server.url)
     await client.post("/pause?mode=wait")
     assert (await running)["finish_reason"] == "length"
 
 
-def make_adapter(model: Path, folder: Path, seed: int) -> Path:
+def make_adapter(model: Path, folder: Path, seed: int, **config: Any) -> Path:
     torch.manual_seed(seed)
-    wrapped = peft.get_peft_model(reference(model), peft.LoraConfig(r=8, lora_alpha=8, target_modules="all-linear"))
+    config = {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", **config}
+    wrapped = peft.get_peft_model(reference(model), peft.LoraConfig(**config))
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -564,6 +563,7 @@ async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, t
     paths = {f"run-{i}": make_adapter(model, tmp_path / str(i), i) for i in (1, 2)}
     models: dict[str, torch.nn.Module] = {"policy": reference(model)}
     async with connect(adapting) as client:
+        assert (await client.get("/openapi.json"))["paths"].keys() >= ADAPTER_ROUTES
         for name, path in paths.items():
             await client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
             models[name] = peft.PeftModel.from_pretrained(reference(model), path).eval()
@@ -583,7 +583,7 @@ async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, t
         # a name stands for one set of weights
         await client.post("/v1/load_lora_adapter", {"lora_name": "run-1", "lora_path": str(paths["run-2"])}, 400)
         # a request keeps the adapter that it began with
-        running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=1500))
+        running = asyncio.create_task(client.generate(prompt, model="run-2", max_tokens=400))
         await busy(adapting.url, api_key_env=KEY_VARIABLE)
         await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"})
         assert "run-2" not in {card["id"] for card in (await client.get("/v1/models"))["data"]}
@@ -592,10 +592,6 @@ async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, t
             await client.generate(prompt, model="run-2")
         await client.post("/v1/unload_lora_adapter", {"lora_name": "run-2"}, 404)
         await client.post("/v1/unload_lora_adapter", {"lora_name": "run-1"})
-
-
-async def test_an_adapter_that_is_not_there_is_refused(adapting: Served, tmp_path: Path) -> None:
-    async with connect(adapting) as client:
         body = {"lora_name": "none", "lora_path": str(tmp_path / "nowhere")}
         async with client.session.post(adapting.url + "/v1/load_lora_adapter", json=body) as answer:
             assert 400 <= answer.status < 500
@@ -607,6 +603,7 @@ async def test_the_key_guards_generation_and_models(adapting: Served) -> None:
         async with aiohttp.ClientSession(headers=headers) as session:
             stranger = Client(adapting, session)
             await stranger.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}, 401)
+            await stranger.post("/pause", status=401)
             await stranger.get("/v1/models", 401)
             await stranger.get("/health")
 
@@ -677,8 +674,8 @@ def seeing_network(folder: Path) -> Any:
 
 
 def of_ci(engine: str, kind: str) -> Any:
-    """CI runs vLLM with Qwen2.5-VL in tests/vllm/vllm_vision_training.py."""
-    marks = [pytest.mark.long] if (engine, kind) == ("vllm", "qwen2_5_vl") else []
+    """CI has other kinds in test_embedded_images.py and tests/vllm/vllm_vision_training.py."""
+    marks = [pytest.mark.long] if kind != KINDS[0] else []
     return pytest.param((engine, kind), marks=marks, id=f"{engine}-{kind}")
 
 
@@ -701,7 +698,7 @@ async def seeing(seeing_server: Served) -> AsyncIterator[Seeing]:
 
 async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:
     pad = seeing.vision.image_token_id
-    a, b, c = seeing.picture(1), seeing.picture(2, 60, 300), seeing.picture(3, 300, 80)
+    a, b, c = seeing.picture(1), seeing.picture(2, 5, 990), seeing.picture(3, 700, 20)
     first = [*some_ids(20, 1), pad, *some_ids(3, 2), pad, *some_ids(10, 3)]
     answer = await seeing.generate(first, [part(a), part(b)])
     seeing.check(first, [a, b], answer)
@@ -715,22 +712,6 @@ async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:
             seeing.check(second, [a, b, c, a], answer)
 
 
-async def test_equal_ids_with_different_images(seeing: Seeing) -> None:
-    ids = [*some_ids(200, 7), seeing.vision.image_token_id, *some_ids(40, 8)]
-    images = [seeing.picture(seed) for seed in range(10, 13)]
-    for _ in range(2):
-        answers = await asyncio.gather(*[seeing.generate(ids, [part(image)]) for image in images])
-        for image, answer in zip(images, answers, strict=True):
-            seeing.check(ids, [image], answer)
-
-
-@pytest.mark.parametrize("size", [(5, 990), (20, 700), (700, 20)])
-async def test_narrow_images(seeing: Seeing, size: tuple[int, int]) -> None:
-    image = seeing.picture(5, *size)
-    ids = [*some_ids(9, 9), seeing.vision.image_token_id, *some_ids(9, 10)]
-    seeing.check(ids, [image], await seeing.generate(ids, [part(image)]))
-
-
 async def test_images_that_cannot_be_used_are_refused(seeing: Seeing) -> None:
     pad = seeing.vision.image_token_id
     ids = [*some_ids(9, 9), pad, 30]
@@ -739,44 +720,6 @@ async def test_images_that_cannot_be_used_are_refused(seeing: Seeing) -> None:
     await seeing.generate(ids, [broken], status=400)
     narrow = Image.new("RGB", (5, 1100))
     await seeing.generate(ids, [part(narrow)], status=400)
-
-
-async def test_a_bias_bans_and_forces_tokens(seeing: Seeing) -> None:
-    pad, image = seeing.vision.image_token_id, seeing.picture(6)
-    ids = [*some_ids(9, 11), pad, *some_ids(3, 12)]
-    forced = await seeing.generate(ids, [part(image)], logit_bias={str(pad): 100.0}, temperature=0.5)
-    assert forced["choices"][0]["token_ids"] == [pad] * 8
-    # the log-probabilities are those after the bias
-    assert all(entry["logprob"] > -1e-6 for entry in forced["choices"][0]["logprobs"]["content"])
-    asked = [*seeing.vision.banned_token_ids, 40]
-    answer = await seeing.generate(ids, [named(image)], max_tokens=1, logprobs=len(asked), logprob_token_ids=asked)
-    entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    given = {entry["token_id"]: entry["logprob"] for entry in entries}
-    assert all(given[token] < -80 for token in seeing.vision.banned_token_ids if token in given)
-    assert any(token in given for token in seeing.vision.banned_token_ids)
-
-
-async def test_a_changed_tower_changes_what_is_seen_in_a_known_image(seeing: Seeing, tmp_path: Path) -> None:
-    client, image = seeing.client, seeing.picture(7)
-    ids = [*some_ids(9, 13), seeing.vision.image_token_id, *some_ids(20, 14)]
-    seeing.check(ids, [image], await seeing.generate(ids, [part(image)]))
-    new = seeing_network(client.server.model)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in new.model.visual.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    for version, network in (("1", new), ("2", seeing.network)):
-        weights = tmp_path / f"{version}.safetensors"
-        # tied tensors once, as the trainer sends them
-        save_file({n: p.detach().contiguous() for n, p in network.named_parameters()}, weights)
-        await client.update(weights, version)
-        assert (await client.post("/reset_prefix_cache"))["success"]
-        await client.post("/reset_encoder_cache")
-        answer = await seeing.generate(ids, [named(image)])
-        assert answer["choices"][0]["weight_versions"] == [{"version": version, "start": 0, "end": 8}]
-        seeing.check(ids, [image], answer, network)
-        with pytest.raises(AssertionError):
-            seeing.check(ids, [image], answer, seeing.network if network is new else new)
 
 
 # ---- time sharing with a trainer; on a CPU, vLLM reports that it sleeps, holds requests, but keeps its memory

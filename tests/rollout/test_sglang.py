@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,25 @@ import pytest
 import torch
 
 from agentfactory.base.errors import SettingError
+from agentfactory.rollout.inference import http_server
 from agentfactory.rollout.inference import server_command as serving
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, missing_routes, refusal
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.sglang import __main__ as front_main
-from agentfactory.rollout.inference.sglang.attach import Served, attach
-from agentfactory.rollout.inference.sglang.front import Front, read_load
-from agentfactory.rollout.inference.sglang.generate_translation import RESERVED_TOKENS, from_sglang, to_sglang
-from agentfactory.rollout.inference.sglang.upstream import ApiError, Sglang
-from agentfactory.rollout.inference.sglang.weight_hashes import sglang_hash
-from agentfactory.rollout.inference.sglang.weight_translation import ON_CPU, ON_GPU, UNKNOWN, WeightUpdates, cut
+from agentfactory.rollout.inference.sglang.front import read_load
+from agentfactory.rollout.inference.sglang.translation import (
+    ON_CPU,
+    ON_GPU,
+    RESERVED_TOKENS,
+    UNKNOWN,
+    WeightUpdates,
+    cut,
+    from_sglang,
+    to_sglang,
+)
+from agentfactory.rollout.inference.sglang.upstream import ApiError, Served, Sglang, attach
 from agentfactory.rollout.inference.weight_digest import UNKNOWN as UNKNOWN_THERE
+from agentfactory.rollout.inference.weight_digest import sglang_hash
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.content_proof import Content
@@ -88,15 +95,9 @@ def test_every_parameter_that_is_sent_is_one_of_sglang() -> None:
     assert (request["rid"], request["cache_salt"], request["token_ids_logprob"]) == ("r", "v1", [4, 5])
     assert request["sampling_params"]["max_new_tokens"] == 9
     assert request["sampling_params"]["min_new_tokens"] == 1
-
-
-def test_a_turn_without_a_limit_has_the_rest_of_the_context() -> None:
-    assert to_sglang(turn(), 100)["sampling_params"]["max_new_tokens"] == 97
-
-
-def test_a_request_that_passes_the_cache_by_has_a_cache_of_its_own() -> None:
-    salts = [to_sglang(turn(skip_reading_prefix_cache=True), 100)["cache_salt"] for _ in range(2)]
-    assert salts[0] != salts[1]
+    assert to_sglang(turn(), 100)["sampling_params"]["max_new_tokens"] == 97, "the rest of the context"
+    salts = {to_sglang(turn(skip_reading_prefix_cache=True), 100)["cache_salt"] for _ in range(2)}
+    assert len(salts) == 2, "a request that passes the cache by has a cache of its own"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ HASHES = [
 @pytest.mark.numbers
 def test_hashes_are_those_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tuple(sglang_hash(w, function) for function in (ON_CPU, ON_GPU)) for w in weights()] == HASHES
-    monkeypatch.setattr("agentfactory.rollout.inference.sglang.weight_hashes._TILES_AT_ONCE", 1)
+    monkeypatch.setattr("agentfactory.rollout.inference.weight_digest._TILES_AT_ONCE", 1)
     assert [sglang_hash(w, ON_GPU) for w in weights()] == [on_gpu for _, on_gpu in HASHES]
 
 
@@ -351,7 +352,7 @@ async def test_a_server_that_cannot_train_is_refused_by_its_setting() -> None:
 
 
 async def test_an_address_that_accepts_and_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.rollout.inference.sglang.attach._ANSWERS_WITHIN", 0.1)
+    monkeypatch.setattr("agentfactory.rollout.inference.sglang.upstream._ANSWERS_WITHIN", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with Sglang(f"http://127.0.0.1:{silent.getsockname()[1]}") as sglang:
             with pytest.raises(SettingError, match=r"attach: http://\S+ accepts connections, but has not answered"):
@@ -382,8 +383,8 @@ def test_sglang_is_started_with_flags_that_it_has(monkeypatch: pytest.MonkeyPatc
     recipe = TrainRecipe.model_validate({"model": {"path": "m"}, "server": server, "train": {"steps": 1}})
     command = serving.server_command(recipe)
     monkeypatch.setattr(front_main, "SglangProcess", start)
-    monkeypatch.setattr(front_main.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(front_main.parent_watch, "follow_parent", lambda: None)
+    monkeypatch.setattr(http_server.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(http_server.parent_watch, "follow_parent", lambda: None)
     monkeypatch.setattr(sys, "argv", command[3:])
     with pytest.raises(Started):
         front_main.main()
@@ -411,13 +412,6 @@ def test_sglang_itself_at_server_url_is_named() -> None:
 def test_servers_of_two_kinds_join_no_group() -> None:
     with pytest.raises(SyncError, match="different kinds of group"):
         group_for([{"world_size": 1}, {"world_size": 1, "process_group": "gloo"}])
-
-
-async def test_the_front_serves_one_model() -> None:
-    front = Front(Recorded(), replace(SERVED), "policy", "key")
-    assert (await front.models(None))["data"] == [  # type: ignore[arg-type]
-        {"id": "policy", "object": "model", "root": "model", "parent": None, "max_model_len": 100}
-    ]
 
 
 # ---- with the stand-in

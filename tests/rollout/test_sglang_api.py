@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.inference.sglang.generate_translation import to_sglang
-from agentfactory.rollout.inference.sglang.weight_translation import WeightUpdates
+from agentfactory.rollout.inference.sglang.translation import WeightUpdates, to_sglang
 from tests.rollout.test_sglang import HASHES, Recorded, turn
 from tests.sglang_api import TABLE, load_table, read_api
 

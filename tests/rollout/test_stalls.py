@@ -18,7 +18,8 @@ from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.inference.stalls import Stall
-from tests.rollout.test_embedded_server import Client, Running, make_model
+from tests.rollout.test_embedded_server import Running
+from tests.rollout.test_server_contract import Client, make_model
 from tests.waiting import until
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 4}
@@ -123,7 +124,7 @@ async def test_a_server_without_counts_is_left_alone(caplog: pytest.LogCaptureFi
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("stalls") / "model")
+    model = make_model(tmp_path_factory.mktemp("stalls") / "model", tied=True)
     running = Running(model, "--max-model-len", "64", "--max-num-seqs", "4")
     yield running
     running.stop()

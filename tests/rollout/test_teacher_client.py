@@ -4,7 +4,6 @@ True scores, by real engines: tests/trainers/test_served_teachers.py and test_se
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from transformers import PreTrainedTokenizerFast
@@ -22,23 +22,23 @@ from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
-from agentfactory.rollout.inference.inference_client import GENERATE, NEEDED_ROUTES
-from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
-from agentfactory.rollout.inference.teacher_client import TeacherClient
+from agentfactory.rollout.inference.inference_client import GENERATE
+from agentfactory.rollout.inference.teacher_client import TeacherClient, _grades
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from tests.chat_tokenizers import make_tokenizer
+from tests.rollout.test_client import Server, turn
 
 LONGEST = 64
 Scores = list[dict[str, dict[str, Any]] | None]
 
 
-class Teacher:
+class Teacher(Server):
     """A server with vLLM's answers, whose log-probabilities are a function of position and token."""
 
     def __init__(self, model: Path) -> None:
+        super().__init__()
         self.card: dict[str, Any] = {"id": "strong", "root": str(model), "max_model_len": LONGEST + 1}
-        self.routes = list(NEEDED_ROUTES)
         self.label = "default"
         self.shift = 0.0
         """Added to all log-probabilities: other weights."""
@@ -47,11 +47,15 @@ class Teacher:
         self.refusal: tuple[int, str] | None = None
         self.key: str | None = None
         self.mute = False
-        self.port = 0
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def cards(self) -> list[dict[str, Any]]:
+        return [self.card]
+
+    async def guard(self, request: web.Request) -> web.Response | None:
+        if self.mute:
+            await asyncio.sleep(60)
+        is_stranger = self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}"
+        return web.Response(status=401) if is_stranger else None
 
     def logprob(self, place: int, token: int) -> float:
         return -0.5 - (place * 7 + token * 3) % 11 / 4 - self.shift
@@ -77,46 +81,8 @@ class Teacher:
             return web.Response(status=self.refusal[0], text=self.refusal[1])
         ids, params = body["token_ids"], body["sampling_params"]
         assert (params["max_tokens"], body["model"]) == (1, "strong")
-        choice = {
-            "index": 0,
-            "finish_reason": "length",
-            "token_ids": [7],
-            "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]},
-            "weight_versions": [{"version": self.label, "start": 0, "end": 1}],
-        }
         scores = self.spoil(self.scores(ids, params["prompt_logprobs"]))
-        return web.Response(text=json.dumps({"choices": [choice], "prompt_logprobs": scores}))
-
-    async def start(self) -> None:
-        @web.middleware
-        async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
-            if self.mute:
-                await asyncio.sleep(60)
-            if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
-                return web.Response(status=401)
-            answer: web.StreamResponse = await handler(request)
-            return answer
-
-        def says(content: Callable[[], Any]) -> Callable[[web.Request], Any]:
-            async def answer(_: web.Request) -> web.Response:
-                return web.json_response(content())
-
-            return answer
-
-        async def metrics(_: web.Request) -> web.Response:
-            return web.Response(text=write_load(Load(0, 0, 0.0)))
-
-        app = web.Application(middlewares=[guard])
-        app.router.add_post(GENERATE, self.generate)
-        app.router.add_get(METRICS_ROUTE, metrics)
-        app.router.add_get("/openapi.json", says(lambda: {"paths": {route: {} for route in self.routes}}))
-        app.router.add_get("/v1/models", says(lambda: {"data": [self.card]}))
-        for route in ("/health", "/is_paused", "/is_sleeping"):
-            app.router.add_get(route, says(dict))
-        self.runner = web.AppRunner(app, shutdown_timeout=0.05)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
-        self.port = self.runner.addresses[0][1]
+        return turn(self.label, "length", prompt_logprobs=scores)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +102,7 @@ async def teaching(model: Path, top_k: int | None = None) -> AsyncIterator[tuple
         async with TeacherClient(TeacherServer(f"{teacher.url}/", None, top_k), str(model), LONGEST, 1.0) as client:
             yield teacher, client
     finally:
-        await teacher.runner.cleanup()
+        await teacher.stop()
 
 
 def chain(*rows: Row) -> Trajectory:
@@ -212,16 +178,23 @@ SPOILED: dict[str, tuple[Callable[[Scores], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-async def test_answers_that_no_teacher_can_give_fail_the_chain(model: Path, case: str) -> None:
+def test_answers_that_no_teacher_can_give_are_refused(model: Path, case: str) -> None:
     spoil, reason = SPOILED[case]
+    ids = two_turns().token_ids[:7]
+    with pytest.raises(InferenceError, match=reason):
+        _grades(spoil(Teacher(model).scores(ids, 0)), ids, np.array([3, 4, 6]), None)
+
+
+async def test_such_an_answer_fails_the_chain_and_the_check(model: Path) -> None:
     row = two_turns()
-    async with teaching(model) as (teacher, client):
+    async with teaching(model, top_k=3) as (teacher, client):
         await client.check()
-        teacher.spoil = spoil
-        with pytest.raises(InferenceError, match=reason):
+        teacher.spoil = lambda scores: [
+            entry and {t: {**v, "logprob": -0.3} for t, v in entry.items()} for entry in scores
+        ]
+        with pytest.raises(InferenceError, match=r"most likely tokens sum to 2\.222"):
             await client.grade(chain(row))
         assert row.teacher_logprobs is None
-        # as they are refused at the start
         teacher.spoil = lambda scores: None
         with pytest.raises(SettingError, match=r"teacher\.url: .* cannot grade tokens: .* no prompt_logprobs"):
             await client.check()
@@ -237,16 +210,6 @@ async def test_a_busy_server_that_answers_others_fails_the_chain_and_not_the_run
         await client.check()
         monkeypatch.setattr(client._client, "generate", busy)
         with pytest.raises(InferenceError, match="429"):
-            await client.grade(chain(two_turns()))
-
-
-async def test_logits_are_no_log_probabilities(model: Path) -> None:
-    async with teaching(model, top_k=3) as (teacher, client):
-        await client.check()
-        teacher.spoil = lambda scores: [
-            entry and {t: {**v, "logprob": -0.3} for t, v in entry.items()} for entry in scores
-        ]
-        with pytest.raises(InferenceError, match=r"most likely tokens sum to 2\.222"):
             await client.grade(chain(two_turns()))
 
 
@@ -397,13 +360,13 @@ async def test_a_server_that_dies_is_waited_for_and_then_named(model: Path, capl
     caplog.set_level(logging.WARNING, "agentfactory")
     async with teaching(model) as (teacher, client):
         await client.check()
-        await teacher.runner.cleanup()
+        await teacher.stop()
         back = asyncio.create_task(client.grade(chain(two_turns())))
         await asyncio.sleep(0.2)
         await teacher.start()
         assert await back == 7
         assert "is lost" in caplog.text
-        await teacher.runner.cleanup()
+        await teacher.stop()
         with pytest.raises(ServerUnreachableError, match=r"teacher\.url: no server answers at .* fix: start it again"):
             await client.grade(chain(two_turns()))
 

@@ -1,7 +1,5 @@
 """A teacher's server in running training, by real engines: it dies, comes back, moves, and has other weights."""
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,20 +172,3 @@ async def test_other_weights_at_the_same_address_end_the_run(
         assert len(trained) % BATCH == 0
         assert set(trained) <= groups.keys()
         assert all(len(group.trajectories) == MEMBERS for group in groups.values())
-
-
-@pytest.mark.long
-async def test_a_teacher_that_stops_answering_is_told_and_given_up(
-    tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
-) -> None:
-    (tmp_path / "teacher").mkdir()
-    with (
-        servers(tmp_path, warm_start) as (policy,),
-        servers(tmp_path / "teacher", strong, max_model_len=513) as (teacher,),
-        distilling(tmp_path, warm_start, tasks, policy, teacher.url, server={"retry_seconds": 22}) as run,
-    ):
-        await run.steps(2)
-        os.kill(teacher._process.pid, signal.SIGSTOP)
-        assert await run.end() == 1
-        assert f"server {teacher.url} has given no token for" in run.said()
-        assert "teacher.url: no server answers" in run.said()

@@ -9,7 +9,7 @@ from agentfactory.base.config import Choice, PositiveInt, Section, TypedOptions
 
 EMBEDDED_QUANTIZATIONS = ("int8", "int4")
 """Precisions to which the embedded engine can round weights. Repeated here because
-rollout/inference/embedded/quantization.py needs torch."""
+rollout/inference/embedded/packed_linear.py needs torch."""
 
 
 class EngineOptions(Section):

@@ -5,16 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
+    Part,
+    Readers,
     Refusal,
     Reply,
     TurnRequest,
+    assistant,
     integer,
+    read_content,
+    read_image,
+    read_text,
+    read_tools,
     refuse,
     stops,
-    tool_specs,
     unmet,
     wrong,
 )
@@ -28,23 +33,28 @@ _REFUSED = {
 }
 
 
+def _image(block: Part) -> Part:
+    source = block.get("source") or {}
+    if source.get("type") == "base64":
+        return read_image(f"data:{source['media_type']};base64,{source['data']}")
+    return read_image(source.get("url"))
+
+
+_PARTS: Readers = {"text": read_text, "image": _image}
+
+
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
-    """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
-    request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     refuse({"output_config.format": (body.get("output_config") or {}).get("format")}, {"output_config.format": GRAMMAR})
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise wrong("messages: give a list with at least one message")
-    system = read_content(body.get("system"), _part)
+    system = read_content(body.get("system"), _PARTS)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in given:
         messages += _messages(message)
-    tools = body.get("tools")
-    functions = [tool for tool in tools or [] if tool.get("type") in (None, "custom")]
-    left_out = [tool for tool in tools or [] if tool.get("type") not in (None, "custom")]
     choice = body.get("tool_choice") or {"type": "auto"}
-    specs = tool_specs(tools, functions, "input_schema") if choice.get("type") != "none" else []
+    specs, left_out = read_tools(body.get("tools"), choice.get("type") != "none", "input_schema", [None, "custom"])
     thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
     requested = {**body, "tool_choice": {"type": choice.get("type")}}
     return TurnRequest(
@@ -55,13 +65,12 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
         stops(body.get("stop_sequences")),
         1,
         bool(body.get("stream")),
-        unmet(requested, temperature) | ({"tools": left_out} if left_out else {}),
+        unmet(requested, temperature) | left_out,
         options={"thinking": thinks},
     )
 
 
 def _messages(message: Any) -> list[Message]:
-    """Convert one of their messages to ours: tool results become separate messages, before the rest."""
     if not isinstance(message, dict):
         raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
     content = message.get("content")
@@ -73,39 +82,26 @@ def _messages(message: Any) -> list[Message]:
         calls = [(block["id"], block["name"], block["input"]) for block in blocks if block.get("type") == "tool_use"]
         return [assistant(text, calls, reasoning)]
     if role == "system":
-        return [{"role": "system", "content": read_content(content, _part)}]
+        return [{"role": "system", "content": read_content(content, _PARTS)}]
     if role != "user":
         raise wrong(f"messages: got the role {role!r}; use user or assistant")
     results: list[Message] = [
         {
             "role": "tool",
             "tool_call_id": str(block.get("tool_use_id") or ""),
-            "content": read_content(block.get("content"), _part),
+            "content": read_content(block.get("content"), _PARTS),
         }
         for block in blocks
         if block.get("type") == "tool_result"
     ]
     rest = [block for block in blocks if block.get("type") != "tool_result"]
     user_message: list[Message] = (
-        [{"role": "user", "content": read_content(rest, _part)}] if rest or not results else []
+        [{"role": "user", "content": read_content(rest, _PARTS)}] if rest or not results else []
     )
     return [*results, *user_message]
 
 
-def _part(block: Part) -> Part | None:
-    match block.get("type"):
-        case "text":
-            return read_text(block)
-        case "image":
-            source = block.get("source") or {}
-            if source.get("type") == "base64":
-                return read_image(f"data:{source['media_type']};base64,{source['data']}")
-            return read_image(source.get("url"))
-    raise unknown(block)
-
-
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
-    """Return the response to a request, which has one turn."""
     (turn,) = turns
     return {
         **_frame(turn_request, turn),
@@ -117,7 +113,6 @@ def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
-    """Yield the response as server-sent events."""
     (turn,) = turns
     begun = {**_frame(turn_request, turn), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message={**begun, "usage": {**_used(turn), "output_tokens": 0}})
@@ -146,7 +141,6 @@ def _pieces(block: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the response body of a refused request."""
     kinds = {
         400: "invalid_request_error",
         401: "authentication_error",
@@ -160,12 +154,10 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has started."""
     return f"event: error\ndata: {json.dumps(error(refusal))}\n\n"
 
 
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
-"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(turn_request: TurnRequest, turn: Reply) -> dict[str, Any]:

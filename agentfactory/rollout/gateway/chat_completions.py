@@ -6,17 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.content import assistant, read_content, read_image, read_text, unknown
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
     MOST_CHOICES,
+    Part,
+    Readers,
     Refusal,
     Reply,
     TurnRequest,
+    assistant,
     integer,
+    read_content,
+    read_image,
+    read_text,
+    read_tools,
     refuse,
     stops,
-    tool_specs,
     unmet,
     wrong,
 )
@@ -32,9 +37,15 @@ _REFUSED = {
 }
 
 
+def _image(part: Part) -> Part:
+    image = part.get("image_url")
+    return read_image(image.get("url") if isinstance(image, dict) else image)
+
+
+_PARTS: Readers = {"text": read_text, "image_url": _image, "refusal": lambda part: None}
+
+
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
-    """Parse a request. `temperature` is that of the chains; `stored` is unused in this protocol. Raise Refusal if the
-    request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     if (body.get("response_format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"response_format: {GRAMMAR}")
@@ -43,19 +54,17 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise wrong("messages: give a list with at least one message")
-    tools = body.get("tools")
-    functions = [tool["function"] for tool in tools or [] if tool.get("type") == "function"]
-    left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
-    chosen = body.get("tool_choice") != "none"
+    may_call = body.get("tool_choice") != "none"
+    specs, left_out = read_tools(body.get("tools"), may_call, "parameters", ["function"], "function")
     return TurnRequest(
         [_message(message) for message in given],
-        tool_specs(tools, functions, "parameters") if chosen else [],
+        specs,
         str(body.get("model") or ""),
         integer(body, "max_completion_tokens") or integer(body, "max_tokens"),
         stops(body.get("stop")),
         integer(body, "n", MOST_CHOICES) or 1,
         bool(body.get("stream")),
-        unmet(body, temperature) | ({"tools": left_out} if left_out else {}),
+        unmet(body, temperature) | left_out,
         options={
             "logprobs": bool(body.get("logprobs")),
             "usage": bool((body.get("stream_options") or {}).get("include_usage")),
@@ -66,7 +75,7 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
 def _message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
-    content = read_content(message.get("content"), _part)
+    content = read_content(message.get("content"), _PARTS)
     match message.get("role"):
         case "system" | "developer":
             return {"role": "system", "content": content}
@@ -86,20 +95,7 @@ def _message(message: Any) -> Message:
             raise wrong(f"messages: got the role {role!r}; use system, developer, user, assistant or tool")
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any] | None:
-    match part.get("type"):
-        case "text":
-            return read_text(part)
-        case "image_url":
-            image = part.get("image_url")
-            return read_image(image.get("url") if isinstance(image, dict) else image)
-        case "refusal":
-            return None
-    raise unknown(part)
-
-
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
-    """Return the response to a request, with one choice per turn."""
     choices = [
         {
             "index": n,
@@ -113,7 +109,6 @@ def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
-    """Yield the response as server-sent events."""
     frame = {
         **_frame(turn_request, turns, "chat.completion.chunk"),
         **({"usage": None} if turn_request.options["usage"] else {}),
@@ -141,18 +136,15 @@ def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the response body of a refused request."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has started."""
     return f"data: {json.dumps(error(refusal))}\n\n"
 
 
 PING = ": sampling\n\n"
-"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(turn_request: TurnRequest, turns: Sequence[Reply], kind: str) -> dict[str, Any]:

@@ -43,10 +43,8 @@ class ChainEnded(Exception):
 
 
 class ChainTools:
-    """The recipe's tools for one chain.
-
-    `definitions` has the format of OpenAI's `tools`. Calls count toward the recipe's limits.
-    """
+    """The recipe's tools for one chain, whose calls count toward the recipe's limits. `definitions` has the format of
+    OpenAI's `tools`."""
 
     def __init__(
         self,
@@ -242,7 +240,6 @@ class FunctionAgent(ClientAgent):
             await client.close()
 
     async def run(self, visit: Visit) -> str | None:
-        """See ClientAgent."""
         urls = {"client": visit.endpoint.url, "anthropic": visit.endpoint.anthropic_url}
         clients = {
             name: client.with_options(base_url=urls[name], api_key=visit.endpoint.key)
@@ -262,7 +259,6 @@ class FunctionAgent(ClientAgent):
 
 
 def _client(name: str, reference: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the SDK's classes of a client and of its HTTP client."""
     library, kind = {"client": ("openai", "AsyncOpenAI"), "anthropic": ("anthropic", "AsyncAnthropic")}[name]
     try:
         module = __import__(library)

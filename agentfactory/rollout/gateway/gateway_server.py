@@ -46,9 +46,11 @@ class Api(Protocol):
 
     ROUTE: str
     PING: str
+    """Keep-alive of a stream until the turn is sampled."""
 
     def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> TurnRequest:
-        """Parse a request. Raise Refusal if it is invalid or unsupported."""
+        """Parse a request. `temperature` is that of the chains; `stored` has the items of the chain's conversations up
+        to each response. Raise Refusal if the request is invalid or needs unsupported features."""
 
     def write(self, turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
         """Return the response."""
@@ -113,7 +115,6 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """See web.RequestHandler."""
         plain = super().handle_error(request, status, exc, message)
         text = message or f"{HTTPStatus(status).phrase}; see the run's log"
         answer = _refused(request, Refusal(status, _code(status), text))
@@ -221,18 +222,11 @@ class Gateway:
         return chain, body
 
     async def _count(self, request: web.Request) -> web.Response:
-        try:
-            chain, body = await self.hear(request)
-            turn_request = _read(messages, body, chain)
-            return web.json_response({"input_tokens": await chain.count(turn_request)})
-        except Refusal as refusal:
-            return web.json_response(messages.error(refusal), status=refusal.status)
+        chain, body = await self.hear(request)
+        return web.json_response({"input_tokens": await chain.count(_read(messages, body, chain))})
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self.chain_of(request)
-        except Refusal as refusal:
-            return web.json_response(chat_completions.error(refusal), status=refusal.status)
+        self.chain_of(request)
         name = request.match_info.get("name")
         card = {"id": name or "policy", "object": "model", "type": "model", "created": 0, "owned_by": "agentfactory"}
         return web.json_response(card if name else {"object": "list", "data": [card], "has_more": False})
@@ -246,18 +240,16 @@ def key_of(request: web.Request) -> str:
 
 def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
-        chain: Asking | None = None
+        chain, body = await gateway.hear(request)
         try:
-            chain, body = await gateway.hear(request)
             turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
             sampling = await chain.admit(turn_request)
             if turn_request.stream:
                 return await _stream(request, api, turn_request, sampling)
             return web.json_response(api.write(turn_request, await sampling))
         except Refusal as refusal:
-            if chain is not None:
-                chain.refused = str(refusal)
-            return web.json_response(api.error(refusal), status=refusal.status)
+            chain.refused = str(refusal)
+            raise
 
     return handle
 
@@ -289,10 +281,12 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 @web.middleware
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert aiohttp's own refusals (an unknown route or method, too long a body) to the protocols' JSON."""
+    """Convert refusals, ours and aiohttp's (an unknown route or method, too long a body), to the protocols' JSON."""
     try:
-        response = await handler(request)
-        if response.status == HTTPStatus.UNAUTHORIZED:
+        return await handler(request)
+    except Refusal as refusal:
+        response = _refused(request, refusal)
+        if refusal.status == HTTPStatus.UNAUTHORIZED:
             response.force_close()  # do not keep connections of clients without a key
         return response
     except web.HTTPException as refused:
@@ -303,13 +297,11 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def _refused(request: web.BaseRequest, refusal: Refusal) -> web.Response:
-    """Return the response to a request that reached no handler of a protocol."""
     api = messages if request.path.startswith(messages.ROUTE) else chat_completions
     return web.json_response(api.error(refusal), status=refusal.status)
 
 
 def _code(status: int) -> str:
-    """Return the code of a refusal from HTTP's name of its status, such as not_found."""
     return HTTPStatus(status).name.lower()
 
 
@@ -327,24 +319,16 @@ async def _stream(
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    async with _running(sampling) as turns:
+    turns = asyncio.ensure_future(sampling)
+    try:
         while not (await asyncio.wait([turns], timeout=PING_SECONDS))[0]:
             await response.write(api.PING.encode())
-        try:
-            for event in api.events(turn_request, await turns):
-                await response.write(event.encode())
-        except Refusal as refusal:
-            await response.write(api.failed(refusal).encode())
+        for event in api.events(turn_request, await turns):
+            await response.write(event.encode())
+    except Refusal as refusal:
+        await response.write(api.failed(refusal).encode())
+    finally:
+        turns.cancel()
+        await asyncio.wait([turns])
     await response.write_eof()
     return response
-
-
-@asynccontextmanager
-async def _running(sampling: Awaitable[list[Reply]]) -> AsyncIterator["asyncio.Future[list[Reply]]"]:
-    """Run `sampling` as a task that is cancelled when the context ends."""
-    task = asyncio.ensure_future(sampling)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

@@ -16,11 +16,9 @@ from agentfactory.rollout.gateway.program_agent import ProgramAgent
 
 
 def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:
-    """Load the agent of `rollout.agent`: a class (`FILE.py:NAME`), created without arguments, an async function with
-    its own loop, a program, or external programs; by default, plain hooks.
-
-    Raise ValueError if it is not an agent, a hook has the wrong signature, or it cannot be created.
-    """
+    """Load the agent of `rollout.agent`: hooks (a class `FILE.py:NAME`; by default plain ones), an async function with
+    its own loop, a program, or external programs. Raise SettingError if it is not an agent, a hook has the wrong
+    signature, or it cannot be created."""
     if config is None:
         return AgentHooks()
     if config.outside is not None:

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,7 +17,6 @@ from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import OutsideOptions
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway import chat_completions
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
 from agentfactory.rollout.gateway.gateway_server import Gateway, key_of
 from agentfactory.rollout.gateway.request_options import Refusal, foreign_key, wrong
@@ -52,11 +51,8 @@ class _Taken:
 
 
 class OutsideAgent(ClientAgent):
-    """External programs, each of which runs the chains whose tasks it fetches.
-
-    A chain waits until a program requests a task. The program gets the row, an address and a key. With the key it
-    requests turns, calls the recipe's tools, and reports the end of the chain.
-    """
+    """External programs. A chain waits until a program requests a task. The program gets the row, an address and a key,
+    with which it requests turns, calls the recipe's tools, and reports the end of the chain."""
 
     elsewhere = True
 
@@ -73,9 +69,9 @@ class OutsideAgent(ClientAgent):
         self._gateway = _TaskGateway(
             config.port,
             [
-                web.post("/tasks", _answering(self._give)),
-                web.post("/tools", _answering(self._call)),
-                web.post("/reward", _answering(self._finish)),
+                web.post("/tasks", self._give),
+                web.post("/tools", self._call),
+                web.post("/reward", self._finish),
             ],
         )
         self._chosen: dict[str, _Asker] = {}
@@ -84,14 +80,12 @@ class OutsideAgent(ClientAgent):
         """Key -> the chain that a program runs with it."""
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        """See ClientAgent."""
         for place, name in enumerate(self._config.fields or []):
             for number, task in enumerate(tasks, 1):
                 if name not in task:
                     raise missing_field(f"{_FIELD}.fields.{place}", name, name, task, number, section)
 
     def gateway(self) -> Gateway:
-        """See ClientAgent."""
         return self._gateway
 
     @asynccontextmanager
@@ -117,7 +111,6 @@ class OutsideAgent(ClientAgent):
         return asker
 
     async def run(self, visit: Visit) -> str | None:
-        """See ClientAgent."""
         asker = self._chosen.pop(visit.chain)
         while asker.task.done():  # the program disconnected before it got the task
             asker = await self._next_asker()
@@ -144,7 +137,6 @@ class OutsideAgent(ClientAgent):
         }
 
     async def _give(self, request: web.Request) -> web.Response:
-        """Answer a request for a task: with a task, or with status 204 after POLL_SECONDS."""
         if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
             raise Refusal(401, "invalid_token", f"the key must be the token in {OutsideOptions.token_env}")
         asker = _Asker(asyncio.Event(), asyncio.get_running_loop().create_future())
@@ -176,7 +168,6 @@ class OutsideAgent(ClientAgent):
         return self._of(request), body
 
     async def _call(self, request: web.Request) -> web.Response:
-        """Run a call of one of the recipe's tools for a chain."""
         taken, body = await self._hear(request)
         name, arguments = body.get("name"), body.get("arguments", {})
         if not isinstance(name, str):
@@ -191,7 +182,6 @@ class OutsideAgent(ClientAgent):
             raise Refusal(503, "tool_infrastructure", str(error)) from error
 
     async def _finish(self, request: web.Request) -> web.Response:
-        """End a chain with its program's report."""
         taken, body = await self._hear(request)
         reward = _read_report(body, judged=taken.visit.judged)
         if reward is not None:
@@ -214,7 +204,6 @@ class _TaskGateway(Gateway):
 
 
 def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | None:
-    """Return the reward in a program's report about a chain. Raise Refusal if the report is invalid."""
     for name in body:
         if name not in _REPORTED:
             raise wrong(f"{name}: unknown; use {', '.join(_REPORTED)} (metrics are in reward, which may be an object)")
@@ -233,16 +222,6 @@ def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | N
         return EnvironmentReward.parse(body["reward"], "the program")
     except TypeError as error:
         raise wrong(f"reward: {error}") from error
-
-
-def _answering(handle: Callable[[web.Request], Awaitable[web.Response]]) -> Callable[..., Awaitable[web.Response]]:
-    async def answer(request: web.Request) -> web.Response:
-        try:
-            return await handle(request)
-        except Refusal as refusal:
-            return web.json_response(chat_completions.error(refusal), status=refusal.status)
-
-    return answer
 
 
 def _tell_waiting() -> None:

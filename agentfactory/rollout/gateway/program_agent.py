@@ -61,7 +61,6 @@ class ProgramAgent(ClientAgent):
     )
 
     def __init__(self, config: AgentConfig, base: Path) -> None:
-        """Create the agent. Raise SettingError if a variable of `env` is not set, or a file or folder is unusable."""
         command, options = config.command, config.options
         assert isinstance(options, ProgramOptions)
         for number, part in enumerate(command):
@@ -117,7 +116,6 @@ class ProgramAgent(ClientAgent):
         return self
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        """See ClientAgent."""
         until = time.monotonic() + _CHECK_SECONDS
         for number, task in enumerate(tasks, 1):
             if time.monotonic() > until:
@@ -150,7 +148,6 @@ class ProgramAgent(ClientAgent):
 
     @asynccontextmanager
     async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path]:
-        """See ClientAgent."""
         program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), self._template, self._kept)
         place = program.place(chain)
         async with program.running(lambda: place) as made:
@@ -209,7 +206,6 @@ class ProgramAgent(ClientAgent):
         return output or None
 
     def _check_own_program(self, program: str) -> None:
-        """Check a program that is given by its path in the chain's folder."""
         if "/" not in program or not _is_in_folder(program):
             return
         path = self._in_template(program)
@@ -219,7 +215,6 @@ class ProgramAgent(ClientAgent):
             raise SettingError("rollout.agent.command.0", f"{program} is not executable", f"chmod +x {path}")
 
     def _in_template(self, part: str) -> Path | None:
-        """Return the file of the template that a path of the command names; None if there is none."""
         path = None if self._template is None else self._template / _inside(part)
         return path if path is not None and path.is_file() else None
 
@@ -247,12 +242,10 @@ class ProgramAgent(ClientAgent):
 
 
 def _inside(part: str) -> str:
-    """Return a path of the command, relative to the chain's folder."""
     return os.path.normpath(part.removeprefix("${chain}/"))
 
 
 def _is_in_folder(part: str) -> bool:
-    """Return whether a part of the command is a fixed path that is relative to the chain's folder."""
     return "${" not in (path := part.removeprefix("${chain}/")) and not os.path.isabs(path)
 
 
@@ -311,7 +304,6 @@ async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """Read a stream to its end, and return its last _KEPT bytes as text."""
     chunks: deque[bytes] = deque(maxlen=_KEPT // _CHUNK)
     while chunk := await stream.read(_CHUNK):
         chunks.append(chunk)

@@ -1,16 +1,17 @@
-"""Request parameters, normalized across protocols: honoured, not applied, or refused.
+"""Request parameters and message parts, normalized across protocols.
 
 The recipe determines sampling: the trainer divides its logits by `rollout.temperature`, and the server's logprobs must
-cover the whole vocabulary. A token limit and stop strings only end a turn earlier, so they are honoured. Parameters
-that change the token distribution are not applied, with a warning; parameters on which an agent relies, such as a JSON
-schema, are refused.
+cover the whole vocabulary. Token limits and stop strings only end a turn earlier, so they are honoured. What changes
+the token distribution is not applied, with a warning; what an agent relies on, such as a JSON schema, is refused.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfactory.base.messages import Message, ToolCall, ToolSpec
+from agentfactory.base.messages import Content, Message, ToolCall, ToolSpec
+from agentfactory.rollout.images.parts import image_part, text_part
 
 MOST_CHOICES = 64
 GRAMMAR = (
@@ -106,7 +107,6 @@ def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
 
 
 def _value_of(body: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a parameter; `a.b` is the field b of a."""
     first, _, second = name.partition(".")
     value = body.get(first)
     return value if not second else value.get(second) if isinstance(value, dict) else None
@@ -149,15 +149,88 @@ def stops(value: Any) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def tool_specs(tools: Any, functions: Sequence[Mapping[str, Any]], schema: str) -> list[ToolSpec]:
-    """Return the tools of a request; `schema` is the key of the functions' JSON schema. Raise Refusal if they are
-    invalid."""
+def read_tools(
+    tools: Any, may_call: bool, schema: str, kinds: Sequence[str | None], key: str | None = None
+) -> tuple[list[ToolSpec], dict[str, Any]]:
+    """Return the functions among a request's tools (of the types `kinds`), none unless the model `may_call` them, and
+    the other tools as unmet parameters. `key` holds a tool's function (None: it is the tool itself), and `schema` its
+    JSON schema. Raise Refusal if they are invalid."""
     if not isinstance(tools, list | None):
         raise wrong(f"tools: got {str(tools)[:200]}; use a list")
     specs = []
-    for function in functions:
-        if not isinstance(name := function.get("name"), str):
-            raise wrong(f"tools: {str(function)[:200]} has no name")
-        parameters = function.get(schema) or {"type": "object", "properties": {}}
-        specs.append(ToolSpec(name, function.get("description") or "", parameters))
-    return specs
+    for tool in tools or []:
+        if may_call and tool.get("type") in kinds:
+            given = tool if key is None else tool[key]
+            if not isinstance(name := given.get("name"), str):
+                raise wrong(f"tools: {str(given)[:200]} has no name")
+            parameters = given.get(schema) or {"type": "object", "properties": {}}
+            specs.append(ToolSpec(name, given.get("description") or "", parameters))
+    left_out = [tool for tool in tools or [] if tool.get("type") not in kinds]
+    return specs, {"tools": left_out} if left_out else {}
+
+
+Part = dict[str, Any]
+
+
+Readers = Mapping[Any, Callable[[Part], Part | None]]
+"""Type of a part in a protocol -> the conversion to our part; None drops it."""
+
+
+def read_content(content: Any, readers: Readers) -> Content:
+    """Convert message content to our format: text if it has no images. Raise Refusal if it is invalid."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(f"content: got {str(content)[:200]}; use a text, or a list of parts")
+    parts: list[Part] = []
+    for given in content:
+        if isinstance(given, str):
+            parts.append(text_part(given))
+            continue
+        if not isinstance(given, dict):
+            raise wrong(f"content: got the part {str(given)[:200]}; use an object with a type")
+        if (read := readers.get(given.get("type"))) is None:
+            raise wrong(f"content: parts of type {given.get('type')!r} are not supported; send text or images")
+        if (part := read(given)) is not None:
+            parts.append(part)
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def read_text(part: Mapping[str, Any]) -> Part:
+    """Return a text part. Raise Refusal if it has no text."""
+    if not isinstance(text := part.get("text"), str):
+        raise wrong(f"content: {str(part)[:200]} has no text")
+    return text_part(text)
+
+
+def read_image(url: Any) -> Part:
+    """Return an image part for a `data:` address. Raise Refusal for other addresses, which are never fetched."""
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise wrong(f"image: {str(url)[:200]} is not fetched; send the image itself, as a data: address")
+    return image_part(url)
+
+
+def assistant(text: str, calls: list[tuple[str, str, Any]], reasoning: str = "") -> Message:
+    """Return an assistant message. `calls` are (id, name, arguments), arguments as a value or as JSON text."""
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": key, "type": "function", "function": {"name": name, "arguments": _value(arguments)}}
+            for key, name, arguments in calls
+        ]
+    return message
+
+
+def _value(arguments: Any) -> Any:
+    """Return arguments as chat templates expect them; text that is not a JSON object stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments, strict=False) if arguments else {}
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments

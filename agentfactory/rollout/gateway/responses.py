@@ -6,16 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.chat_completions import SAMPLED_ONLY, error, token_logprobs
-from agentfactory.rollout.gateway.content import Part, assistant, read_content, read_image, read_text, unknown
+from agentfactory.rollout.gateway.chat_completions import PING, SAMPLED_ONLY, error, token_logprobs
 from agentfactory.rollout.gateway.request_options import (
     GRAMMAR,
+    Readers,
     Refusal,
     Reply,
     TurnRequest,
+    assistant,
     integer,
+    read_content,
+    read_image,
+    read_text,
+    read_tools,
     refuse,
-    tool_specs,
     unmet,
     wrong,
 )
@@ -36,6 +40,11 @@ _REFUSED = {
     "conversation": "send the conversation, or previous_response_id",
     "prompt": "stored prompts are not supported",
     "top_logprobs": SAMPLED_ONLY,
+}
+_PARTS: Readers = {
+    **dict.fromkeys(("input_text", "output_text", "text"), read_text),
+    "input_image": lambda part: read_image(part.get("image_url")),
+    "refusal": lambda part: None,
 }
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -65,8 +74,6 @@ class Stored:
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnRequest:
-    """Parse a request. `temperature` is that of the chains; `stored` has the items of the chain's conversations up to
-    each response. Raise Refusal if the request is invalid or needs unsupported features."""
     refuse(body, _REFUSED)
     if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"text.format: {GRAMMAR}")
@@ -81,28 +88,24 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
         if kept:
             stored.keep(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
 
-    instructions = read_content(body.get("instructions"), _part)
+    instructions = read_content(body.get("instructions"), _PARTS)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    tools = body.get("tools")
-    functions = [tool for tool in tools or [] if tool.get("type") == "function"]
-    left_out = [tool for tool in tools or [] if tool.get("type") != "function"]
-    chosen = body.get("tool_choice") != "none"
+    specs, left_out = read_tools(body.get("tools"), body.get("tool_choice") != "none", "parameters", ["function"])
     return TurnRequest(
         [*messages, *_messages(items)],
-        tool_specs(tools, functions, "parameters") if chosen else [],
+        specs,
         str(body.get("model") or ""),
         integer(body, "max_output_tokens"),
         (),
         1,
         bool(body.get("stream")),
-        unmet(body, temperature) | ({"tools": left_out} if left_out else {}),
+        unmet(body, temperature) | left_out,
         options={"request": body, "logprobs": _LOGPROBS in (body.get("include") or [])},
         remember=remember,
     )
 
 
 def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
-    """Return the stored items up to the request's `previous_response_id`; empty if it has none."""
     previous = body.get("previous_response_id")
     if previous is None:
         return []
@@ -112,7 +115,6 @@ def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
 
 
 def _with_referred(given: list[dict[str, Any]], stored: Stored) -> list[dict[str, Any]]:
-    """Replace item references by the chain's items."""
     names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
     known = stored.by_id() if names else {}
     for name in names:
@@ -131,7 +133,6 @@ def as_items(given: Any) -> list[dict[str, Any]]:
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
-    """Convert items to messages; adjacent items of the model become one turn."""
     messages: list[Message] = []
     turn: list[dict[str, Any]] = []
     for item in items:
@@ -151,7 +152,7 @@ def _turn(items: Sequence[dict[str, Any]]) -> Message:
     calls = [item for item in items if item.get("type") == "function_call"]
     thoughts = [item for item in items if item.get("type") == "reasoning"]
     texts = [
-        content if isinstance(content := read_content(item.get("content"), _part), str) else ""
+        content if isinstance(content := read_content(item.get("content"), _PARTS), str) else ""
         for item in message_items
     ]
     reasoning = [
@@ -163,27 +164,15 @@ def _turn(items: Sequence[dict[str, Any]]) -> Message:
 
 def _message(kind: str, item: dict[str, Any]) -> Message:
     if kind == "function_call_output":
-        content = read_content(item.get("output"), _part)
+        content = read_content(item.get("output"), _PARTS)
         return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content}
     role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
     if kind != "message" or role not in ("system", "user"):
         raise wrong(f"input: items of type {kind!r} with role {item.get('role')!r} are not supported")
-    return {"role": role, "content": read_content(item.get("content"), _part)}
-
-
-def _part(part: Part) -> Part | None:
-    match part.get("type"):
-        case "input_text" | "output_text" | "text":
-            return read_text(part)
-        case "input_image":
-            return read_image(part.get("image_url"))
-        case "refusal":
-            return None
-    raise unknown(part)
+    return {"role": role, "content": read_content(item.get("content"), _PARTS)}
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
-    """Return the response to a request, which has one turn."""
     (turn,) = turns
     status = "incomplete" if turn.cut else "completed"
     return {
@@ -201,7 +190,6 @@ def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
-    """Yield the response as server-sent events."""
     (turn,) = turns
     done = write(turn_request, turns)
     begun = {**_frame(turn_request, turn, "in_progress"), "output": [], "usage": None, "incomplete_details": None}
@@ -241,13 +229,8 @@ def _pieces(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def failed(refusal: Refusal) -> str:
-    """Return the event of a request that fails after its stream has started."""
     fields = {"type": "error", "sequence_number": 0, "code": refusal.code, "message": str(refusal), "param": None}
     return f"event: error\ndata: {json.dumps(fields)}\n\n"
-
-
-PING = ": sampling\n\n"
-"""Keep-alive of a stream until the turn is sampled."""
 
 
 def _frame(turn_request: TurnRequest, turn: Reply, status: str) -> dict[str, Any]:

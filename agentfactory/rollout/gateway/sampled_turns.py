@@ -10,10 +10,8 @@ from typing import Any
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.opening import MOST_CHARACTERS
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
-from agentfactory.rollout.gateway.content import assistant
-from agentfactory.rollout.gateway.message_equality import Delivered, content_text
-from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, wrong
-from agentfactory.rollout.gateway.turn_tree import ChainTree, Node, Plan
+from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, assistant, wrong
+from agentfactory.rollout.gateway.turn_tree import ChainTree, Delivered, Node, Plan, content_text
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
@@ -106,7 +104,6 @@ class RequestedTurns:
         return turns
 
     def _take(self, turn_request: TurnRequest, plan: Plan, completion: Completion) -> SampledTurn:
-        """Record a sampled turn in the rows."""
         completion, stop = self._stopped(completion, turn_request.stop)
         ids = completion.token_ids
         if turn_request.specs:
@@ -168,7 +165,6 @@ def unavailable(error: InferenceError | ServerUnreachableError) -> Refusal:
 
 
 def _characters(value: Any) -> int:
-    """Return the total length of all texts in a message or tool, without images."""
     match value:
         case str():
             return len(value)

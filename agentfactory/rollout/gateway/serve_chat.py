@@ -14,11 +14,10 @@ from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.gateway.gateway_runner import check_native
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
-from agentfactory.rollout.gateway.message_equality import print_of
 from agentfactory.rollout.gateway.request_options import Reply, TurnRequest, wrong
 from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, unavailable
-from agentfactory.rollout.gateway.turn_tree import Plan
+from agentfactory.rollout.gateway.turn_tree import Plan, print_of
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
@@ -30,10 +29,8 @@ _HOTTEST = 100
 
 
 class ChatService:
-    """A service for all clients of a model, whose conversations keep the sampled token ids. See gateway_server.Asking.
-
-    `log` gets a JSON line per turn: its conversation, prompt ids and sampled tokens.
-    """
+    """A service for all clients of a model, as gateway_server.Asking, whose conversations keep the sampled token ids.
+    `log` gets a JSON line per turn: its conversation, prompt ids and sampled tokens."""
 
     def __init__(self, config: RolloutConfig, renderer: Renderer, sampler: Sampler, model: str, log: TextIO) -> None:
         self.temperature = config.temperature
@@ -48,7 +45,6 @@ class ChatService:
         self._begun = 0
 
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
-        """See gateway_server.Asking."""
         conversation = self._conversation(turn_request)
         turn_request = _without_temperature(turn_request)
         conversation.turns.check(turn_request)
@@ -57,11 +53,9 @@ class ChatService:
         return self._sample(conversation, turn_request, plan, most)
 
     async def count(self, turn_request: TurnRequest) -> int:
-        """See gateway_server.Asking."""
         return len((await self._conversation(turn_request).turns.plan(turn_request)).ids)
 
     def _conversation(self, turn_request: TurnRequest) -> "_Conversation":
-        """Return the conversation with the same tools and messages before its first turn."""
         roles = [*(message["role"] for message in turn_request.messages), "assistant"]
         tools = [spec.to_openai() for spec in turn_request.specs]
         key = json.dumps([tools, [print_of(message) for message in turn_request.messages[: roles.index("assistant")]]])
@@ -132,10 +126,8 @@ async def serve_chat(
     recipe: RolloutRecipe, url: str, model: str, log: Path, port: int = 0, key: str | None = None, base: Path = Path()
 ) -> AsyncIterator[Endpoint]:
     """Serve chat requests at `port` (0: a free one) with the model `model` of the server at `url`, for clients with
-    `key` (None: a random one), and append each turn to the file `log`.
-
-    Raise SettingError for a text tool-call format, which clients cannot parse.
-    """
+    `key` (None: a random one), and append each turn to the file `log`. Raise SettingError for a text tool-call format,
+    which clients cannot parse."""
     with TemporaryDirectory() as images, log.open("a", encoding="utf-8", errors="replace") as file:
         renderer = load_renderer(
             recipe.model,

@@ -50,12 +50,9 @@ FULL_CACHE = 0.9
 
 @dataclass
 class ConcurrencyControl:
-    """Additive-increase, multiplicative-decrease control of the number of live chains (Chiu and Jain, 1989).
-
-    Chains spend much of their time in tools, so keeping the server busy takes more chains than it decodes at a time.
-    While requests wait in the server or its cache is nearly full, the limit falls by a fifth. Otherwise, while every
-    place is taken, the limit rises by `step`. It never falls below `step`.
-    """
+    """Additive-increase, multiplicative-decrease control of the number of live chains (Chiu and Jain, 1989), which
+    spend much of their time in tools. While requests wait in the server or its cache is nearly full, the limit falls by
+    a fifth. Otherwise, while every place is taken, it rises by `step`, below which it never falls."""
 
     limit: int
     step: int

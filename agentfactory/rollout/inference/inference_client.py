@@ -24,8 +24,7 @@ from agentfactory.rollout.inference.http_transport import (
     missing_routes,
     refusal,
 )
-from agentfactory.rollout.inference.recovery import Recovery
-from agentfactory.rollout.inference.routing import Router, ServerState
+from agentfactory.rollout.inference.routing import Recovery, Router, ServerState
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
 from agentfactory.rollout.inference.weight_versions import Published
@@ -45,11 +44,9 @@ _PAGE = "docs/servers.md"
 
 @dataclass(frozen=True)
 class Completion:
-    """One turn: its token ids, their log-probabilities after temperature, and the weights that sampled them.
-
-    `cut` is true if a token limit ended the turn, not the model. `mask` is 1 for sampled tokens and 0 for inserted
-    ones, such as a forced beginning. Inserted tokens are context, with log-probability 0.
-    """
+    """One turn: its token ids, their log-probabilities after temperature, and the weights that sampled them. `cut` is
+    true if a token limit ended it. `mask` is 1 for sampled tokens and 0 for inserted ones, such as a forced beginning,
+    which are context with log-probability 0."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -85,11 +82,9 @@ class EncodedIds:
 
 
 class InferenceClient:
-    """A client that sends turns to the servers; use it as an async context manager.
-
-    `Connection` sends the requests, `Router` chooses the replica, `Recovery` brings back a server that is lost or has
-    weights other than the published ones, and `StallWatch` detects one that produces no tokens.
-    """
+    """A client that sends turns to the servers; use it as an async context manager. `Router` chooses the replica,
+    `Recovery` brings back a server that is lost or has other weights, and `StallWatch` detects one that produces no
+    tokens."""
 
     def __init__(
         self,
@@ -156,20 +151,17 @@ class InferenceClient:
                 if not await self._connection.is_guarded(url):
                     text = f"server {url} accepts requests without a key: anyone who reaches it can change its weights"
                     notify(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
-                await self._count_replicas(url)
+                try:
+                    await self._recovery.count_replicas(url)
+                except ValueError as error:
+                    text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
+                    notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
             except LostError as error:
                 own = "set server.url=null to start one here" if self._section == "server" else "correct teacher.url"
                 fix = f"start it (agentfactory serve RECIPE), or {own}"
                 raise ServerUnreachableError(f"no server answers at {url}: {error}; fix: {fix}") from error
             except ValueError as error:
                 raise ServerUnreachableError(f"server {url} answered invalid JSON to /openapi.json: {error}") from error
-
-    async def _count_replicas(self, url: str) -> None:
-        try:
-            await self._recovery.count_replicas(url)
-        except ValueError as error:
-            text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
-            notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
 
     async def generate(
         self,
@@ -184,11 +176,9 @@ class InferenceClient:
         """Sample one turn of `chain` after `token_ids` with the weights called `model`.
 
         Requests with different `cache_salt` share no cache. `images` are the images in `token_ids`; `encoded` has the
-        JSON of earlier requests, whose ids `token_ids` begin with. If a response is lost, the turn is sampled again
-        from the same ids, on another server if necessary. If a paused or sleeping server refuses or aborts the request,
-        the client waits until the server resumes. Raises ContextOverflowError or InferenceError for a refused request,
-        ServerUnreachableError if no server has answered for `retry_seconds`. A server that produces no token for
-        `retry_seconds` counts as lost.
+        JSON of earlier requests, whose ids `token_ids` begin with. A lost turn is sampled again from the same ids, on
+        another server if necessary; a paused or sleeping server is waited for. Raises ContextOverflowError or
+        InferenceError for a refused request, ServerUnreachableError if no server has answered for `retry_seconds`.
         """
         request: dict[str, Any] = {"model": model, "sampling_params": {"logprobs": 0, **sampling}}
         if cache_salt is not None:
@@ -207,7 +197,7 @@ class InferenceClient:
             if images is not None:
                 parts = await images.parts(self._sent_to(url, replica.rank))
                 body = msgspec.json.encode({**request, "content_parts": parts})
-            self._router.started(replica)
+            self._router.load[replica] += 1
             lost = None
             try:
                 async with self._stalls.request(replica):
@@ -215,7 +205,7 @@ class InferenceClient:
             except LostError as error:
                 lost = str(error)
             finally:
-                self._router.ended(replica)
+                self._router.load[replica] -= 1
             if lost is not None:
                 self._recovery.lose(url, lost)
                 # a healthy server that drops every turn counts as back immediately
@@ -223,7 +213,7 @@ class InferenceClient:
                 continue
             completion = None
             if status == 200:
-                self._router.succeeded(time.monotonic())
+                self._router.last_success = time.monotonic()
                 completion = _completion(text)
                 if images is not None:
                     self._sent_to(url, replica.rank).note(images.spans)
@@ -289,7 +279,6 @@ class InferenceClient:
 
 
 def _paths(text: str) -> list[str]:
-    """Return the routes in a server's OpenAPI description. Raises ValueError for anything else."""
     described = json.loads(text)
     if not isinstance(described, dict) or not isinstance(described.get("paths", {}), dict):
         raise ValueError(f"not an OpenAPI description: {text[:200]}")

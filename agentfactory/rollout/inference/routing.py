@@ -1,9 +1,18 @@
-"""Routing of requests to server replicas: a pure state machine, without a clock or I/O."""
+"""Routing of requests to server replicas, and recovery of servers that are lost or have lost their weights."""
 
+import asyncio
+import logging
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from agentfactory.base.http.retries import Retries
+from agentfactory.rollout.inference.http_transport import Connection, LostError, ServerUnreachableError
+from agentfactory.rollout.inference.weight_versions import Published
+from agentfactory.rollout.token_row import Span
 
 REMEMBERED = 1 << 15
 """Number of chains, and of prompts, whose replica is remembered. Forgetting one costs a prefill, but loses no
@@ -30,16 +39,15 @@ class Replica(NamedTuple):
 
 
 class Router:
-    """A router that chooses replicas by prefix cache and load.
-
-    A chain's turns go to the replica that has its prefix cached. A new chain goes to a replica that has its prompt
-    cached, unless that replica has a far higher load. Everything else goes to the replica with the fewest requests.
-    Ties go to the replica with the fewest assigned chains, since chains may spend most of their time in tools.
-    """
+    """A router that chooses replicas by prefix cache and load: a pure state machine, without a clock or I/O. A chain's
+    turns go to the replica that has its prefix cached, a new chain to one that has its prompt cached, unless its load
+    is far higher, and everything else to the replica with the fewest requests, then the fewest assigned chains, since
+    chains may spend most of their time in tools."""
 
     def __init__(self, urls: Collection[str]):
         self.states = dict.fromkeys(urls, ServerState.SERVING)
         self.load: Counter[Replica] = Counter()
+        """Requests under way."""
         self.silent_since: float | None = None
         """Time since which no server has answered; None while one does."""
         self.last_success: float | None = None
@@ -54,10 +62,8 @@ class Router:
         self._replicas[url] = [Replica(url, rank) for rank in range(count)] if count > 1 else [Replica(url)]
 
     def choose(self, chain: str, prompt: Sequence[Hashable], avoid: Collection[str] = ()) -> Replica | None:
-        """Return the replica for a turn of `chain` with the tokens `prompt`; None while no server serves.
-
-        Servers in `avoid` are used only if no other server serves.
-        """
+        """Return the replica for a turn of `chain` with the tokens `prompt`; None while no server serves. Servers in
+        `avoid` are used only if no other serves."""
         urls = [url for url, state in self.states.items() if state is ServerState.SERVING]
         urls = [url for url in urls if url not in avoid] or urls
         serving = [replica for url in urls for replica in self._replicas[url]]
@@ -81,18 +87,6 @@ class Router:
         _remember(self._prompts, key, homes | {chosen})
         return chosen
 
-    def started(self, replica: Replica) -> None:
-        """Note that a request was sent to `replica`."""
-        self.load[replica] += 1
-
-    def ended(self, replica: Replica) -> None:
-        """Note that a request to `replica` was answered or lost."""
-        self.load[replica] -= 1
-
-    def succeeded(self, now: float) -> None:
-        """Note that a server completed a request."""
-        self.last_success = now
-
     def lost(self, url: str, now: float) -> None:
         """Note that the connection to `url` failed. The server gets no requests until it has proven its weights."""
         self.states[url] = ServerState.DOWN
@@ -115,3 +109,148 @@ def _remember(memory: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
     memory.move_to_end(key)
     if len(memory) > REMEMBERED:
         memory.popitem(last=False)
+
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """An assigner of requests to servers with the published weights, which recovers the other servers."""
+
+    def __init__(self, connection: Connection, router: Router, retry_seconds: float):
+        self.restore: Callable[[str], Awaitable[bool]] | None = None
+        """Callback that loads the current weights into a server that lacks them, and returns False if the server has
+        gone meanwhile. None if no weights are published."""
+        self.base_models: set[str] = set()
+        """Names of base weights; any other model is an adapter."""
+        self.published: Published | None = None
+        """The last published weights; None if there are none."""
+        self._connection = connection
+        self._router = router
+        self._limit = retry_seconds
+        self._returning: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._last_words = "it refused the connection"
+        self._closed = False
+
+    async def close(self) -> None:
+        """Stop waiting for servers. Connections that end from now on no longer count as lost."""
+        self._closed = True
+        for task in self._returning:
+            task.cancel()
+        await asyncio.gather(*self._returning, return_exceptions=True)
+
+    def is_published(self, model: str) -> bool:
+        """Return whether every server should know `model`."""
+        return self.published is not None and model == self.published.model
+
+    def is_current(self, versions: Sequence[Span], model: str, oldest: Published | None) -> bool:
+        """Return whether the base weights of a turn are `oldest` or newer ones of the same run. Always True for turns
+        with an adapter, because each version of an adapter has its own name."""
+        if oldest is None or model not in self.base_models:
+            return True
+        return all(_is_at_least(span.version, oldest) for span in versions)
+
+    async def count_replicas(self, url: str) -> None:
+        """Query how many replicas answer at `url`. Raises ValueError if the server does not report them."""
+        self._router.has_replicas(url, len(await self._connection.loads(url)))
+
+    async def take(self, chain: str, prompt: Sequence[int], avoid: set[str]) -> Replica:
+        """Return the replica for a request; wait while no server is serving. Raises ServerUnreachableError if the wait
+        exceeds the limit."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            replica = self._router.choose(chain, prompt, avoid)
+            if replica is not None:
+                return replica
+            silent = self._router.silent_since
+            left = None if silent is None else silent + self._limit - time.monotonic()
+            if left is not None and left <= 0:
+                raise ServerUnreachableError(
+                    f"no server answers at {', '.join(self._router.states)} for {self._limit:g} s: {self._last_words}"
+                )
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def held_back(self, url: str) -> bool:
+        """Wait while the server is paused or asleep; return whether it was. The caller must not send a turn meanwhile:
+        vLLM would queue it, with an adapter that it may lose during sleep."""
+        tries = 0
+        try:
+            while await self._connection.holds_requests(url):
+                tries += 1
+                await asyncio.sleep(Retries.pause(tries))
+        except LostError as error:
+            self.lose(url, str(error))
+        return tries > 0
+
+    def lose(self, url: str, problem: str) -> None:
+        """Note that the connection to `url` failed, and start to bring the server back."""
+        self._last_words = problem
+        if self._router.states[url] is ServerState.SERVING and not self._closed:
+            logger.warning("server %s is lost: %s", url, problem)
+            self._router.lost(url, time.monotonic())
+            self._bring_back(url)
+
+    def distrust(self, url: str, problem: str) -> None:
+        """Note that `url` answers with weights other than the published ones, and start to bring it back."""
+        if self._router.states[url] is ServerState.SERVING:
+            logger.warning("server %s lost its weights: %s; requesting them", url, problem)
+            self._router.answers(url)
+            self._bring_back(url)
+
+    def _bring_back(self, url: str) -> None:
+        self._changed.set()
+        task = asyncio.create_task(self._return(url))
+        self._returning.add(task)
+        task.add_done_callback(self._returned)
+
+    def _returned(self, task: asyncio.Task[None]) -> None:
+        self._returning.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # all requests that wait for a server raise it
+            self._failure = task.exception()
+            self._changed.set()
+
+    async def _return(self, url: str) -> None:
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                if await self._connection.is_healthy(url):
+                    self._router.answers(url)
+                    self._changed.set()
+                    with suppress(ValueError):  # the client has reported it
+                        await self.count_replicas(url)
+                    if await self._has_weights(url) or self.restore is None or await self.restore(url):
+                        break
+                    self._router.lost(url, time.monotonic())
+            except LostError as error:
+                self._last_words = str(error)
+                self._router.lost(url, time.monotonic())
+            await asyncio.sleep(Retries.pause(tries))
+        logger.warning("server %s is back", url)
+        self._router.proven(url)
+        self._changed.set()
+
+    async def _has_weights(self, url: str) -> bool:
+        """Return whether the server's process is still the one that loaded the published weights."""
+        if self.published is None:
+            return self.restore is None
+        if self.published.model not in self.base_models:
+            return any(card["id"] == self.published.model for card in await self._connection.models(url))
+        return _is_at_least(await self._connection.weight_version(url), self.published)
+
+
+def _is_at_least(label: str, oldest: Published) -> bool:
+    """Return whether the base weights called `label` are `oldest` or a newer version, which a server may use before it
+    is published. A label ends with its version; all labels of a run share a prefix."""
+    prefix = oldest.label.removesuffix(str(oldest.version))
+    number = label.removeprefix(prefix)
+    return label.startswith(prefix) and number.isdecimal() and int(number) >= oldest.version

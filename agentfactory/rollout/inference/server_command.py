@@ -1,5 +1,6 @@
 """The command line of an inference server, and the parsing of its log into progress and one-line errors."""
 
+import json
 import re
 import socket
 import subprocess
@@ -8,9 +9,9 @@ from pathlib import Path
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.rollout.config import Part, RolloutRecipe
-from agentfactory.rollout.inference.sglang.sglang_arguments import sglang_arguments
-from agentfactory.rollout.inference.vllm.vllm_arguments import vllm_arguments
+from agentfactory.rollout.config import LoraConfig, Part, RolloutRecipe
+from agentfactory.rollout.inference.adapter_config import ADAPTER
+from agentfactory.rollout.inference.vllm import TABLE_ADAPTERS
 
 _MODULES = {
     "vllm": "agentfactory.rollout.inference.vllm.vllm_server",
@@ -26,13 +27,9 @@ def server_command(
     weight_transfer: str | None = None,
     sleeps: bool = False,
 ) -> list[str]:
-    """Return the command that serves `server.model`, by default `recipe.model`. It prints `ready URL` once the server
-    answers.
-
-    `adapters` (name -> folder) are loaded at startup; `weight_transfer` is the backend for full weights. `sleeps`
-    enables sleep mode, for which vLLM keeps its memory in separate pools. Raises SettingError for adapters that the
-    engine cannot serve.
-    """
+    """Return the command that serves `server.model`, by default `recipe.model`, and prints `ready URL` once it answers.
+    `adapters` (name -> folder) are loaded at startup; `weight_transfer` is the backend for full weights; `sleeps`
+    enables vLLM's sleep mode. Raises SettingError for adapters that the engine cannot serve."""
     server, adapters = recipe.server, adapters or {}
     command = own_python(
         "-m", _MODULES[server.engine], server.model or recipe.model.path, executable=server.vllm.python
@@ -144,7 +141,7 @@ _MEMORY = (
 )
 _FAILURES: tuple[tuple[str, str], ...] = (
     (
-        r"cannot listen on (\S+): .*Address already in use",
+        r"(\S+:\d+)(?:| cannot be used): .*Address already in use",
         "the address {0} is taken; fix: server.port=0 takes a free port",
     ),
     (
@@ -213,3 +210,98 @@ def explain(log: Sequence[str]) -> str | None:
     lines = (line for line in log if " WARNING " not in line and not _FOLLOWS.search(line))
     errors = (found[1] for line in lines if (found := _ERROR.search(line)))
     return next(errors, None)
+
+
+AUTO_TOKENS = 16
+"""Largest number of tokens that `model.lora.trainable_tokens: auto` trains."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""LoRA ranks that vLLM accepts."""
+
+
+def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_transfer: str | None) -> list[str]:
+    """Return the arguments of `vllm serve` beyond those that both engines share; `server.options.args` comes last."""
+    server, lora = recipe.server, recipe.model.lora
+    options = server.vllm
+    # the trainer divides its logits by the temperature before it compares log-probabilities with the server's
+    flags = ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    given = {
+        "--tensor-parallel-size": (options.tensor_parallel_size, 1),
+        "--data-parallel-size": (options.data_parallel_size, 1),
+        "--gpu-memory-utilization": (options.gpu_memory_utilization, None),
+        "--quantization": (server.quantization, None),
+    }
+    flags += [part for flag, (value, plain) in given.items() if value != plain for part in (flag, str(value))]
+    served = [json.loads((path / ADAPTER).read_text(encoding="utf-8")) for path in adapters.values()]
+    ranks = [max(int(config["r"]), *(config.get("rank_pattern") or {}).values(), 0) for config in served]
+    ranks += [adapter_rank(lora)] if lora else []
+    if ranks:
+        rank = next((rank for rank in LORA_RANKS if rank >= max(ranks)), max(ranks))
+        flags += ["--enable-lora", "--max-loras", str(recipe.max_loras), "--max-lora-rank", str(rank)]
+    # rows of tokens have ranks of their own
+    if (lora and lora.trainable_tokens is not None) or any(config.get("rank_pattern") for config in served):
+        flags += [TABLE_ADAPTERS]
+    if adapters:
+        flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
+    if weight_transfer is not None:
+        flags += ["--weight-transfer-config", json.dumps({"backend": weight_transfer})]
+    return [*flags, *_image_flags(recipe), *options.args]
+
+
+def _image_flags(recipe: RolloutRecipe) -> list[str]:
+    """Return the flags for a vision-language model. The client resizes images, and the server must not resize them
+    again."""
+    flags = []
+    limits = recipe.model.min_image_pixels, recipe.model.max_image_pixels
+    if limits != (None, None):
+        from agentfactory.rollout.images.families import load_vision
+
+        vision = load_vision(recipe.model.path, *limits)
+        if vision is not None and (options := vision.server_options()):
+            flags = ["--mm-processor-kwargs", json.dumps(options)]
+    parts = [*recipe.parts(), *recipe.held_out_parts()]
+    images = [part.recipe.limits.images for part in parts] or [recipe.limits.images]
+    if (known := [most for most in images if most is not None]) and len(known) == len(images):
+        flags += ["--limit-mm-per-prompt", json.dumps({"image": max(known), "video": 0})]
+    return flags
+
+
+def adapter_rank(lora: LoraConfig) -> int:
+    """Return the rank of an adapter that will be trained. Rows of tokens have the number of tokens as their rank."""
+    if lora.trainable_tokens is None:
+        return lora.rank
+    return max(lora.rank, AUTO_TOKENS if lora.trainable_tokens == "auto" else len(lora.trainable_tokens))
+
+
+_OURS = {
+    **dict.fromkeys(("--model-path", "--model"), "set model.path"),
+    **dict.fromkeys(("--host", "--port", "--api-key", "--config"), "remove it"),
+    **dict.fromkeys(("--served-model-name", "--weight-version"), "remove it"),
+    "--dtype": "set model.dtype",
+    "--context-length": "set server.max_model_len",
+    "--max-running-requests": "set server.max_num_seqs",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "set server.options.tensor_parallel_size"),
+    "--mem-fraction-static": "set server.options.gpu_memory_utilization",
+    **dict.fromkeys(("--dp-size", "--data-parallel-size", "--dp"), "remove it: replicas are not supported"),
+    "--quantization": "remove it: quantised weights cannot be proven",
+    "--disaggregation-mode": "remove it: servers that share turns are not supported",
+}
+"""SGLang's flags that the front sets itself, or with which it cannot work -> what to do instead."""
+
+
+def sglang_arguments(recipe: RolloutRecipe) -> list[str]:
+    """Return the arguments; `server.options.args` comes last."""
+    options = recipe.server.sglang
+    flags = ["--python", options.python] if options.python is not None else []
+    if options.attach is not None:
+        return [*flags, "--attach", options.attach]
+    if options.tensor_parallel_size > 1:
+        flags += ["--tp-size", str(options.tensor_parallel_size)]
+    if options.gpu_memory_utilization is not None:
+        flags += ["--mem-fraction-static", str(options.gpu_memory_utilization)]
+    return [*flags, *options.args]
+
+
+def refused_flag(args: list[str]) -> tuple[str, str] | None:
+    """Return the first of `server.options.args` that the front cannot pass on, and the fix; None if there is none."""
+    names = (flag.partition("=")[0] for flag in args)
+    return next(((name, _OURS[name]) for name in names if name in _OURS), None)

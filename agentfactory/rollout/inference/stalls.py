@@ -105,7 +105,6 @@ class StallWatch:
             self._judge(replica, stall, reason)
 
     def _judge(self, replica: Replica, stall: Stall, reason: str | None) -> None:
-        """Inform the user of a stall, and give up the replica's requests once it has lasted `limit` seconds."""
         name = f"server {replica.url}" + ("" if replica.rank is None else f", replica {replica.rank},")
         now = time.monotonic()
         quiet = stall.seconds(now)

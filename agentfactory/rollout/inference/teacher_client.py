@@ -1,8 +1,6 @@
-"""The client of a teacher behind a server: its log-probabilities of the tokens that the policy sampled.
-
-The server computes them as `prompt_logprobs` of a whole row, in one forward pass that does not read its prefix cache.
-They are those at temperature 1, whatever the sampling parameters.
-"""
+"""The client of a teacher behind a server: its log-probabilities, at temperature 1, of the tokens that the policy
+sampled. The server computes them as `prompt_logprobs` of a whole row, in one forward pass that does not read its prefix
+cache."""
 
 import asyncio
 import os
@@ -68,14 +66,11 @@ class _Grades:
 
 
 class TeacherClient:
-    """A client that grades chains; use it as an async context manager, and call `check` first.
-
-    Its methods raise SettingError for what only another recipe or server can heal, ServerUnreachableError if the server
-    has not answered for `retry_seconds`, and InferenceError for one answer that cannot be used.
-    """
+    """A client that grades chains; use it as an async context manager, and call `check` first. Raises SettingError for
+    what only another recipe or server can heal, ServerUnreachableError if the server has not answered for
+    `retry_seconds`, and InferenceError for one answer that cannot be used."""
 
     def __init__(self, server: TeacherServer, policy: str, longest: int, retry_seconds: float) -> None:
-        """`policy` is the folder or hub name of the policy's model, and `longest` the length of its longest chains."""
         self.server = server
         self._policy = policy
         self._longest = longest
@@ -93,6 +88,9 @@ class TeacherClient:
     async def __aexit__(self, *exception: object) -> None:
         await self._client.__aexit__(*exception)
 
+    def _fault(self, problem: str, fix: str) -> SettingError:
+        return SettingError(self.server.field, problem, fix)
+
     # ---- checks
 
     async def check_server(self) -> dict[str, Any]:
@@ -104,7 +102,7 @@ class TeacherClient:
                 cards = await self._client.models(self._client.urls[0])
         except TimeoutError:
             problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
-            raise SettingError(self.server.field, problem, "restart the server") from None
+            raise self._fault(problem, "restart the server") from None
         except ServerUnreachableError as error:
             problem, _, fix = str(error).rpartition("; ")
             if not problem:
@@ -112,17 +110,17 @@ class TeacherClient:
             if "SGLang" in problem or fix.endswith("?"):
                 # the advice for server.url would change the policy's server
                 fix = f"{_ENGINES}, and write its address without a path such as /v1"
-            raise SettingError(self.server.field, problem, fix.removeprefix("fix: ")) from error
+            raise self._fault(problem, fix.removeprefix("fix: ")) from error
         card = next((card for card in cards if not card.get("parent")), None)
         if card is None:
-            raise SettingError(self.server.field, f"{url} lists no model at /v1/models", "start a server with a model")
+            raise self._fault(f"{url} lists no model at /v1/models", "start a server with a model")
         self._model = card["id"]
         self._limit = card.get("max_model_len")
         # the server also samples a token
         if self._limit is not None and self._limit <= self._longest:
             problem = f"{url} reads {self._limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
             fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
-            raise SettingError(self.server.field, problem, fix)
+            raise self._fault(problem, fix)
         return card
 
     async def check(self) -> None:
@@ -140,14 +138,13 @@ class TeacherClient:
         contexts = [ids for ids in contexts if len(ids) > 1 and self._missing.keys().isdisjoint(ids)]
         if not contexts:
             problem = "the policy's tokenizer has no text that could show whether the teacher's weights change"
-            raise SettingError(self.server.field, problem, "use teacher.model")
+            raise self._fault(problem, "use teacher.model")
         try:
             self._canary = await self._fresh_canary(contexts)
         except InferenceError as error:
-            raise SettingError(self.server.field, f"{url} cannot grade tokens: {error}", _ENGINES) from error
+            raise self._fault(f"{url} cannot grade tokens: {error}", _ENGINES) from error
 
     def _load_tokenizers(self, root: Any) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
-        """Load the policy's tokenizer, and that of the server's model unless it is the policy's."""
         own = load_tokenizer(self._policy)
         if root == self._policy:
             return own, None
@@ -155,14 +152,13 @@ class TeacherClient:
         problem += "ids mean the policy's tokens cannot be checked"
         fix = "put its tokenizer files into a folder of that name here, or serve it by its hub name"
         if not isinstance(root, str) or not root or (os.path.isabs(root) and not Path(root).is_dir()):
-            raise SettingError(self.server.field, problem, fix)
+            raise self._fault(problem, fix)
         try:
             return own, load_tokenizer(root)
         except SettingError as error:
-            raise SettingError(self.server.field, problem, fix) from error
+            raise self._fault(problem, fix) from error
 
     def _remedy(self, error: str) -> str:
-        """Return the fix for a refused request."""
         if self.server.top_k is not None and "logprobs" in error and "max" in error:
             return f"start vLLM with --max-logprobs {self.server.top_k}, or lower teacher.top_k"
         if "vocab" in error or "token_ids: must be" in error:
@@ -192,9 +188,7 @@ class TeacherClient:
         try:
             self._canary = msgspec.json.decode(file.read_bytes(), type=_Canary)
         except msgspec.DecodeError as error:
-            raise SettingError(
-                self.server.field, f"{file} is damaged: {error}", "begin another run with output=OTHER"
-            ) from error
+            raise self._fault(f"{file} is damaged: {error}", "begin another run with output=OTHER") from error
         await self.check_weights()
 
     async def check_weights(self) -> None:
@@ -205,13 +199,13 @@ class TeacherClient:
         try:
             found = await self._canary_values(canary.contexts)
         except InferenceError as error:
-            raise SettingError(self.server.field, f"its fixed contexts fail: {error}", "restart the server") from error
+            raise self._fault(f"its fixed contexts fail: {error}", "restart the server") from error
         drift = _drift([np.asarray(values) for values in canary.logprobs], found)
         if not drift <= canary.tolerance:
             tokens = sum(map(len, canary.logprobs))
             problem = f"{self.server.url} has other weights than when the run began: the log-probabilities of {tokens} "
             problem += f"fixed tokens differ by {drift:.3g} nats on average (equal: up to {canary.tolerance:.3g})"
-            raise SettingError(self.server.field, problem, "serve the first weights again, and resume")
+            raise self._fault(problem, "serve the first weights again, and resume")
 
     # ---- grades
 
@@ -225,7 +219,7 @@ class TeacherClient:
                 continue
             if row.images:
                 problem = f"chain {chain.id} has images, which are not sent to a teacher's server"
-                raise SettingError(self.server.field, problem, "use teacher.model, of the policy's family")
+                raise self._fault(problem, "use teacher.model, of the policy's family")
             ids = [int(token) for token in row.token_ids[: graded[-1] + 1]]
             self._check_tokens(ids)
             grades = await self._ask(ids, graded, chain.id)
@@ -243,16 +237,14 @@ class TeacherClient:
         try:
             await asyncio.gather(*map(self.grade, chains))
         except InferenceError as error:
-            raise SettingError(
-                self.server.field, f"{self.server.url} cannot grade tokens: {error}", _ENGINES
-            ) from error
+            raise self._fault(f"{self.server.url} cannot grade tokens: {error}", _ENGINES) from error
 
     def _check_tokens(self, ids: Sequence[int]) -> None:
         if found := sorted(self._missing.keys() & set(ids)):
             named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
             problem = f"its model has no token {named}, which the policy's chains contain"
             fix = "name a teacher with it, or set model.chat_template to one without it"
-            raise SettingError(self.server.field, problem, fix)
+            raise self._fault(problem, fix)
 
     async def _ask(self, ids: Sequence[int], places: Int[np.ndarray, "places"], chain: str) -> _Grades:
         """Return the grades of the tokens at `places`, of which none is 0. The requests of one `chain` go to one
@@ -262,13 +254,11 @@ class TeacherClient:
             completion = await self._client.generate(ids, self._model, sampling, chain=chain)
         except ContextOverflowError as error:
             problem = f"a chain of {len(ids)} tokens does not fit into its context: {error}"
-            raise SettingError(
-                self.server.field, problem, "serve it with a longer one, or lower rollout.max_total_tokens"
-            ) from error
+            raise self._fault(problem, "serve it with a longer one, or lower rollout.max_total_tokens") from error
         except RefusedError as error:
             reason, _, fix = str(error).partition("; fix: ")
             problem = f"{self.server.url} refuses to grade {len(ids)} tokens: {reason}"
-            raise SettingError(self.server.field, problem, fix or self._remedy(reason)) from error
+            raise self._fault(problem, fix or self._remedy(reason)) from error
         except ServerUnreachableError as error:
             raise ServerUnreachableError(
                 f"{self.server.field}: {error}; fix: start it again, and resume the run"
@@ -278,7 +268,7 @@ class TeacherClient:
             if span.version != self._label:
                 problem = f"{self.server.url} graded with weights called {span.version!r}, and before with "
                 fix = "name a server whose weights nobody updates, and begin again"
-                raise SettingError(self.server.field, f"{problem}{self._label!r}", fix)
+                raise self._fault(f"{problem}{self._label!r}", fix)
         return _grades(completion.prompt_logprobs, ids, places, self.server.top_k)
 
 

@@ -1,6 +1,6 @@
 """Fast, device-independent digests of weights, by which servers and trainer compare their weights.
 
-The module imports nothing from AgentFactory, because it also runs in vLLM's processes.
+The module also runs in vLLM's processes, so it imports only modules without further dependencies.
 """
 
 import hashlib
@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from agentfactory.rollout.inference.sglang import ON_CPU
 
 UNKNOWN = "unknown"
 """Prefix of a server's report for a weight that its kernels have reordered, which cannot be compared."""
@@ -32,15 +34,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def weight_digest(weight: Tensor, function: str | None = None) -> str:
-    """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The hex digits depend only
-    on the bytes in row-major order, without zeros at the end.
-
-    `function` is "xxh3" or "fold"; by default, the faster one for the weight's device: xxh3 on a CPU, fold on a GPU.
-    Each gives equal digits for equal bytes on every device. Raises ValueError for another name.
-
-    Both detect accidental faults: older weights, torn or swapped parts, another order, rounding, signs. Neither is
-    cryptographic: an attacker can construct weights for a given digest.
-    """
+    """Return "FUNCTION:DTYPE:SHAPE:HEX", such as "xxh3:bfloat16:4096x1024:<32 hex digits>". The digits depend only on
+    the bytes in row-major order, without zeros at the end, on every device. `function` is "xxh3" or "fold"; by default
+    the faster one for the weight's device. Both detect accidental faults (older weights, torn or swapped parts, another
+    order, rounding, signs), but an attacker can construct weights for a given digest."""
     function = function or ("xxh3" if weight.device.type == "cpu" else "fold")
     if function not in FUNCTIONS:
         raise ValueError(f"the digest function must be {' or '.join(FUNCTIONS)}, got {function!r}")
@@ -67,7 +64,6 @@ def _xxh3(data: Tensor) -> str:
 
 
 def _without_zeros(content: Bytes) -> Bytes:
-    """Return `content` without trailing zeros."""
     end = len(content)
     while end > 0 and not content[max(end - _TAIL, 0) : end].any():
         end -= _TAIL
@@ -100,7 +96,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], str]] = {"xxh3": _xxh3, "fold": _folded}
 
 
 def _words(data: Tensor) -> Tensor:
-    """Return bytes as 32-bit words, padded with zeros."""
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
     # a slice of a larger buffer may begin between two words
@@ -155,3 +150,58 @@ def memory_threads() -> int:
 
 def _int32(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
+
+
+_WORD = 2**32 - 1
+_TILE = 8192
+_TILES_AT_ONCE = 512
+"""Tiles hashed together: 16 MiB of a weight."""
+_SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
+_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
+"""Per half of the hash: the factor of a word's place, and the rotation of the place."""
+
+
+def sglang_hash(weight: Tensor, function: str) -> str:
+    """Return the 16 hex digits of a weight's bytes in row-major order: `tensor_hash` of SGLang 0.5.23
+    (sglang/srt/managers/mm_utils.py). `function` is ON_CPU or ON_GPU; both can be computed on any
+    device."""
+    data = weight.detach().contiguous().view(-1).view(torch.uint8)
+    if function == ON_CPU:
+        return hashlib.sha256(data.cpu().numpy().data).hexdigest()[:16]
+    return f"{_gpu_hash(data):016x}"
+
+
+def _gpu_hash(data: Tensor) -> int:
+    """Return `gpu_tensor_hash` (sglang/kernels/ops/memory/gpu_tensor_hash.py), a Triton kernel there: two 32-bit hashes
+    per tile of 8192 words, summed modulo 2**64."""
+    words, total = _words(data), 0
+    for start in range(0, len(words), _TILE * _TILES_AT_ONCE):
+        part = words[start : start + _TILE * _TILES_AT_ONCE].long() & _WORD
+        places = torch.arange(start, start + len(part), device=part.device) & _WORD
+        halves = []
+        for seed, (factor, turn) in zip(_SEEDS, _PLACES, strict=True):
+            rotated = ((places << turn) | (places >> (32 - turn))) & _WORD
+            mixed = _mix(part ^ ((places * factor + seed) & _WORD) ^ rotated)
+            tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE).sum(1) & _WORD
+            halves.append(_mix(tiles ^ (4 * len(words) & _WORD)))
+        # int64 wraps, as uint64 does
+        total += int(((halves[0] << 32) | halves[1]).sum())
+    return _finish(total % 2**64) if len(words) else 0
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Return MurmurHash3's fmix32 of 32-bit words in int64; products wrap, and only their low words are kept."""
+    words = words ^ (words >> 16)
+    words = (words * 0x85EBCA6B) & _WORD
+    words = words ^ (words >> 13)
+    words = (words * 0xC2B2AE35) & _WORD
+    return words ^ (words >> 16)
+
+
+def _finish(number: int) -> int:
+    """Return splitmix64's finalizer of a number, with one shift of its own."""
+    number ^= number >> 30
+    number = number * 0xBF58476D1CE4E5B9 % 2**64
+    number ^= number >> 27
+    number = number * 0x94D049BB133111EB % 2**64
+    return number ^ (number >> 31)

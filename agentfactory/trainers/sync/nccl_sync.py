@@ -19,7 +19,7 @@ import torch.distributed as dist
 from jaxtyping import UInt8
 from torch import Tensor
 
-from agentfactory.rollout.inference.sglang.weight_translation import group_name
+from agentfactory.rollout.inference.sglang.translation import group_name
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, served_checksums

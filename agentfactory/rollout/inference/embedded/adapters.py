@@ -47,11 +47,8 @@ class Segment(NamedTuple):
 
 
 class AdapterLayers:
-    """Forward hooks that add the adapters' products to the outputs of the model's linear modules.
-
-    `segments`, and for the head `sampled_segments`, must be set before each step; tokens outside them use the base
-    model alone.
-    """
+    """Forward hooks that add the adapters' products to the outputs of the model's linear modules. `segments`, and for
+    the head `sampled_segments`, must be set before each step; tokens outside them use the base model alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments: list[Segment] = []
@@ -114,7 +111,6 @@ class AdapterLayers:
         return self._settle(Adapter(name, path, factors))
 
     def _settle(self, adapter: Adapter) -> Adapter:
-        """Give the adapter the memory of a deleted adapter of the same shapes, or new memory."""
         empty = [(factors, owner) for factors, owner in self._places if owner() is None]
         self._places = [(factors, owner) for factors, owner in self._places if owner() is not None]
         for factors, _ in empty:
@@ -149,7 +145,6 @@ class AdapterLayers:
 
 
 def _places(factors: Factors) -> dict[str, list[tuple[torch.Size, int]]]:
-    """Return the factors' shapes and storage bytes; the bytes are 0 while evicted."""
     return {
         name: [(factor.shape, factor.untyped_storage().nbytes()) for factor in pair] for name, pair in factors.items()
     }

@@ -1,10 +1,8 @@
 """Decoding steps with a few fixed shapes on tensors at fixed addresses. On a GPU each shape is captured once as a CUDA
-graph and then replayed, so a step costs one launch instead of a thousand.
+graph and then replayed, so a step costs one launch instead of a thousand (`make test-gpu` tests this).
 
-A step computes one token in each of its slots. Slots without a request compute an unused token, which is written to the
-first unused position of the slot. There is always one, because a sequence's last token is never computed.
-
-`make test-gpu` tests capturing and replaying; the steps themselves are tested on the CPU.
+A step computes one token in each of its slots. Slots without a request compute an unused token, written to the slot's
+first unused position, which exists because a sequence's last token is never computed.
 """
 
 from collections import OrderedDict
@@ -55,18 +53,7 @@ class StaticStep:
         heads = torch.arange(planner.kv_heads, device=planner.device)
         rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
         mask, window_mask = planner.masks(position[:, None], shape.keys)
-        group = Group(
-            queries=1,
-            keys=shape.keys,
-            mask=mask,
-            window_mask=window_mask,
-            gather=None,
-            tokens=None,
-            pick=None,
-            first=0,
-            end=shape.slots,
-            slots=None if shape.viewed else slots,
-        )
+        group = Group(1, shape.keys, mask, window_mask, 0, shape.slots, None if shape.viewed else slots)
         segments = [
             Segment(factors, 0, shape.slots, (owner != index)[:, None] if shape.mixed else None)
             for index, factors in enumerate(self._factors, 1)
@@ -78,7 +65,6 @@ class StaticDecoder:
     """A decoder of one token per request with static steps, captured if `capture` is set, else run directly."""
 
     def __init__(self, forward: Forward, planner: Planner, slots: int, *, capture: bool) -> None:
-        """`slots` is the number of slots in the cache."""
         self._forward, self._planner, self._slots, self._capture = forward, planner, slots, capture
         self._steps: OrderedDict[Shape, tuple[StaticStep, torch.cuda.CUDAGraph | None]] = OrderedDict()
         self._logits: Tensor | None = None

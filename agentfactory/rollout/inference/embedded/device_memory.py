@@ -1,9 +1,9 @@
 """Device memory: eviction of tensors to the host and back, and buffers that the sender of weights shares with this
-process (GPU memory through CUDA IPC, host memory by name).
+process.
 
 A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: result of
-`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}. In addition, {"cpu": (name, bytes)} names a
-block of `multiprocessing.shared_memory`.
+`torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}, or {"cpu": (name, bytes)} for a block of
+`multiprocessing.shared_memory`.
 """
 
 import base64
@@ -24,15 +24,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 
 class Evictable:
-    """Tensors on one device whose contents can be moved to host memory.
-
-    References to the tensors (tied weights, views, modules) stay valid. Their addresses change, so a CUDA graph that
-    reads them must be captured again. The host copy is kept, so the next eviction copies only changed tensors. torch's
-    count of in-place changes decides this; it does not include changes through `.data`.
-    """
+    """Tensors on one device whose contents can be moved to host memory. References to them stay valid, but their
+    addresses change. The host copy is kept, and the next eviction copies only tensors that changed by torch's count of
+    in-place changes, which does not include those through `.data`."""
 
     def __init__(self, tensors: Iterable[Tensor], *, pin: bool) -> None:
-        """`pin` page-locks the host copy, which makes GPU copies several times as fast."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -48,10 +44,8 @@ class Evictable:
         """Bytes of all tensors."""
 
     def evict(self) -> None:
-        """Copy changed tensors to the host, and return their memory to torch's allocator.
-
-        Raises MemoryError, with nothing changed, if the host lacks room for the copy.
-        """
+        """Copy changed tensors to the host, and return their memory to torch's allocator. Raises MemoryError, with
+        nothing changed, if the host lacks room for the copy."""
         if self._host is None:
             self._host = _host_memory(self.nbytes, self._pin)
         for index, (piece, storage) in enumerate(zip(self._pieces(), self._storages, strict=True)):
@@ -79,7 +73,6 @@ class Evictable:
         self._wait()
 
     def _pieces(self) -> list[Tensor]:
-        """Return the host copy of each storage, as bytes."""
         assert self._host is not None
         return list(self._host.split(self._sizes)) if self._sizes else []
 
@@ -89,7 +82,6 @@ class Evictable:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """Return a storage's bytes as a tensor with its own change counter."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -130,7 +122,6 @@ class SharedBuffers:
     The sender writes one part after the other into the same few buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the model's device."""
         self._device = device
         self._opened: list[tuple[Any, SharedMemory | None, Tensor]] = []
         """(Handle, block of shared host memory, buffer)."""

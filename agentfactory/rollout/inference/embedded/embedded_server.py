@@ -1,9 +1,6 @@
 """An aiohttp server with vLLM's routes for the embedded engine, whose steps run in the event loop's thread."""
 
 import asyncio
-import hmac
-import json
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,22 +9,21 @@ from aiohttp import web
 from agentfactory.rollout.inference.embedded.adapters import Adapter, AdapterError
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.generate_route import ApiError, Json, answer, make_request
+from agentfactory.rollout.inference.embedded.generate_route import answer, make_request
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate, checksums
-from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.inference.http_server import ApiError, Json, ProtocolServer, body_of
+from agentfactory.rollout.inference.server_metrics import Load, write_load
 from agentfactory.rollout.text.stop_strings import Decode
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.request_images import HeldImage
-
-Handler = Callable[["Server", web.BaseRequest], Awaitable[Json | str]]
+    from agentfactory.rollout.inference.embedded.image_encoder import HeldImage
 
 # Event loop iterations after each step, in which sockets are read, requests parsed and responses written.
 LOOP_TURNS = 4
 
 
-class Server:
+class Server(ProtocolServer):
     """One server: the engine, its adapters, and the state of pause, sleep and weight updates."""
 
     def __init__(
@@ -38,15 +34,16 @@ class Server:
         eos_token_ids: frozenset[int] = frozenset(),
         api_key: str,
         decode: Decode | None = None,
+        quantization: str | None = None,
     ) -> None:
-        """`decode` converts ids to text, for stop strings."""
+        """`decode` converts ids to text, for stop strings. With `quantization`, the weights are rounded."""
+        super().__init__("the embedded engine", api_key)
         self.engine = engine
         self.served_model_name = served_model_name
         self.eos_token_ids = eos_token_ids
         self.adapters: dict[str, Adapter] = {}
         self._decode = decode
-        self._authorization = f"Bearer {api_key}".encode()
-        self._device = engine.device
+        self._quantization = quantization
         self._asleep: set[str] = set()  # subset of "weights", "kv_cache"
         self._frozen = False  # paused with requests kept: no steps
         self._update: WeightUpdate | None = None  # from start_weight_update to finish_weight_update: no steps
@@ -68,31 +65,10 @@ class Server:
             for _ in range(LOOP_TURNS):
                 await asyncio.sleep(0)
 
-    async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request with JSON (/metrics: text)."""
-        try:
-            if request.path != "/health":
-                given = request.headers.get("Authorization", "").encode(errors="replace")
-                if not hmac.compare_digest(given, self._authorization):
-                    refusal = _answer({"error": "Unauthorized"}, 401)
-                    refusal.force_close()  # clients without the key keep no connection
-                    return refusal
-            methods = ROUTES.get(request.path)
-            if methods is None:
-                raise ApiError(404, f"there is no route {request.path}")
-            method, handler = methods
-            if request.method != method:
-                raise ApiError(405, f"{request.path} accepts {method}, not {request.method}")
-            return _answer(await handler(self, request))
-        except ApiError as error:
-            kind = {400: "BadRequestError", 404: "NotFoundError"}.get(error.status, "ServerError")
-            body = {"message": str(error), "type": kind, "param": None, "code": error.status}
-            return _answer({"error": body}, error.status)
-
     # ---- generation
 
     async def generate(self, http: web.BaseRequest) -> Json:
-        body = await _body(http)
+        body = await body_of(http)
         held = await self._images(body)
         while not self._open.is_set():
             await self._open.wait()
@@ -118,7 +94,6 @@ class Server:
         return answer(body, request, self.eos_token_ids)
 
     async def _images(self, body: Json) -> list["HeldImage"]:
-        """Return the images of a generate request."""
         parts = body.get("content_parts")
         if parts and self.engine.encoder is None:
             raise ApiError(400, f"content_parts: the model `{self.served_model_name}` reads only text")
@@ -128,7 +103,6 @@ class Server:
             raise ApiError(400, f"content_parts: {error}") from error
 
     def _adapter(self, body: Json) -> Adapter | None:
-        """Return the adapter that a generate request names; None for the base model."""
         name = body.get("model") or self.served_model_name
         if name == self.served_model_name:
             return None
@@ -175,14 +149,16 @@ class Server:
 
     async def init_weight_transfer_engine(self, http: web.BaseRequest) -> Json:
         """Initialise nothing; return the devices with shareable memory, as keys of the ipc backend's handles."""
-        if (await _body(http)).get("init_info") not in (None, {}, {"packed": True}):
+        self._refuse_rounded()
+        if (await body_of(http)).get("init_info") not in (None, {}, {"packed": True}):
             raise ApiError(400, 'init_info: the file backend takes {}, the ipc backend {"packed": true}')
-        memory = dict.fromkeys([memory_key(self._device), CPU])
+        memory = dict.fromkeys([memory_key(self.engine.device), CPU])
         return {"message": "Weight transfer initialized", "memory": list(memory)}
 
     async def start_weight_update(self, http: web.BaseRequest) -> Json:
         """Stop running steps until finish_weight_update. Requests must be paused and the weights awake. An update in
         progress starts again: all weights must be resent."""
+        self._refuse_rounded()
         if self.engine.busy and not self._frozen:
             raise ApiError(409, "requests are running; POST /pause first")
         if "weights" in self._asleep:
@@ -193,7 +169,7 @@ class Server:
         return {"message": "Weight update started"}
 
     async def update_weights(self, http: web.BaseRequest) -> Json:
-        info = (await _body(http)).get("update_info")
+        info = (await body_of(http)).get("update_info")
         update = self._need_update()
         try:
             update.load(info)
@@ -203,7 +179,7 @@ class Server:
 
     async def finish_weight_update(self, http: web.BaseRequest) -> Json:
         """Finish an update. Without a `weight_version`, cancel it, or refuse if any weight has been overwritten."""
-        version = (await _body(http)).get("weight_version")
+        version = (await body_of(http)).get("weight_version")
         update = self._need_update()
         if version is not None:
             if not isinstance(version, str):
@@ -221,6 +197,13 @@ class Server:
         self._work.set()
         return {"message": "Weight update finished"}
 
+    def _refuse_rounded(self) -> None:
+        """Refuse full weights after rounding: they would differ from the trainer's, and no checksum could prove it."""
+        if self._quantization is not None:
+            problem = f"this server's weights are rounded (--quantization {self._quantization})"
+            fix = "train an adapter (model.lora.rank), or serve the model without server.quantization"
+            raise ApiError(400, f"{problem}: it accepts adapters, not full weights; {fix}")
+
     def _need_update(self) -> WeightUpdate:
         if self._update is None:
             raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
@@ -237,9 +220,9 @@ class Server:
         return {"weight_version": self.engine.weight_version}
 
     async def weight_checker(self, http: web.BaseRequest) -> Json:
-        action = (await _body(http)).get("action")
+        action = (await body_of(http)).get("action")
         if action != "checksum":
-            raise ApiError(400, f"action: {action!r} is not supported by the embedded engine; only checksum is")
+            raise self.unsupported("action", action, "checksum")
         if "weights" in self._asleep:
             raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights first")
         # the engine keeps running: only an update changes weights, and its sender waits for these checksums
@@ -260,7 +243,7 @@ class Server:
         meantime sleep again. If requests are running, `mode` is required, as in /pause; kept requests recompute
         their cache after /wake_up."""
         if http.query.get("level", "1") != "1":
-            raise ApiError(400, f"level: {http.query['level']!r} is not supported by the embedded engine; only 1 is")
+            raise self.unsupported("level", http.query["level"], "1")
         if self._update and not self._update.overwritten:
             raise ApiError(409, "a weight update is under way; POST /finish_weight_update first")
         # the server may sleep during an update whose sender died: the next update must send all weights
@@ -341,7 +324,7 @@ class Server:
         self.adapters[name] = self.engine.adapters.load(name, path)
 
     async def load_lora_adapter(self, http: web.BaseRequest) -> Json:
-        body = await _body(http)
+        body = await body_of(http)
         name, path = body.get("lora_name"), body.get("lora_path")
         if not (isinstance(name, str) and name and isinstance(path, str) and path):
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.")
@@ -355,65 +338,13 @@ class Server:
 
     async def unload_lora_adapter(self, http: web.BaseRequest) -> Json:
         """Remove the adapter immediately, as vLLM does; running requests finish with the adapter they started with."""
-        name = (await _body(http)).get("lora_name")
+        name = (await body_of(http)).get("lora_name")
         if name not in self.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
         del self.adapters[name]
         return {"message": f"Success: LoRA adapter '{name}' removed successfully."}
 
-    async def openapi(self, http: web.BaseRequest) -> Json:
-        return {
-            "openapi": "3.1.0",
-            "info": {"title": "AgentFactory embedded engine", "version": "0.2.0"},
-            "paths": {
-                path: {method.lower(): {"responses": {"200": {"description": "OK"}}}}
-                for path, (method, _) in ROUTES.items()
-            },
-        }
-
-
-ROUTES: dict[str, tuple[str, Handler]] = {
-    "/inference/v1/generate": ("POST", Server.generate),
-    "/pause": ("POST", Server.pause),
-    "/resume": ("POST", Server.resume),
-    "/is_paused": ("GET", Server.is_paused),
-    "/health": ("GET", Server.health),
-    "/v1/models": ("GET", Server.models),
-    METRICS_ROUTE: ("GET", Server.metrics),
-    "/openapi.json": ("GET", Server.openapi),
-    "/init_weight_transfer_engine": ("POST", Server.init_weight_transfer_engine),
-    "/start_weight_update": ("POST", Server.start_weight_update),
-    "/update_weights": ("POST", Server.update_weights),
-    "/finish_weight_update": ("POST", Server.finish_weight_update),
-    "/weight_info": ("GET", Server.weight_info),
-    "/weight_checker": ("POST", Server.weight_checker),
-    "/reset_prefix_cache": ("POST", Server.reset_prefix_cache),
-    "/reset_encoder_cache": ("POST", Server.reset_encoder_cache),
-    "/sleep": ("POST", Server.sleep),
-    "/wake_up": ("POST", Server.wake_up),
-    "/is_sleeping": ("GET", Server.is_sleeping),
-    "/v1/load_lora_adapter": ("POST", Server.load_lora_adapter),
-    "/v1/unload_lora_adapter": ("POST", Server.unload_lora_adapter),
-}
-
-
-def _answer(body: Json | str, status: int = 200) -> web.Response:
-    if isinstance(body, str):
-        return web.Response(text=body, status=status)
-    return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
-
 
 def _finish(finished: "asyncio.Future[None]", request: Request) -> None:
     if not finished.done():  # done: the client has disconnected
         finished.set_result(None)
-
-
-async def _body(http: web.BaseRequest) -> Json:
-    raw = await http.read()
-    try:
-        body = json.loads(raw) if raw else {}
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return body

@@ -1,9 +1,8 @@
 """A continuous-batching decode loop over one preallocated KV cache, for transformers models with attention layers.
 
-Every step flattens the new tokens of all running requests (one per decoding request, many per new prompt) into one row
-of shape [1, tokens]. The model's linear layers get only that row. `Engine._attention` replaces attention: it writes
-keys and values into the cache and lets each request attend to its own slot. A slot keeps its tokens after its request
-has ended, so the next request with this prefix computes only the rest.
+Every step flattens the new tokens of all running requests into one row [1, tokens], which is all that linear layers
+get. `Engine._attention` writes keys and values into the cache and lets each request attend to its own slot. A slot
+keeps its tokens after its request has ended, so the next request with this prefix computes only the rest.
 """
 
 import itertools
@@ -24,10 +23,9 @@ from agentfactory.rollout.inference.embedded.adapters import AdapterLayers, Segm
 from agentfactory.rollout.inference.embedded.cuda_graphs import StaticDecoder
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.packed_linear import drop_packed, use_onednn
-from agentfactory.rollout.inference.embedded.paged_attention import attend
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel, sample, score_prompt
 from agentfactory.rollout.inference.embedded.start_check import check_last_position, proofs
-from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, head_width, sliding_window
+from agentfactory.rollout.inference.embedded.step_plan import Plan, Planner, attend, head_width, sliding_window
 from agentfactory.rollout.inference.sequence_lengths import position_limit, proof_length
 
 if TYPE_CHECKING:
@@ -42,12 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A decoder of requests with `model`. The caller drives it: `add`, then `step` while `busy`.
+    """A decoder of requests with `model`. The caller drives it: `add`, then `step` while `busy`. Not thread-safe.
 
-    The cache holds `max_model_len` tokens (prompt and sampled) for each of `max_num_seqs` concurrent sequences. With
-    `static_decode`, steps without new prompts have fixed shapes, and on a GPU run as CUDA graphs; None enables it only
-    on a GPU. With an `encoder`, prompts may contain images. Raises UnsupportedModel if the model cannot be
-    decoded exactly this way. Not thread-safe.
+    The cache holds `max_model_len` tokens for each of `max_num_seqs` concurrent sequences. With `static_decode` (None:
+    on a GPU), steps without new prompts have fixed shapes. With an `encoder`, prompts may contain images. Raises
+    UnsupportedModel if the model cannot be decoded exactly this way.
     """
 
     def __init__(
@@ -181,11 +178,8 @@ class Engine:
         self._rows = [[kv.view(-1, self._head_dim) for kv in layer] for layer in self.cache]
 
     def sleep(self) -> None:
-        """Free the memory of the cache; on a GPU, also move weights and adapters to host memory.
-
-        Running requests recompute their cache after `wake`. Raises MemoryError if the host lacks room; the engine is
-        then unchanged.
-        """
+        """Free the memory of the cache; on a GPU, also move weights and adapters to host memory. Running requests
+        recompute their cache after `wake`. Raises MemoryError, with the engine unchanged, if the host lacks room."""
         if self.device.type == "cuda" and not self._evicted:
             self._weights = self._weights or Evictable([*self.model.parameters(), *self.model.buffers()], pin=True)
             factors = Evictable(self.adapters.tensors(), pin=False)
@@ -223,7 +217,6 @@ class Engine:
             self._evicted = []
 
     def _give_back(self) -> None:
-        """Return free cached memory to the system and to other processes on the GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back_freed()
@@ -248,7 +241,6 @@ class Engine:
     # ---- admission
 
     def _admit(self) -> None:
-        """Give waiting requests a slot in order of arrival; skip those that wait for a shared prompt in progress."""
         free = len(self._held) - len(self.running)
         kept: list[Request] = []
         for index, request in enumerate(self.waiting):
@@ -421,7 +413,6 @@ class Engine:
     # ---- sampling
 
     def _extend(self, requests: list[Request], slots: np.ndarray, logits: Float[Tensor, "n vocabulary"]) -> None:
-        """Sample the next token of each request, and end the requests that are complete."""
         tokens, distribution = sample(logits, requests)
         logprobs = distribution.gather(1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
         self._ids[slots, self._known[slots]] = tokens

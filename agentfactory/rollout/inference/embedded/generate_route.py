@@ -11,12 +11,11 @@ from agentfactory.base.messages import is_finite_number
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.http_server import ApiError, Json
 from agentfactory.rollout.text.stop_strings import Decode, StopWatch
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.request_images import HeldImage
-
-Json = dict[str, Any]
+    from agentfactory.rollout.inference.embedded.image_encoder import HeldImage
 
 # Supported sampling parameters, and parameters accepted only with the value that has no effect.
 _SAMPLING = {
@@ -43,12 +42,13 @@ _REQUEST = {
 }
 
 
-class ApiError(Exception):
-    """An error response in vLLM's format."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: is_finite_number(value) and value >= 0, "a number of at least 0"),
+    "max_tokens": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
+    "prompt_logprobs": (lambda value: type(value) is int and value >= 0, "an integer of at least 0"),
+    "seed": (lambda value: type(value) is int, "an integer"),
+}
+"""Sampling parameter -> whether a value is valid, and what it must be."""
 
 
 def make_request(
@@ -90,12 +90,10 @@ def make_request(
         if key not in _SAMPLING and value not in _NEUTRAL.get(key, ()):
             only = f"; only {' or '.join(map(str, _NEUTRAL[key]))} is" if key in _NEUTRAL else ""
             raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
-    temperature = params.get("temperature", 1.0)
-    if not is_finite_number(temperature) or temperature < 0:
-        raise ApiError(400, f"sampling_params.temperature: {temperature!r} is not a number of at least 0")
-    max_tokens = params.get("max_tokens")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise ApiError(400, f"sampling_params.max_tokens: {max_tokens!r} is not an integer of at least 1")
+    for key, (is_valid, what) in _VALUES.items():
+        if params.get(key) is not None and not is_valid(params[key]):
+            raise ApiError(400, f"sampling_params.{key}: {params[key]!r} is not {what}")
+    temperature = params.get("temperature")
     candidates = _token_ids(params.get("logprob_token_ids") or [], "sampling_params.logprob_token_ids").tolist()
     if any(not 0 <= token < engine.vocab_size for token in candidates):
         raise ApiError(400, f"sampling_params.logprob_token_ids: must be from 0 to {engine.vocab_size - 1}")
@@ -105,23 +103,18 @@ def make_request(
             "sampling_params.logprobs: must be 0 or 1 (the sampled token only) or the number of logprob_token_ids",
         )
     scored = params.get("prompt_logprobs")
-    if scored is not None and (type(scored) is not int or scored < 0):
-        raise ApiError(400, f"sampling_params.prompt_logprobs: {scored!r} is not an integer of at least 0")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ApiError(400, f"cache_salt: {salt!r} is not a non-empty string")
-    seed = params.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise ApiError(400, f"sampling_params.seed: {seed!r} is not an integer")
     stop = frozenset(_token_ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids").tolist())
     return Request(
         prompt=prompt,
-        max_tokens=max_tokens or limit,
+        max_tokens=params.get("max_tokens") or limit,
         on_finish=on_finish,
-        temperature=float(temperature),
+        temperature=1.0 if temperature is None else float(temperature),
         watch=_stop_watch(params.get("stop"), decode),
         stop=stop if params.get("ignore_eos") else stop | eos_token_ids,
-        generator=random.Random(seed),
+        generator=random.Random(params.get("seed")),
         adapter=adapter,
         candidates=candidates,
         logit_bias=_logit_bias(params.get("logit_bias"), engine.vocab_size),
@@ -183,7 +176,6 @@ def _prompt_logprobs(request: Request) -> list[Json | None]:
 
 
 def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
-    """Return the candidates in vLLM's format: after the sampled token, each once, no more than requested."""
     listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
     return [_scored(token, logprob) for token, logprob in listed.items()][: len(candidates)]
 
@@ -195,7 +187,6 @@ def _scored(token: int, logprob: float) -> Json:
 
 
 def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
-    """Parse {"token id": bias}. Raises ApiError."""
     try:
         bias = {int(token): added for token, added in (value or {}).items()}
         valid = all(0 <= token < vocab_size and is_finite_number(added) for token, added in bias.items())
@@ -207,7 +198,6 @@ def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
 
 
 def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
-    """Parse a stop string, or a list of them. Raises ApiError."""
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise ApiError(400, f"sampling_params.stop: {value!r} is not a list of non-empty strings")
@@ -216,12 +206,7 @@ def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
     return StopWatch(stops, decode) if stops and decode else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _token_ids(value: Any, name: str) -> np.ndarray:
-    """Convert a JSON list to int64. Raises ApiError unless it contains only integers."""
     if isinstance(value, list):
         if not value:
             return np.empty(0, np.int64)

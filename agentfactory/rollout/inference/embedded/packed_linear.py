@@ -1,16 +1,20 @@
-"""Linear layers on the CPU with oneDNN's packed weights: up to three times as fast as torch's, without a second copy.
+"""Linear layers on the CPU: oneDNN's packed weights, up to three times as fast as torch's, and fake quantisation.
 
-From WHOLE elements on, the packed weight replaces the module's own. `ServedWeights` reads and writes weights wherever
-they are. A smaller weight, and one that other modules share (a tied head), keeps both.
+From WHOLE elements on, the packed weight replaces the module's own. A smaller weight, and one that other modules share
+(a tied head), keeps both. `ServedWeights` reads and writes weights wherever they are.
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 
 # oneDNN compiles a kernel per shape (0.4 ms) and keeps 1024 of them, so batches are padded to a multiple of ROWS, and
 # smaller ones to a multiple of FEW, to limit the number of shapes. Small weights are packed for ROWS rows or more, from
@@ -26,12 +30,9 @@ WHOLE = 2**18
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Use oneDNN for the model's `nn.Linear` modules in float32 on a CPU with AVX-512, and in bfloat16 on one that also
-    has its instructions; elsewhere do nothing.
-
-    Their inputs must be [1, rows, features] or [rows, features], without gradients. Weights may change in place, large
-    ones only by `ServedWeights`.
-    """
+    """Use oneDNN for the model's `nn.Linear` modules in float32 on a CPU with AVX-512, and in bfloat16 on one with its
+    instructions; elsewhere do nothing. Their inputs must be [1, rows, features] or [rows, features], without gradients.
+    Large weights may change only by `ServedWeights`."""
     whole = _whole_weights(model)
     for module in (modules := onednn_modules(model)):
         module.forward = _PackedLinear(module, id(module.weight) in whole)  # type: ignore[assignment, method-assign]
@@ -184,3 +185,50 @@ class ServedWeights:
             self._packed[name].write(value)
         else:
             self._state[name].copy_(value)
+
+
+Quantization = Literal["int8", "int4"]
+
+GROUP = 128
+"""Number of neighbouring inputs that share a scale and zero point in int4, as in most AWQ and GPTQ checkpoints."""
+
+
+@torch.no_grad()
+def quantize(model: PreTrainedModel, kind: Quantization) -> None:
+    """Round in place, to nearest, the weights of all linear modules in the language model's layers, which stay at full
+    precision: this shows how a quantised server affects learning. Other weights and adapters stay unchanged, as in
+    vLLM's quantised checkpoints.
+
+    int8: symmetric, one scale per output channel. int4: 16 levels from the smallest weight to the largest, including 0,
+    per group of GROUP inputs of an output channel. Raises UnsupportedModel if other modules have weight matrices.
+    """
+    language = model.get_decoder()
+    embeddings = [module for module in language.modules() if isinstance(module, nn.Embedding)]
+    kept = {id(weight) for module in embeddings for weight in module.parameters()}
+    linear = {name: module for name, module in language.named_modules() if isinstance(module, nn.Linear)}
+    weights = {f"{name}.weight": module.weight for name, module in linear.items()}
+    for name, parameter in language.named_parameters():
+        if parameter.dim() > 1 and name not in weights and id(parameter) not in kept:
+            raise UnsupportedModel(f"--quantization rounds linear modules only, and {name} belongs to another one")
+    for weight in weights.values():
+        for part in weight.split(weight.shape[1] if kind == "int8" else GROUP, dim=1):
+            part.copy_(_symmetric(part.float()) if kind == "int8" else _asymmetric(part.float()))
+
+
+def _symmetric(weight: Float[Tensor, "out group"]) -> Float[Tensor, "out group"]:
+    """Round to 255 levels, -127 to 127 times the scale."""
+    scale = _nonzero(weight.abs().amax(1, keepdim=True) / 127)
+    return (weight / scale).round() * scale
+
+
+def _asymmetric(weight: Float[Tensor, "out group"]) -> Float[Tensor, "out group"]:
+    """Round to 16 levels, (0 to 15 minus the zero point) times the scale."""
+    low, high = weight.amin(1, keepdim=True).clamp(max=0), weight.amax(1, keepdim=True).clamp(min=0)
+    scale = _nonzero((high - low) / 15)
+    zero = (-low / scale).round()
+    return ((weight / scale).round() + zero).clamp(0, 15).sub(zero) * scale
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """Replace scales of 0, so that weights that are all 0 stay 0."""
+    return scale.where(scale > 0, 1.0)

@@ -15,7 +15,7 @@ from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.text.stop_strings import StopWatch
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.request_images import PromptImages
+    from agentfactory.rollout.inference.embedded.image_encoder import PromptImages
 
 
 class UnsupportedModel(ValueError):
@@ -36,16 +36,13 @@ class PromptScore(NamedTuple):
 class Request:
     """One sequence to continue: the request, and the tokens sampled so far.
 
-    `stop` contains the tokens that end the sequence, and `watch` the stop strings; `stop_string` is the matched one.
-    `temperature` 0 is greedy. `logprobs` are the natural log-probabilities of the sampled tokens after temperature (at
-    temperature 0, of the unscaled distribution). `candidate_logprobs` contains, for each sampled token, the
-    log-probabilities of `candidates` at its position. `logit_bias` is added to the logits of its tokens, before the
-    temperature. `images` are the prompt's images; each image token has its own id in the prompt. `fresh` recomputes the
-    prompt even if it is cached; with a `cache_salt`, a request reuses only the cache of requests with the same salt.
-    With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the scores of each prompt token but the
-    first, by position; the prompt is then computed whole, since a cache has no logits.
-    `versions` lists (label, index of its first token). `on_finish` is called once, when `finish_reason` ("stop",
-    "length", "abort" or "error") is set.
+    `stop` are the tokens that end it, `watch` its stop strings, `stop_string` the matched one. `temperature` 0 is
+    greedy. `logprobs` are those of the sampled tokens after bias and temperature (at 0, unscaled), `candidate_logprobs`
+    those of `candidates` at each sampled token. Each image token of the prompt has its own id. `fresh` recomputes a
+    cached prompt; only requests with the same `cache_salt` share a cache. With `prompt_logprobs`, a number of most
+    likely tokens, `prompt_scores` has the score of each prompt token but the first, by position. `versions` lists
+    (label, index of its first token). `on_finish` is called once, when `finish_reason` ("stop", "length", "abort" or
+    "error") is set.
     """
 
     prompt: np.ndarray
@@ -101,10 +98,8 @@ class Sampling(Protocol):
 def sample(
     logits: Float[Tensor, "n vocabulary"], requests: Sequence[Sampling]
 ) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
-    """Return one token per row, and all log-probabilities, after bias and temperature. `logits` may be overwritten.
-
-    Sampling inverts the cumulative distribution at a uniform number from the request's own generator, so the result
-    does not depend on the rest of the batch."""
+    """Return one token per row, and all log-probabilities, after bias and temperature. `logits` may be overwritten. A
+    uniform number from the request's own generator decides, so the result does not depend on the rest of the batch."""
     temperature = [r.temperature for r in requests]
     scaled = logits.float()
     biases = [(row, *bias) for row, request in enumerate(requests) for bias in request.logit_bias.items()]

@@ -37,16 +37,11 @@ class WeightUpdate:
         self._buffers = SharedBuffers(self._device)
 
     def load(self, info: Any) -> None:
-        """Load all weights from {"path": PATH}, a safetensors file or a folder of such files, or some weights from one
-        packed part.
-
-        As in vLLM's `ipc` backend, a part has the lists `names`, `dtype_names`, `shapes` (of numbers) and
-        `tensor_sizes` (in bytes), and `ipc_handles_pickled`, the handle of the buffer that contains these tensors one
-        after the other. Names are keys of `model.state_dict()`; one name of tied tensors is enough. Each tensor is
-        converted to the model's dtype.
-
-        The files or the part are checked before anything is copied into the model. Raises WeightsError.
-        """
+        """Load all weights from {"path": PATH}, a safetensors file or a folder of them, or some from a packed part. As
+        in vLLM's `ipc` backend, a part has the lists `names`, `dtype_names`, `shapes` and `tensor_sizes` (in bytes),
+        and `ipc_handles_pickled`, the handle of the buffer with these tensors one after the other. Names are keys of
+        `model.state_dict()`; one name of tied tensors is enough. Everything is checked before anything is copied into
+        the model. Raises WeightsError."""
         match info:
             case {"path": str(path), **rest} if not rest:
                 self._load_files(Path(path))
@@ -81,7 +76,6 @@ class WeightUpdate:
             raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
 
     def _load_opened(self, path: Path, holders: Mapping[str, Any]) -> None:
-        """Load from opened files; `holders` maps each tensor's name to its file."""
         given = set(holders)
         if unknown := sorted(given - {*self._weights.names()}):
             raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
@@ -133,7 +127,6 @@ class WeightUpdate:
         self._given |= part.keys()
 
     def _unpacked(self, rest: Tensor, name: Any, dtype_name: Any, shape: Any, size: Any) -> Tensor:
-        """Return the tensor at the beginning of `rest`, converted to the model's dtype."""
         if name not in self._weights:
             raise WeightsError(f"update_info: the model has no tensor {name}")
         needed = self._weights.shape(name)

@@ -5,54 +5,114 @@ SGLang is started here, or already runs. Flags that are not listed are passed to
 
 import argparse
 import asyncio
-import logging
+import ctypes
+import json
 import os
+import secrets
 import signal
 import socket
-import sys
-from contextlib import ExitStack
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import NoReturn
-
-from aiohttp import web
+from pathlib import Path
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.connections import HEADER_SECONDS, ConnectionLimit, log_few, most_connections
-from agentfactory.base.http.key_guard import listen, server_key
-from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.http.loopback import listeners_users
 from agentfactory.base.http.server_keys import key_of_environment
-from agentfactory.base.processes import parent_watch
-from agentfactory.rollout.inference.sglang.attach import attach
+from agentfactory.base.user_code.import_path import own_python
+from agentfactory.rollout.inference.http_server import ApiError, answer_requests, run_server, server_parser
 from agentfactory.rollout.inference.sglang.front import Front
-from agentfactory.rollout.inference.sglang.sglang_process import SglangProcess
-from agentfactory.rollout.inference.sglang.upstream import Sglang
+from agentfactory.rollout.inference.sglang.upstream import Sglang, attach
+
+_POLL_SECONDS = 0.2
+_END_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class SglangProcess:
+    """A server that was started here."""
+
+    def __init__(self, python: str | None, flags: Sequence[str]) -> None:
+        """Start `python -m sglang.launch_server` with `flags`, on a free port of loopback."""
+        self.api_key = secrets.token_urlsafe(32)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._port}"
+        # as a flag, any process list would show the key
+        descriptor, name = tempfile.mkstemp(prefix="agentfactory-sglang-", suffix=".yaml")
+        self._config = Path(name)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"api-key": self.api_key}, file)
+        own = ["--host", "127.0.0.1", "--port", str(self._port), "--config", name]
+        libc = ctypes.CDLL(None)
+        self._process = subprocess.Popen(
+            own_python("-m", "sglang.launch_server", *flags, *own, executable=python),
+            stdin=subprocess.DEVNULL,
+            # the trainer divides its logits by the temperature
+            env={**os.environ, "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"},
+            # SGLang's own processes end with it
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            start_new_session=True,
+        )
+
+    async def wait_until_ready(self) -> None:
+        """Wait until the server answers. Raises SettingError if it ends, or if another user listens at its port."""
+        async with Sglang(self.url) as stranger:
+            while True:
+                self._check_running()
+                # the only route without a key
+                with suppress(ApiError):
+                    if (await stranger.request("GET", "/health"))[0] == 200:
+                        break
+                await asyncio.sleep(_POLL_SECONDS)
+        if listeners_users(self._port) - {os.geteuid()}:
+            raise SettingError("server.engine", f"another user listens on SGLang's port {self._port}", "start again")
+        # read at its start
+        self._config.unlink()
+
+    async def watch(self) -> None:
+        """Wait until the server ends. Raises SettingError then."""
+        while True:
+            self._check_running()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def end(self) -> None:
+        """End the server and its descendants."""
+        self._config.unlink(missing_ok=True)
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _check_running(self) -> None:
+        if (status := self._process.poll()) is not None:
+            raise SettingError(
+                "server.engine", f"SGLang ended with status {status}", "its own error is in the log above"
+            )
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m agentfactory.rollout.inference.sglang", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument("model", help="folder or hub name of a model in the transformers format")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; a public one needs an API key")
-    parser.add_argument("--port", type=int, required=True, help="0 takes a free port")
-    parser.add_argument("--served-model-name", default="policy", help="the model's name in requests")
+    parser = server_parser("agentfactory.rollout.inference.sglang", __doc__)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--max-model-len", type=int, default=8192, help="tokens per sequence, prompt included")
-    parser.add_argument("--max-num-seqs", type=int, default=128, help="maximum number of concurrent sequences")
-    parser.add_argument(
-        "--api-key-env",
-        metavar="NAME",
-        help="environment variable with the API key (default: a random key), also that of --attach",
-    )
     parser.add_argument("--python", help="Python that has SGLang (default: this one)")
     parser.add_argument("--attach", metavar="URL", help="address of a running SGLang server, instead of starting one")
     return parser.parse_known_args()
 
 
 async def _serve(
-    args: argparse.Namespace, listener: socket.socket, api_key: str, process: SglangProcess | None
+    args: argparse.Namespace, flags: list[str], listener: socket.socket, api_key: str, cleanup: ExitStack
 ) -> None:
-    if process is not None:
+    process = None
+    if args.attach is None:
+        own = ["--model-path", args.model, "--served-model-name", args.served_model_name, "--dtype", args.dtype]
+        own += ["--context-length", str(args.max_model_len), "--max-running-requests", str(args.max_num_seqs)]
+        process = SglangProcess(args.python, [*own, "--enable-metrics", *flags])
+        cleanup.callback(process.end)
         await process.wait_until_ready()
         url, key = process.url, process.api_key
     else:
@@ -62,51 +122,14 @@ async def _serve(
         if served.max_model_len < args.max_model_len:
             problem = f"got {args.max_model_len}, but {url} takes {served.max_model_len} tokens"
             raise SettingError("server.max_model_len", problem, "lower it, or start SGLang with --context-length")
-        front = Front(sglang, served, args.served_model_name, api_key)
-        log_few(logging.getLogger("aiohttp.server"))
-        server = web.Server(
-            front.dispatch,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=HEADER_SECONDS,
-            auto_decompress=False,  # a short compressed body could expand to a huge one
-        )
-        limit = ConnectionLimit(most_connections())
-        await asyncio.get_running_loop().create_server(partial(limit.admit, server), sock=listener, backlog=1024)
-        host, port = listener.getsockname()[:2]
-        print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        await answer_requests(listener, Front(sglang, served, args.served_model_name, api_key))
         await (process.watch() if process is not None else asyncio.Event().wait())
 
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start, or SGLang ends."""
-    cleanup = ExitStack()
-
-    def end(*_: object) -> NoReturn:
-        cleanup.close()
-        os._exit(0)  # there is nothing to save
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    parent_watch.follow_parent()
     args, flags = _arguments()
-    with cleanup:
-        try:
-            listener = listen(args.host, args.port, "server.port")
-            address = listener.getsockname()[:2]
-            if not is_loopback(address[0]) and not args.api_key_env:
-                raise SettingError("--host", f"got {args.host}, a public address", "name a key by --api-key-env")
-            api_key, _ = cleanup.enter_context(server_key(address[0], address[1], args.api_key_env))
-            process = None
-            if args.attach is None:
-                own = ["--model-path", args.model, "--served-model-name", args.served_model_name, "--dtype", args.dtype]
-                own += ["--context-length", str(args.max_model_len), "--max-running-requests", str(args.max_num_seqs)]
-                process = SglangProcess(args.python, [*own, "--enable-metrics", *flags])
-                cleanup.callback(process.end)
-            asyncio.run(_serve(args, listener, api_key, process))
-        except SettingError as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from None
+    run_server(args, partial(_serve, args, flags))
 
 
 if __name__ == "__main__":

@@ -1,62 +1,36 @@
 """The front of one SGLang server: an aiohttp server with the routes of our protocol."""
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
+from agentfactory.rollout.inference.http_server import ApiError, Json, ProtocolServer, body_of
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
-from agentfactory.rollout.inference.sglang.attach import Served
-from agentfactory.rollout.inference.sglang.generate_translation import from_sglang, to_sglang
-from agentfactory.rollout.inference.sglang.upstream import ApiError, Json, Sglang
-from agentfactory.rollout.inference.sglang.weight_translation import WeightUpdates
-
-Handler = Callable[["Front", web.BaseRequest], Awaitable[Json | str]]
+from agentfactory.rollout.inference.sglang.translation import WeightUpdates, from_sglang, to_sglang
+from agentfactory.rollout.inference.sglang.upstream import Served, Sglang
 
 _MODES = {"abort": "abort", "keep": "retract"}
 """Mode of /pause -> mode of SGLang's /pause_generation. `in_place` would also keep requests, but leaves a sampled token
 unprocessed, which SGLang would then count among those of the next version."""
-_TYPES = {400: "BadRequestError", 404: "NotFoundError"}
 
 
-class Front:
+class Front(ProtocolServer):
     """Our protocol's routes, answered by one SGLang server."""
 
     def __init__(self, sglang: Sglang, served: Served, served_model_name: str, api_key: str) -> None:
+        super().__init__("SGLang", api_key)
         self._sglang = sglang
         self._served = served
         self._name = served_model_name
-        self._authorization = f"Bearer {api_key}".encode()
         self._updates = WeightUpdates(sglang, served.workers, served.on_gpu)
         self._aborts: set[asyncio.Task[Any]] = set()
-
-    async def dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request with JSON (/metrics: text)."""
-        try:
-            if request.path != "/health":
-                given = request.headers.get("Authorization", "").encode(errors="replace")
-                if not hmac.compare_digest(given, self._authorization):
-                    refusal = _answer({"error": "Unauthorized"}, 401)
-                    refusal.force_close()  # clients without the key keep no connection
-                    return refusal
-            method, handler = ROUTES.get(request.path, ("", None))
-            if handler is None:
-                raise ApiError(404, f"there is no route {request.path} with SGLang")
-            if request.method != method:
-                raise ApiError(405, f"{request.path} accepts {method}, not {request.method}")
-            return _answer(await handler(self, request))
-        except ApiError as error:
-            body = {"message": str(error), "type": _TYPES.get(error.status, "ServerError"), "param": None}
-            return _answer({"error": {**body, "code": error.status}}, error.status)
 
     # ---- generation
 
     async def generate(self, http: web.BaseRequest) -> Json:
-        body = await _body(http)
+        body = await body_of(http)
         if (name := body.get("model") or self._name) != self._name:
             raise ApiError(404, f"The model `{name}` does not exist.")
         request = to_sglang(body, self._served.max_model_len)
@@ -73,7 +47,7 @@ class Front:
         """Block new requests, and end (abort) or hold (keep) running ones. Held requests recompute their caches."""
         mode = http.query.get("mode", "abort")
         if mode not in _MODES:
-            raise ApiError(400, f"mode: {mode!r} is not supported with SGLang; use {' or '.join(_MODES)}")
+            raise self.unsupported("mode", mode, " or ".join(_MODES))
         await self._sglang.post("/pause_generation", {"mode": _MODES[mode]})
         return {"status": "paused"}
 
@@ -88,7 +62,7 @@ class Front:
     # ---- weights
 
     async def init_weight_transfer_engine(self, http: web.BaseRequest) -> Json:
-        await self._updates.join((await _body(http)).get("init_info"))
+        await self._updates.join((await body_of(http)).get("init_info"))
         return {"message": "Weight transfer initialized"}
 
     async def get_world_size(self, http: web.BaseRequest) -> Json:
@@ -101,20 +75,20 @@ class Front:
         return {"message": "Weight update started"}
 
     async def update_weights(self, http: web.BaseRequest) -> Json:
-        await self._updates.load((await _body(http)).get("update_info"))
+        await self._updates.load((await body_of(http)).get("update_info"))
         return {"message": "Weights updated"}
 
     async def finish_weight_update(self, http: web.BaseRequest) -> Json:
-        await self._updates.finish((await _body(http)).get("weight_version"))
+        await self._updates.finish((await body_of(http)).get("weight_version"))
         return {"message": "Weight update finished"}
 
     async def weight_info(self, http: web.BaseRequest) -> Json:
         return {"weight_version": (await self._sglang.get("/model_info"))["weight_version"]}
 
     async def weight_checker(self, http: web.BaseRequest) -> Json:
-        action = (await _body(http)).get("action")
+        action = (await body_of(http)).get("action")
         if action != "checksum":
-            raise ApiError(400, f"action: {action!r} is not supported with SGLang; only checksum is")
+            raise self.unsupported("action", action, "checksum")
         return {"checksums": await self._updates.checksums()}
 
     async def reset_prefix_cache(self, http: web.BaseRequest) -> Json:
@@ -139,36 +113,6 @@ class Front:
             raise ApiError(404, f"SGLang at {self._sglang.url} has no metrics; start it with --enable-metrics")
         return write_load(read_load(page))
 
-    async def openapi(self, http: web.BaseRequest) -> Json:
-        return {
-            "openapi": "3.1.0",
-            "info": {"title": "AgentFactory's front of SGLang", "version": "0.2.0"},
-            "paths": {
-                path: {method.lower(): {"responses": {"200": {"description": "OK"}}}}
-                for path, (method, _) in ROUTES.items()
-            },
-        }
-
-
-ROUTES: dict[str, tuple[str, Handler]] = {
-    "/inference/v1/generate": ("POST", Front.generate),
-    "/pause": ("POST", Front.pause),
-    "/resume": ("POST", Front.resume),
-    "/is_paused": ("GET", Front.is_paused),
-    "/health": ("GET", Front.health),
-    "/v1/models": ("GET", Front.models),
-    METRICS_ROUTE: ("GET", Front.metrics),
-    "/openapi.json": ("GET", Front.openapi),
-    "/init_weight_transfer_engine": ("POST", Front.init_weight_transfer_engine),
-    "/get_world_size": ("GET", Front.get_world_size),
-    "/start_weight_update": ("POST", Front.start_weight_update),
-    "/update_weights": ("POST", Front.update_weights),
-    "/finish_weight_update": ("POST", Front.finish_weight_update),
-    "/weight_info": ("GET", Front.weight_info),
-    "/weight_checker": ("POST", Front.weight_checker),
-    "/reset_prefix_cache": ("POST", Front.reset_prefix_cache),
-}
-
 
 def read_load(page: str) -> Load:
     """Read the load from SGLang's Prometheus page. Its gauges are as old as its last log line, 40 steps at most."""
@@ -192,20 +136,3 @@ def read_load(page: str) -> Load:
         generation_tokens=tokens.get("decode", 0.0),
         cached_tokens=cached,
     )
-
-
-def _answer(body: Json | str, status: int = 200) -> web.Response:
-    if isinstance(body, str):
-        return web.Response(text=body, status=status)
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
-
-
-async def _body(http: web.BaseRequest) -> Json:
-    raw = await http.read()
-    try:
-        body = msgspec.json.decode(raw) if raw else {}
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return body

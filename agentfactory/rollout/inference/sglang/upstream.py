@@ -1,32 +1,28 @@
-"""HTTP to one SGLang server, and the errors with which the front answers."""
+"""HTTP to one SGLang server, and the checks of its settings and log-probabilities before it serves a run."""
 
+import asyncio
 import json
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 import aiohttp
 import msgspec
 
+from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import open_session
-
-Json = dict[str, Any]
+from agentfactory.rollout.inference.http_server import ApiError, Json
 
 _IDLE_SECONDS = 4.0
 """uvicorn closes idle connections after 5 s."""
-
-
-class ApiError(Exception):
-    """An error response in vLLM's format."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+FIELD = "server.options.attach"
+_CANDIDATES = [0, 1, 2, 3]
+"""Tokens whose log-probabilities are compared between temperatures; every vocabulary has them."""
+_ANSWERS_WITHIN = 30.0
+"""Seconds within which its settings must arrive; while it computes a long prompt, they wait."""
 
 
 class SglangGoneError(ApiError):
     """An SGLang server that does not answer; our clients take status 503 as that of a lost server."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(503, message)
 
 
 class Sglang:
@@ -55,7 +51,7 @@ class Sglang:
             async with self._session.request(method, self.url + path, data=data, timeout=limit) as response:
                 return response.status, (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise SglangGoneError(f"SGLang at {self.url} does not answer: {error or repr(error)}") from error
+            raise SglangGoneError(503, f"SGLang at {self.url} does not answer: {error or repr(error)}") from error
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at `path`. Raises ApiError with SGLang's message."""
@@ -88,3 +84,75 @@ def _message(answer: Json, text: str) -> str:
     if isinstance(error, dict):
         error = error.get("message")
     return str(error or answer.get("message") or text)[:500]
+
+
+@dataclass(frozen=True)
+class Served:
+    """The properties of an SGLang server that the front needs."""
+
+    model: str
+    """The path or name of the model that it has loaded."""
+    max_model_len: int
+    workers: int
+    """Processes that hold parts of the model."""
+    on_gpu: bool
+
+
+async def attach(sglang: Sglang) -> Served:
+    """Check that a running server can serve a run, and return its properties. Raises SettingError."""
+    try:
+        async with asyncio.timeout(_ANSWERS_WITHIN):
+            info, model = await sglang.get("/server_info"), await sglang.get("/model_info")
+            cards = (await sglang.get("/v1/models"))["data"]
+        _check(sglang.url, info, model)
+        workers = int(info["tp_size"]) * int(info["pp_size"])
+        served = Served(model["model_path"], int(cards[0]["max_model_len"]), workers, info["device"] != "cpu")
+        # a trainer that died may have left it paused, and the first sync replaces its weights
+        await sglang.post("/continue_generation", {})
+        await _check_turns(sglang)
+    except SettingError:
+        raise
+    except TimeoutError as error:
+        problem = f"{sglang.url} accepts connections, but has not answered within {_ANSWERS_WITHIN:.0f} s"
+        raise SettingError(FIELD, problem, "see that server's log, or correct the address") from error
+    except SglangGoneError as error:
+        raise SettingError(FIELD, str(error), "start SGLang there, or correct the address") from error
+    except (ApiError, KeyError, IndexError, TypeError, ValueError) as error:
+        fix = "start SGLang 0.5.23 or newer there; a server with a key needs it in server.api_key_env"
+        told = str(error) if isinstance(error, ApiError) else repr(error)
+        raise SettingError(FIELD, f"{sglang.url} does not answer as SGLang: {told}", fix) from error
+    return served
+
+
+def _check(url: str, info: Json, model: Json) -> None:
+    faults = {
+        "it serves no generation": not model["is_generation"],
+        f"it has {info['dp_size']} data-parallel replicas, whose weights SGLang updates only from disk": (
+            info["dp_size"] != 1
+        ),
+        f"its weights are quantised ({info['quantization']}), and cannot be proven": info["quantization"] is not None,
+        f"it is a {info['disaggregation_mode']} server of several that share turns": (
+            info["disaggregation_mode"] != "null"
+        ),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise SettingError(FIELD, f"got {url}, but {fault}", "start SGLang without this setting")
+
+
+async def _check_turns(sglang: Sglang) -> None:
+    """Raise SettingError if turns report no weight versions, or log-probabilities before temperature: those of a
+    distribution that is not uniform stay as they are at another one."""
+    scores = []
+    for temperature in (0.5, 2.0):
+        sampling = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
+        request = {"input_ids": [1, 2], "sampling_params": sampling, "return_logprob": True}
+        meta = (await sglang.post("/generate", {**request, "token_ids_logprob": _CANDIDATES}))["meta_info"]
+        scores.append([entry[0] for entry in meta["output_token_ids_logprobs"][0]])
+        if meta.get("weight_versions") is None:
+            problem = f"{sglang.url} does not report which weights sampled a token (weight_versions)"
+            raise SettingError(FIELD, problem, "start SGLang 0.5.23 or newer there")
+    sharp, flat = scores
+    if sharp == flat and len(set(sharp)) > 1:
+        problem = f"{sglang.url} returns log-probabilities before temperature"
+        raise SettingError(FIELD, problem, "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB")

@@ -26,7 +26,6 @@ class RequireKey:
     async def __call__(
         self, scope: dict[str, Any], receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]
     ) -> None:
-        """Answer 401 if the key is missing or wrong."""
         if scope["type"] == "lifespan" or scope["path"] == _OPEN or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

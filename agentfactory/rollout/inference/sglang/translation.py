@@ -1,0 +1,276 @@
+"""Our protocol in SGLang's: a turn's request and response, and updates of full weights with the checksums that prove
+them."""
+
+import math
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentfactory.rollout.inference.http_server import ApiError, Json
+from agentfactory.rollout.inference.sglang import ON_CPU, ON_GPU
+from agentfactory.rollout.inference.sglang.upstream import Sglang
+
+RESERVED_TOKENS = 7
+"""Tokens at the end of the context that SGLang gives to no prompt (`TpModelWorker.get_worker_info`)."""
+
+_REQUEST = {"request_id", "token_ids", "sampling_params", "model", "cache_salt", "stream", "return_token_ids"}
+_SAME = {
+    *("temperature", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+}
+"""Sampling parameters with the same name and meaning in both APIs."""
+_OWN = {"max_tokens", "min_tokens", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache"}
+_NEUTRAL: dict[str, Any] = {"n": 1, "seed": None, "prompt_logprobs": None, "detokenize": None}
+"""Sampling parameters that are accepted only with the value that has no effect."""
+UNKNOWN = "unknown"
+"""As in rollout/inference/weight_digest.py, which needs torch."""
+_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1}
+_BYTES |= {"uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def to_sglang(body: Json, max_model_len: int) -> Json:
+    """Return the body of SGLang's /generate for one of ours. Raises ApiError for what SGLang cannot do."""
+    if body.get("content_parts"):
+        raise ApiError(400, "content_parts: images are not supported with SGLang")
+    if unknown := body.keys() - _REQUEST - {"content_parts"}:
+        raise ApiError(400, f"{min(unknown)}: not supported with SGLang")
+    if body.get("stream"):
+        raise ApiError(400, "stream: not supported with SGLang")
+    ids, params = body.get("token_ids"), body.get("sampling_params")
+    if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
+        raise ApiError(400, "token_ids: must be a list of at least one token id")
+    if not isinstance(params, dict):
+        raise ApiError(400, "sampling_params: must be an object")
+    for key, value in params.items():
+        if key not in _SAME and key not in _OWN and not (key in _NEUTRAL and value == _NEUTRAL[key]):
+            raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported with SGLang")
+    if len(ids) > max_model_len - RESERVED_TOKENS:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {max_model_len} tokens, and SGLang keeps {RESERVED_TOKENS} of "
+            f"them free. However, your prompt contains {len(ids)} input tokens. Please reduce its length.",
+        )
+    candidates = params.get("logprob_token_ids") or []
+    if params.get("logprobs") not in (None, len(candidates)):
+        raise ApiError(
+            400, "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids"
+        )
+    request: Json = {
+        "rid": body.get("request_id") or uuid.uuid4().hex,
+        "input_ids": ids,
+        "sampling_params": _sampling(params, max_model_len - len(ids)),
+        "return_logprob": True,
+        "stream": False,
+    }
+    if candidates:
+        request["token_ids_logprob"] = list(dict.fromkeys(candidates))
+    salt = body.get("cache_salt")
+    if params.get("skip_reading_prefix_cache"):
+        # SGLang cannot pass its cache by for one request; a namespace of its own is empty
+        salt = uuid.uuid4().hex
+    if salt is not None:
+        request["cache_salt"] = salt
+    return request
+
+
+def _sampling(params: Json, left: int) -> Json:
+    stops = params.get("stop") or []
+    if not all(isinstance(stop, str) and stop for stop in ([stops] if isinstance(stops, str) else stops)):
+        raise ApiError(400, f"sampling_params.stop: {stops!r} is not a list of non-empty strings")
+    sampling = {key: value for key, value in params.items() if key in _SAME and value is not None}
+    # without it, SGLang ends a turn after 128 tokens
+    sampling["max_new_tokens"] = params["max_tokens"] if params.get("max_tokens") is not None else left
+    if params.get("min_tokens"):
+        sampling["min_new_tokens"] = params["min_tokens"]
+    return sampling
+
+
+def from_sglang(body: Json, request: Json, response: Json) -> Json:
+    """Return our response to `body`, from SGLang's to `request`. Raises ApiError if it cannot be trained on."""
+    try:
+        meta, tokens = response["meta_info"], response["output_ids"]
+        sampled = meta.get("output_token_logprobs") or []
+        finish, spans = meta["finish_reason"], meta.get("weight_versions")
+        listed = [token for _, token, *_ in sampled]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ApiError(502, f"SGLang's response is not a generation ({error!r}): {str(response)[:200]}") from error
+    if listed != tokens:
+        problem = f"SGLang returned {len(tokens)} tokens, and log-probabilities of {len(sampled)}"
+        raise ApiError(502, f"{problem}, which are not the same tokens")
+    if spans is None:
+        raise ApiError(502, "SGLang reports no weight_versions: AgentFactory needs SGLang 0.5.23 or newer")
+    params = body["sampling_params"]
+    reason, stopped = _finish(finish, params)
+    logprobs = None
+    if params.get("logprobs") is not None:
+        content: list[Json] = [{"token_id": token, "logprob": logprob} for logprob, token, *_ in sampled]
+        asked = params.get("logprob_token_ids") or []
+        for entry, scored in zip(content, meta.get("output_token_ids_logprobs") or [], strict=False):
+            entry["top_logprobs"] = _top_logprobs(entry, scored or [], len(asked))
+        logprobs = {"content": content}
+    choice = {
+        "index": 0,
+        "finish_reason": reason,
+        "stop_reason": stopped,
+        "token_ids": tokens,
+        "logprobs": logprobs,
+        "weight_versions": [{key: span[key] for key in ("version", "start", "end")} for span in spans],
+    }
+    answer: Json = {"request_id": request["rid"], "choices": [choice]}
+    if body.get("return_token_ids"):
+        answer |= {"prompt_token_ids": body["token_ids"], "mm_placeholders": None}
+    return answer
+
+
+def _finish(finish: Json, params: Json) -> tuple[str, str | int | None]:
+    """Return vLLM's finish_reason and stop_reason. Raises ApiError for NaN logits, which SGLang calls a stop string."""
+    kind, matched = finish["type"], finish.get("matched")
+    if kind == "abort" and finish.get("status_code") is not None:
+        # a fault, not an abort that was asked for
+        raise ApiError(int(finish["status_code"]), str(finish.get("message")))
+    if kind != "stop":
+        return kind, None
+    stops = params.get("stop") or []
+    if isinstance(matched, str):
+        if matched not in ([stops] if isinstance(stops, str) else stops):
+            raise ApiError(500, f"SGLang ended the turn: {matched}; the weights may have diverged")
+        return kind, matched
+    token = matched[-1] if isinstance(matched, list) else matched
+    # None for a token that ends the model's own turns
+    return kind, token if token in (params.get("stop_token_ids") or []) else None
+
+
+def _top_logprobs(sampled: Json, scored: Sequence[Sequence[Any]], count: int) -> list[Json]:
+    found = {sampled["token_id"]: sampled["logprob"], **{token: logprob for logprob, token, *_ in scored}}
+    return [{"token_id": token, "logprob": logprob} for token, logprob in found.items()][:count]
+
+
+class WeightUpdates:
+    """The updates of one SGLang server. Several requests of our protocol make one update."""
+
+    def __init__(self, sglang: Sglang, workers: int, on_gpu: bool) -> None:
+        """`workers` are the processes that hold the model."""
+        self._sglang = sglang
+        self.workers = workers
+        self.process_group = "nccl" if on_gpu else "gloo"
+        """The backend of torch.distributed in which the workers receive a broadcast."""
+        self._on_gpu = on_gpu
+        self._group: tuple[str, int] | None = None
+        """Name of the trainer's and the workers' process group, and the bytes of its buffers."""
+        self._session = False  # SGLang's, between begin_weight_update and end_weight_update
+        self._loaded = False
+
+    async def join(self, info: Any) -> None:
+        """Let SGLang's workers join the trainer's process group; {}, for updates from files, needs none. Returns when
+        all have joined."""
+        if not info:
+            return
+        needed = {"master_address", "master_port", "rank_offset", "world_size", "packed_buffer_size_bytes"}
+        if not isinstance(info, dict) or not info.keys() >= needed:
+            raise ApiError(400, f"init_info: with SGLang, it is {{}} or has {', '.join(sorted(needed))}")
+        if self._group is not None:
+            await self._sglang.post("/destroy_weights_update_group", {"group_name": self._group[0]})
+            self._group = None
+        # a trainer that died may have left SGLang's session open; without one, this answers 400
+        await self._sglang.request("POST", "/end_weight_update", {})
+        name = group_name(int(info["master_port"]))
+        body = {key: info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
+        await self._sglang.post(
+            "/init_weights_update_group", {**body, "group_name": name, "backend": self.process_group}
+        )
+        self._group = name, int(info["packed_buffer_size_bytes"])
+
+    async def start(self) -> None:
+        """Begin an update. One in progress starts again: all weights must be resent."""
+        await self._end_session()
+        self._loaded = False
+
+    async def load(self, info: Any) -> None:
+        """Load all weights from {"path": FOLDER}, or receive {names, dtype_names, shapes} from the trainer."""
+        match info:
+            case {"path": str(path), **rest} if not rest:
+                if not Path(path).is_dir():
+                    problem = f"update_info.path: {path} is not a folder"
+                    raise ApiError(400, f"{problem}, and SGLang reads a folder of safetensors")
+                # the trainer drops the caches in a step of its own
+                await self._sglang.post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+            case {"names": list(names), "dtype_names": list(dtypes), "shapes": list(shapes)}:
+                await self._receive(names, dtypes, shapes)
+            case _:
+                raise ApiError(400, 'update_info: with SGLang, it is {"path": FOLDER} or {names, dtype_names, shapes}')
+        self._loaded = True
+
+    async def finish(self, version: Any) -> None:
+        """Finish an update, and name its weights `version` (None: keep the name)."""
+        await self._end_session()
+        if version is None:
+            return
+        if not isinstance(version, str):
+            raise ApiError(400, f"weight_version: {version!r} is not a string")
+        if not self._loaded:
+            raise ApiError(400, "weight_version: no weights were updated; POST /update_weights first")
+        # by default, SGLang would abort all requests
+        await self._sglang.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksum of each weight, by worker and name: "FUNCTION:HEX", without dtype and shape, which SGLang
+        does not tell. The trainer cannot know which slice a worker of several holds, so these are unknown."""
+        body = {"action": "checksum", "selector": "target"}
+        ranks = (await self._sglang.post("/weights_checker", body)).get("ranks") or []
+        function = (ON_GPU if self._on_gpu else ON_CPU) if len(ranks) == 1 else UNKNOWN
+        found: dict[str, str] = {}
+        for rank in ranks:
+            place = rank["parallelism_info"][0]
+            worker = f"dp0:pp{place['pp_rank']}:pcp0:tp{place['tp_rank']}:"
+            found |= {f"{worker}{name}": f"{function}:{checksum}" for name, checksum in rank["checksums"].items()}
+        return found
+
+    async def _receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        if self._group is None:
+            raise ApiError(400, "update_info: SGLang has joined no process group; POST /init_weight_transfer_engine")
+        group, buffer_bytes = self._group
+        buckets = list(cut(names, dtypes, shapes, buffer_bytes))
+        await self._sglang.post("/begin_weight_update", {"selector": "target"})
+        self._session = True
+        for part in buckets:
+            body = {
+                "names": names[part],
+                "dtypes": dtypes[part],
+                "shapes": shapes[part],
+                "group_name": group,
+                "load_format": "flattened_bucket",
+                "selector": "target",
+                "flush_cache": False,
+            }
+            await self._sglang.post("/update_weights_from_distributed", body)
+
+    async def _end_session(self) -> None:
+        if self._session:
+            await self._sglang.post("/end_weight_update", {})
+            self._session = False
+
+
+def group_name(port: int) -> str:
+    """Return the name of the process group whose store is at `port` of the trainer. torch refuses a name twice."""
+    return f"agentfactory-{port}"
+
+
+def cut(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], most: int) -> Iterator[slice]:
+    """Yield the slices of the weights that the trainer broadcasts together: a buffer ends with the weight that exceeds
+    `most` bytes, as in trainers/sync/nccl_sync.py. Raises ApiError for an unknown dtype, and for weights that SGLang
+    could not read in place."""
+    if not len(names) == len(dtypes) == len(shapes) > 0:
+        raise ApiError(400, "update_info: names, dtype_names and shapes must be lists of one length, at least 1")
+    start = size = 0
+    for index, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
+        if dtype not in _BYTES:
+            raise ApiError(400, f"update_info: {name} has dtype {dtype!r}, which is not supported with SGLang")
+        if size % _BYTES[dtype]:
+            raise ApiError(400, f"update_info: {name} ({dtype}) would begin at byte {size} of its buffer: not aligned")
+        size += math.prod(shape) * _BYTES[dtype]
+        if size > most:
+            yield slice(start, index + 1)
+            start, size = index + 1, 0
+    if start < len(names):
+        yield slice(start, len(names))
