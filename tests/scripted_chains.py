@@ -20,7 +20,7 @@ from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -77,7 +77,7 @@ class Scripted:
 
 
 @cache
-def _renderer(template: str, parser: str) -> TemplateRenderer:
+def _renderer(template: str, parser: str) -> Renderer:
     return make_renderer(make_tokenizer(template), parser=parser)
 
 
@@ -88,7 +88,7 @@ async def scripted_chains(
     agent: AgentHooks | ClientAgent | None = None,
     template: str | None = None,
     source: str = NOTES,
-    renderer: TemplateRenderer | None = None,
+    renderer: Renderer | None = None,
     **fields: Any,
 ) -> AsyncIterator[Scripted]:
     """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn.

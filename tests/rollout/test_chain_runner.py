@@ -22,7 +22,7 @@ from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.conftest import QUICKSTART
@@ -104,7 +104,7 @@ def tokenizer(quickstart_run: Path) -> PreTrainedTokenizerFast:
 
 
 @cache
-def renderer_of(tokenizer: PreTrainedTokenizerFast) -> TemplateRenderer:
+def renderer_of(tokenizer: PreTrainedTokenizerFast) -> Renderer:
     return make_renderer(tokenizer)
 
 

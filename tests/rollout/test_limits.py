@@ -21,7 +21,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -76,7 +76,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 @cache
-def renderer() -> TemplateRenderer:
+def renderer() -> Renderer:
     return make_renderer(make_tokenizer(trl_template("qwen2_5")))
 
 

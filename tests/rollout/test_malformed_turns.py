@@ -7,8 +7,7 @@ import pytest
 
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.parsers import NativeParser
-from agentfactory.rollout.text.renderer import Parsed
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Parsed, Renderer
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.scripted_chains import Scripted, scripted_chains
 
@@ -18,7 +17,7 @@ NOTE = ToolSpec(
 )
 
 
-def written(renderer: TemplateRenderer, *names: str, thought: str = "") -> str:
+def written(renderer: Renderer, *names: str, thought: str = "") -> str:
     """A turn that calls these tools, as a model samples it."""
     parser, behaviour = renderer.parser, renderer.behaviour
     calls = [(name, {"text": "rain"}) for name in names]
@@ -30,12 +29,12 @@ def written(renderer: TemplateRenderer, *names: str, thought: str = "") -> str:
     return f"{behaviour.tags[1] if behaviour.opens_reasoning else ''}{text}"
 
 
-def read(renderer: TemplateRenderer, text: str) -> tuple[list[int], Parsed]:
+def read(renderer: Renderer, text: str) -> tuple[list[int], Parsed]:
     ids = [*renderer.encode(text), renderer.end_of(calls=True)]
     return ids, renderer.parse(ids, specs=[NOTE])
 
 
-def check_told(renderer: TemplateRenderer, text: str, reason: str, form: bool = False) -> None:
+def check_told(renderer: Renderer, text: str, reason: str, form: bool = False) -> None:
     """The turn is malformed for `reason`, and the next prompt says so."""
     ids, parsed = read(renderer, text)
     assert parsed.error is not None, text

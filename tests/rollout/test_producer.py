@@ -27,7 +27,7 @@ from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sources import Source
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.rollout.workers.worker_socket import Delivered
@@ -91,7 +91,7 @@ class Trainer:
 
 
 @cache
-def renderer_of(model: Path) -> TemplateRenderer:
+def renderer_of(model: Path) -> Renderer:
     return make_renderer(load_tokenizer(str(model)))
 
 

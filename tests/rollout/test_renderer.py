@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
-from agentfactory.rollout.text.renderer import Parsed
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
 from agentfactory.rollout.token_row import Row, Span
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
@@ -35,18 +34,18 @@ TEMPLATES = {
 
 
 @cache
-def renderer_of(name: str, **options: Any) -> TemplateRenderer:
+def renderer_of(name: str, **options: Any) -> Renderer:
     """The tokenizer's tokens may span any characters if the template should merge them with a newline."""
     merges = name == "merges a newline"
     tokenizer = make_tokenizer(TEMPLATES[name], splits=not merges, eos="<|endoftext|>" if merges else "<|im_end|>")
     return make_renderer(tokenizer, **options)
 
 
-def encode(renderer: TemplateRenderer, text: str) -> list[int]:
+def encode(renderer: Renderer, text: str) -> list[int]:
     return renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def whole_ids(renderer: TemplateRenderer, messages: list[Message], prompt: bool = False) -> list[int]:
+def whole_ids(renderer: Renderer, messages: list[Message], prompt: bool = False) -> list[int]:
     return renderer.tokenizer.apply_chat_template(
         messages,
         tools=[spec.to_openai() for spec in SPECS],
@@ -104,7 +103,7 @@ def test_the_choice_is_logged_with_its_reasons(name: str, choice: str, reason: s
 # --- chains ---------------------------------------------------------------------------------------------------------
 
 
-def sampled_turns(renderer: TemplateRenderer, rng: random.Random) -> Iterator[list[int]]:
+def sampled_turns(renderer: Renderer, rng: random.Random) -> Iterator[list[int]]:
     """Ids as models sample them: calls in unusual JSON, reasoning, malformed calls, noise; some cut before the end."""
     end = renderer.stop_token_ids[0]
     vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.stop_token_ids]
@@ -429,7 +428,7 @@ def test_a_long_conversation_is_not_rendered_anew_for_each_turn(monkeypatch: pyt
 def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
     """Probing does not detect this template."""
 
-    def renderer_with(content: str) -> TemplateRenderer:
+    def renderer_with(content: str) -> Renderer:
         renderer = make_renderer(make_tokenizer(REORDERS_KEYS.replace("m.content", content)))
         assert renderer.info["choice"] == "append"
         return renderer

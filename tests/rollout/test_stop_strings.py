@@ -15,8 +15,8 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.stop_strings import StopWatch, find_stop, tokens_of
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -194,13 +194,13 @@ async def check_chains(folder: Path, parser: str, template: Path, reasoning: str
     check_stops(renderer, chains, exchanges)
 
 
-def find_text(renderer: TemplateRenderer, ids: list[int]) -> str | None:
+def find_text(renderer: Renderer, ids: list[int]) -> str | None:
     """The stop string at which a server ended these ids."""
     found = find_stop(renderer.decode(ids), renderer.stops)
     return None if found is None else found[1]
 
 
-def check_stops(renderer: TemplateRenderer, chains: list[Trajectory], exchanges: list[Exchange]) -> dict[str, int]:
+def check_stops(renderer: Renderer, chains: list[Trajectory], exchanges: list[Exchange]) -> dict[str, int]:
     """Assert that the rows are what was sent and sampled, and that turns end where their stop strings do. Return how
     many turns ended with one, and how many went on after one in the reasoning."""
     whole, continued = join_continued(exchanges)

@@ -17,7 +17,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.sessions.toolset import open_toolset
@@ -47,7 +47,7 @@ TEMPLATES = {
 
 
 @cache
-def renderer_of(parser: str, template: str | None = None, **options: Any) -> TemplateRenderer:
+def renderer_of(parser: str, template: str | None = None, **options: Any) -> Renderer:
     source = template if template and "{" in template else trl_template(template or TEMPLATES[parser])
     special = dict.fromkeys([*SPECIAL.findall(source), "<bos>", "<|endoftext|>"])
     tokenizer = make_tokenizer(source, special=tuple(special), eos="<|endoftext|>")
@@ -55,16 +55,16 @@ def renderer_of(parser: str, template: str | None = None, **options: Any) -> Tem
     return make_renderer(tokenizer, parser=parser, **options)
 
 
-def encode(renderer: TemplateRenderer, text: str) -> list[int]:
+def encode(renderer: Renderer, text: str) -> list[int]:
     return renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def decode(renderer: TemplateRenderer, ids: list[int] | None) -> str:
+def decode(renderer: Renderer, ids: list[int] | None) -> str:
     assert ids is not None
     return renderer.tokenizer.decode(ids)
 
 
-def end_of(renderer: TemplateRenderer) -> int:
+def end_of(renderer: Renderer) -> int:
     return renderer.tokenizer.convert_tokens_to_ids(renderer.behaviour.end)
 
 

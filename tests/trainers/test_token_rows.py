@@ -19,8 +19,7 @@ from agentfactory.base.run_notices import notice_of
 from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
-from agentfactory.rollout.text.format_tokens import FormatTokens
-from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.load_renderer import FormatTokens, make_renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic

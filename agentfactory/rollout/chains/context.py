@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message
-from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.images.parts import image_urls
 

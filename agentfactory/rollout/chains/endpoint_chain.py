@@ -20,12 +20,11 @@ from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.image_intake import Images, TextOnly
-from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.load_renderer import load_images, load_renderer
 from agentfactory.rollout.text.parsers import AUTO, NativeParser, Parser, load_parser
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.stop_strings import find_stop
 from agentfactory.rollout.trajectory import Activity
@@ -46,16 +45,11 @@ class EndpointTurns:
         self._length = 0
 
     def begin(self, opening: list[Message]) -> None:
-        """See Turns."""
         self.context = Context(opening)
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """See Turns."""
         episode, setup, trajectory = self.episode, self.episode.setup, self.episode.trajectory
-        config = setup.config
-        left = min(config.max_tokens, config.max_total_tokens - self._length)
-        if left <= 0:
-            raise ContextOverflowError(f"the conversation has {self._length} of {config.max_total_tokens} tokens")
+        left = episode.budget.left(self._length)
         specs = setup.specs if self.parser.native else []
         with episode.timeline.measure(Activity.MODEL, trajectory.turns):
             shown = await setup.images.for_endpoint(self.context.messages)
@@ -169,7 +163,6 @@ class ChatRunner(Runner):
         super().__init__(recipe, Dialogue(self.parser), _images(recipe, images), _cut(recipe, base), toolset, rewards)
 
     def player(self, episode: Episode) -> ToolLoop:
-        """See Runner."""
         return ToolLoop(episode, EndpointTurns(episode, self.endpoint, self.parser))
 
 

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Sequence
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn, TurnBudget
+from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn
 from agentfactory.rollout.chains.context import Context, is_long, shortened
 from agentfactory.rollout.chains.episode import Episode
-from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.chains.row_rendering import GrowingRows, append_turn, note_roles
 from agentfactory.rollout.chains.sampling import Sampler
 from agentfactory.rollout.chains.tool_loop import TakenTurn
@@ -32,12 +32,10 @@ class PolicyTurns:
         self.context = Context([])
 
     def begin(self, opening: list[Message]) -> None:
-        """See Turns."""
         self.context = Context(opening)
         self.rows.begin(self.rows.open(opening))
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """See Turns."""
         turn, agent = self._turn(self.config.assistant_prefix), self.agent
         try:
             completion = await agent.generate(turn)
@@ -63,7 +61,6 @@ class PolicyTurns:
         return TakenTurn(parsed, completion.cut, sum(completion.mask))
 
     async def go_on(self, answers: list[Message]) -> None:
-        """See Turns."""
         fewer = self.context.with_images(self.config.context.keep_images)
         if len(fewer.turns) < len(self.context.turns):
             self.context = fewer
@@ -96,7 +93,7 @@ class PolicyTurns:
             renderer=self.renderer,
             first_call=episode.counts["tool_calls"],
             prefix=prefix,
-            budget=TurnBudget(self.config.max_tokens, self.config.max_total_tokens),
+            budget=episode.budget,
             generate=generate,
         )
 

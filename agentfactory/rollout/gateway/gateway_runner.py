@@ -14,7 +14,7 @@ from agentfactory.rollout.gateway.gateway_server import Gateway
 from agentfactory.rollout.gateway.sampled_turns import RequestedTurns
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.tools.sessions.toolset import Toolset
 
 
@@ -24,7 +24,7 @@ class GatewayRunner(ChainRunner):
     def __init__(
         self,
         recipe: RolloutRecipe,
-        renderer: TemplateRenderer,
+        renderer: Renderer,
         client: InferenceClient,
         toolset: Toolset,
         rewards: Rewards,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfactory.base.run_notices import notify
-from agentfactory.rollout.chains.opening import MOST_CHARACTERS
+from agentfactory.rollout.chains.opening_prompt import MOST_CHARACTERS
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.gateway.content import assistant
 from agentfactory.rollout.gateway.message_equality import Delivered, content_text

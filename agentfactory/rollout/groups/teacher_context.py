@@ -19,13 +19,13 @@ from agentfactory.base.messages import Message, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.loading import UserCodeError, load_object
 from agentfactory.rollout.chains.chain_runner import ChainRunner, FirstVerdicts
-from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.chains.row_rendering import RowRenderer
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.groups.curriculum import successes
 from agentfactory.rollout.rewards.reward_spec import RewardError, RewardSpec
 from agentfactory.rollout.text.parsers import Parser
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.calls.limits import Deadline
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, text_of
-from agentfactory.rollout.images.files import is_file
+from agentfactory.rollout.images.image_tokens import Grid, Vision
 from agentfactory.rollout.images.parts import (
     data_url,
     has_images,
@@ -24,8 +24,7 @@ from agentfactory.rollout.images.parts import (
     show_in_user_turns,
     text_part,
 )
-from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
-from agentfactory.rollout.images.vision import Grid, Vision
+from agentfactory.rollout.images.store import ImageStore, is_file, stored_digest, url_of
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.images.decode import content_of, decode, size_of
 

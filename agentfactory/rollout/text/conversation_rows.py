@@ -9,8 +9,7 @@ from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.dialogue import Line
 from agentfactory.rollout.text.encoding import MARK, Encoder, map_strings
 from agentfactory.rollout.text.parsers import Parser
-from agentfactory.rollout.text.probing.behaviour import Behaviour
-from agentfactory.rollout.text.templates import ChatTemplate, RenderError, Tools, cached, shared_length
+from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError, Tools, cached, shared_length
 from agentfactory.rollout.token_row import Row
 
 Spans = list[tuple[int, int, float]]

@@ -9,7 +9,7 @@ from typing import Any
 from agentfactory.base.messages import Content, Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.images.parts import show_in_user_turns
 from agentfactory.rollout.text.parsers import Call, Parser
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.rollout.text.templates import RenderError
 
 

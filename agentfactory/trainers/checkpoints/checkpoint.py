@@ -13,7 +13,7 @@ from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.text.format_tokens import FormatTokens
+from agentfactory.rollout.text.load_renderer import FormatTokens
 from agentfactory.trainers.checkpoints.best_checkpoint import AUTO, figure, find_best, metric_names
 from agentfactory.trainers.checkpoints.checkpoint_folder import ONLY_BEST, checkpoints, prune, read_info
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter

@@ -9,7 +9,7 @@ from PIL import Image
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import load_vision
-from agentfactory.rollout.images.own_processor import OwnProcessor
+from agentfactory.rollout.images.image_tokens import OwnProcessor
 from agentfactory.rollout.images.store import ImageStore, digest_of
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.policy import BAN, Policy

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import Features, PixelMaker, compute_features, encoder_outputs, join
-from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.images.image_tokens import PatchVision
 from agentfactory.rollout.inference.embedded.request_images import HeldImage, ImageCache
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.tools.images.lru_cache import ByteCache

@@ -9,9 +9,8 @@ import numpy as np
 from jaxtyping import Int
 from PIL import Image
 
-from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.images.image_tokens import Grid, PatchVision
 from agentfactory.rollout.images.store import digest_of
-from agentfactory.rollout.images.vision import Grid
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.lru_cache import ByteCache

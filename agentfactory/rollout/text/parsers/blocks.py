@@ -80,7 +80,6 @@ class JsonList(NativeParser):
     """True if `CLOSE` is the turn's end-of-turn token, which a turn's text does not include."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
 
         def read_list(position: int) -> tuple[list[Call], int]:
             value, end = read_json(text, skip_space(text, position))
@@ -98,12 +97,10 @@ class JsonList(NativeParser):
         return read_blocks(text, self.OPEN, self.CLOSE, read_list)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         objects = [self.write_call(*call) for call in calls]
         return f"{self.OPEN}{json.dumps(objects, ensure_ascii=False)}{self.CLOSE}"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         call = json.dumps(self.write_call("tool_name", {})).replace("{}", "{...}")
         return f"Write the calls as {self.OPEN}[{call}]{self.CLOSE}"
 

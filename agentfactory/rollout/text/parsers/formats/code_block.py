@@ -20,7 +20,7 @@ class CodeBlock(Parser):
     stops = ("```\nOutput:\n", "```\n\nOutput:\n")
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Blocks in other languages are ordinary text."""
+        """Blocks in other languages are ordinary text."""
         outside: list[str] = []
         blocks: list[str] = []
         position = 0
@@ -42,18 +42,17 @@ class CodeBlock(Parser):
         return Reading(words, [(_code_tool(specs), {CODE: "\n\n".join(blocks)})] if blocks else [])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Raises ValueError unless there is one call, of the code tool."""
+        """Raises ValueError unless there is one call, of the code tool."""
         name = _code_tool(specs)
         if len(calls) != 1 or calls[0][0] != name or list(calls[0][1]) != [CODE]:
             raise ValueError(f"code_block has one call of {name}({CODE}) a turn, not {list(calls)}")
         return f"```python\n{calls[0][1][CODE]}\n```"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "To run code, write\n```python\nprint(6 * 7)\n```"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser. Raises ValueError if no tool runs code."""
+        """Raises ValueError if no tool runs code."""
         if not specs:
             return None
         name = _code_tool(specs)
@@ -64,7 +63,7 @@ class CodeBlock(Parser):
         )
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: `Output:` and the code's output."""
+        """`Output:` and the code's output."""
         return [join_results([("Output:\n", result, "") for result in results])]
 
 

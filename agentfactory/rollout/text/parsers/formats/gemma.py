@@ -29,7 +29,6 @@ class Gemma4(NativeParser):
     QUOTE: ClassVar[str] = '<|"|>'
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             name = _NAME.match(text, position)
@@ -41,11 +40,9 @@ class Gemma4(NativeParser):
         return read_blocks(text, self.OPEN, self.CLOSE, read_call)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "".join(f"{self.OPEN}call:{name}{self._write(arguments)}{self.CLOSE}" for name, arguments in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write each call as {self.write([('tool_name', {'argument_name': 'value'})], specs)}"
 
     def _write(self, value: Any) -> str:

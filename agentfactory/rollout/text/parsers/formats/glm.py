@@ -36,7 +36,7 @@ class Glm(NativeParser):
         return f"<{name}{self.SUFFIX}>", f"</{name}{self.SUFFIX}>"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Values of tools or parameters missing in `specs` are strings."""
+        """Values of tools or parameters missing in `specs` are strings."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             call, position = self._read_call(text, position, specs)
@@ -57,12 +57,10 @@ class Glm(NativeParser):
         return read_blocks(text, *self.BLOCK, read_block)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         written = "\n".join(self._write_call(*call) for call in calls)
         return f"{self.BLOCK[0]}\n{written}\n{self.BLOCK[1]}" if self.BLOCK[0] else written
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write each call as {self.write([('tool_name', {'argument_name': 'value'})], specs)}"
 
     def _write_call(self, name: str, arguments: Arguments) -> str:

@@ -23,7 +23,6 @@ class Hermes(NativeParser):
     """Text on both sides of the object."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             value, end = read_json(text, skip_space(text, position))
@@ -33,12 +32,10 @@ class Hermes(NativeParser):
         return read_blocks(text, self.OPEN, self.CLOSE, read_call)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         objects = [json.dumps({"name": n, "arguments": arguments}, ensure_ascii=False) for n, arguments in calls]
         return "\n".join(f"{self.OPEN}{self.BREAK}{call}{self.BREAK}{self.CLOSE}" for call in objects)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         call = '{"name": "tool_name", "arguments": {...}}'
         return f"Write each call as {self.OPEN}{self.BREAK}{call}{self.BREAK}{self.CLOSE}"
 

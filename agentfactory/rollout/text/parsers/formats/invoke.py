@@ -27,7 +27,7 @@ class Invoke(NativeParser):
         self._ending = re.compile(rf"{self._parameter_end}(?=\s*(?:<{self.MARK}parameter\s|{self._invoke_end}))")
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Values of tools or parameters missing in `specs` are strings, unless the call has their type."""
+        """Values of tools or parameters missing in `specs` are strings, unless the call has their type."""
 
         def read_block(position: int) -> tuple[list[Call], int]:
             calls: list[Call] = []
@@ -41,11 +41,9 @@ class Invoke(NativeParser):
         return read_blocks(text, self._open, self._close, read_block)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"{self._open}\n{''.join(self._write_call(*call) for call in calls)}{self._close}"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write calls as {self.write([('tool_name', {'parameter_name': 'value'})], specs)}"
 
     def attributes(self, value: Any) -> str:
@@ -100,7 +98,6 @@ class DeepSeekV32(Invoke):
     BLOCK, MARK = "｜DSML｜function_calls", "｜DSML｜"
 
     def attributes(self, value: Any) -> str:
-        """See Invoke."""
         return f' string="{json.dumps(isinstance(value, str))}"'
 
 

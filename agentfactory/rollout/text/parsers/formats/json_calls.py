@@ -35,7 +35,6 @@ class JsonCalls(Parser):
     stops = (f"\n{_RESULT}",)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
         if any(line.startswith(_RESULT) for line in text.splitlines()):
             raise FormatError(f"The turn has {_RESULT.strip()}: results come from the tools, after the turn")
         calls: list[Call] = []
@@ -50,17 +49,15 @@ class JsonCalls(Parser):
         return Reading("\n".join(part.strip() for part in outside if part.strip()), calls)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         objects = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
         return "\n".join(f"```json\n{call}\n```" for call in objects)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser."""
         told = super().instructions(specs)
         return told and f"{told}\nThen wait: you are told the result. A turn without a call is your answer."
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: `[result of search]` and the result."""
+        """`[result of search]` and the result."""
         told = zip(calls, results, strict=True)
         return [join_results([(f"{_RESULT}{call.name}]\n", result, "") for call, result in told])]
 

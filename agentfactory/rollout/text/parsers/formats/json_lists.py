@@ -19,7 +19,6 @@ class Apertus(JsonList):
     OPEN, CLOSE, CLOSE_ENDS_TURN = "<|tools_prefix|>", "<|tools_suffix|>", True
 
     def read_call(self, call: object) -> Call:
-        """See JsonList."""
         if not isinstance(call, dict) or len(call) != 1:
             found = f"{len(call)} keys" if isinstance(call, dict) else KINDS[type(call)]
             raise ValueError(f"expected an object with the tool's name as its only key, not {found}")
@@ -31,7 +30,6 @@ class Apertus(JsonList):
         return name, arguments
 
     def write_call(self, name: str, arguments: Arguments) -> dict[str, Any]:
-        """See JsonList."""
         return {name: arguments}
 
 
@@ -43,20 +41,17 @@ class Cohere(JsonList):
     TEXT_MARKS = re.compile(r"<\|(?:START|END)_(?:TEXT|RESPONSE)\|>")
 
     def call_id(self, name: str, number: int) -> str:
-        """See Parser."""
         return str(number)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Marks of text within a call are part of its arguments."""
+        """Marks of text within a call are part of its arguments."""
         found = super().read(text, specs)
         return replace(found, content=self.TEXT_MARKS.sub("", found.content).strip())
 
     def read_call(self, call: object) -> Call:
-        """See JsonList."""
         return read_call_object(call, "parameters", name_key="tool_name")
 
     def write_call(self, name: str, arguments: Arguments) -> dict[str, Any]:
-        """See JsonList."""
         return {"tool_name": name, "parameters": arguments}
 
 

@@ -32,7 +32,7 @@ class Llama3Json(NativeParser):
     """`{"name": "search", "parameters": {"query": "rain"}}`."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. JSON that is not a call is an answer."""
+        """JSON that is not a call is an answer."""
         words = text.strip()
         tagged = words.startswith(TAG)
         if not tagged and not words.startswith("{"):
@@ -59,11 +59,9 @@ class Llama3Json(NativeParser):
         return Reading("", calls)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "; ".join(json.dumps({"name": n, "parameters": a}, ensure_ascii=False) for n, a in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return 'Write a call as {"name": "tool_name", "parameters": {...}} and nothing else'
 
 
@@ -78,7 +76,6 @@ class Functionary(NativeParser):
     OPEN, CLOSE = "<function=", "</function>"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             name = _NAME.match(text, position)
@@ -94,11 +91,9 @@ class Functionary(NativeParser):
         return replace(found, content=words.rstrip(), calls=[*found.calls, _python_call(code.strip(), specs)])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "".join(f"{self.OPEN}{n}>{json.dumps(given, ensure_ascii=False)}{self.CLOSE}" for n, given in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write each call as {self.OPEN}tool_name>{{...}}{self.CLOSE}, with the arguments as a JSON object"
 
 

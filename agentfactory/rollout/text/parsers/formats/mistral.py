@@ -29,7 +29,6 @@ class MistralV3(JsonList):
     OPEN, CLOSE = OPEN, ""
 
     def call_id(self, name: str, number: int) -> str:
-        """See Parser."""
         return mistral_id(number)
 
 
@@ -37,11 +36,9 @@ class Mistral(NativeParser):
     """`[TOOL_CALLS]search[ARGS]{"query": "rain"}`, once per call. `[CALL_ID]` and an id may follow the name."""
 
     def call_id(self, name: str, number: int) -> str:
-        """See Parser."""
         return mistral_id(number)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             name = _NAME.match(text, position)
@@ -59,9 +56,7 @@ class Mistral(NativeParser):
         return read_blocks(text, OPEN, ARGS, read_call)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "".join(f"{OPEN}{name}{ARGS}{json.dumps(given, ensure_ascii=False)}" for name, given in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write each call as {OPEN}tool_name{ARGS}{{...}}, with the arguments as a JSON object"

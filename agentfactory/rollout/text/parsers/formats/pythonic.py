@@ -36,11 +36,10 @@ class Pythonic(NativeParser):
     marks = TAGS[0]
 
     def write_as_content(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See NativeParser."""
         return f"{TAGS[0][0]}{self.write(calls, specs)}{TAGS[0][1]}"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. A bare list counts as calls only if it is the whole turn."""
+        """A bare list counts as calls only if it is the whole turn."""
         tags = next((tags for tags in TAGS if tags[0] in text or tags[1] in text), None)
         if tags is None:
             words = text.strip()
@@ -66,7 +65,7 @@ class Pythonic(NativeParser):
         return read_blocks(text, opening, closing, read_list)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Writes a bare list."""
+        """Writes a bare list."""
         for name in [name for name, _ in calls] + [key for _, arguments in calls for key in arguments]:
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} cannot be the name of a function or an argument")
@@ -74,7 +73,6 @@ class Pythonic(NativeParser):
         return f"[{', '.join(written)}]"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return 'Write calls as a list, [tool_name(argument="value", other=1)]'
 
 

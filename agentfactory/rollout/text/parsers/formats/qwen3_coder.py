@@ -37,7 +37,7 @@ class Qwen3Coder(NativeParser):
     """Text on both sides of a value."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Values of tools or parameters missing in `specs` are strings."""
+        """Values of tools or parameters missing in `specs` are strings."""
 
         def read_call(position: int) -> tuple[list[Call], int]:
             call, position = self._read_call(text, position, specs)
@@ -49,11 +49,9 @@ class Qwen3Coder(NativeParser):
         return found
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "\n".join(self._write_call(*call) for call in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write each call as {self._write_call('tool_name', {'parameter_name': 'value'})}"
 
     def _write_call(self, name: str, arguments: Arguments) -> str:

@@ -30,7 +30,7 @@ class React(Parser):
     stops = ("\nObservation:",)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. An input that is not a JSON object is the value of the tool's only parameter, or its only
+        """An input that is not a JSON object is the value of the tool's only parameter, or its only
         required one."""
         found = list(_LABEL.finditer(text))
         labels = [match[1] for match in found]
@@ -58,29 +58,26 @@ class React(Parser):
         return Reading(content, [(name, _arguments(name, bodies[-1], specs))])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Raises ValueError for several calls."""
+        """Raises ValueError for several calls."""
         if len(calls) != 1:
             raise ValueError(f"react has one action a turn, not {len(calls)}")
         name, arguments = calls[0]
         return f"Action: {name}\nAction Input: {json.dumps(arguments, ensure_ascii=False)}"
 
     def write_answer(self, text: str) -> str:
-        """See Parser."""
         return f"Final Answer: {text.strip()}"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         call = 'Thought: ...\nAction: tool_name\nAction Input: {"argument": "value"}'
         return f"Write either\n{call}\nor\n{_ANSWER_FORM}" if specs else f"Write\n{_ANSWER_FORM}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser."""
         if not specs:
             return self.form(specs)
         return f"{describe(specs)}\n\n{self.form(specs)}\nAfter an action you are told its result as Observation: ..."
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: `Observation: ...`."""
+        """`Observation: ...`."""
         return [join_results([("Observation: ", result, "") for result in results])]
 
 
