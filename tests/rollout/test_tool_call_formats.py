@@ -514,8 +514,6 @@ def test_calls_that_a_published_template_writes_are_read_back(name: str, templat
 # --- whole chains ----------------------------------------------------------------------------------------------------
 
 TURNS = {
-    "react": ["I wonder.", "Thought: so\nAction: search\nAction Input: rain", "Final Answer: It rains."],
-    "tags": ["I wonder.", "<search>rain</search>", "<answer>It rains.</answer>"],
     "my_parser.py:Shout": ["SEARCH rain", "It rains."],
     "qwen3_coder": [
         "Hm.</think>\n\n<tool_call><function=search>oops</tool_call>",
