@@ -1,5 +1,6 @@
 """Chains with scripted turns: the whole runner on a scripted server, with a generated tokenizer."""
 
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -40,6 +41,11 @@ def note(text: str) -> str:
 def turns(trajectory):
     return trajectory.turns
 '''
+
+
+def call(name: str, **arguments: object) -> str:
+    """A tool call in Hermes' format."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @dataclass
@@ -84,15 +90,15 @@ def _renderer(template: str, parser: str) -> Renderer:
 @asynccontextmanager
 async def scripted_chains(
     folder: Path,
-    texts: list[str] | Callable[[str], str],
+    texts: list[str] | Callable[[str], str | list[int]],
     agent: AgentHooks | ClientAgent | None = None,
     template: str | None = None,
     source: str = NOTES,
     renderer: Renderer | None = None,
     **fields: Any,
 ) -> AsyncIterator[Scripted]:
-    """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn.
-    Truncate the answer at the request's token limit.
+    """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn; ids
+    are sent as they are. Truncate the answer at the request's token limit.
 
     There is a tool `note`, and the reward is the number of turns; `fields` are recipe sections.
     """
@@ -103,7 +109,8 @@ async def scripted_chains(
 
     def script(prompt: list[int]) -> list[int]:
         if callable(texts):
-            return ended(texts(tokenizer.decode(prompt)))
+            said = texts(tokenizer.decode(prompt))
+            return ended(said) if isinstance(said, str) else said
         ids = next(answers, None)
         if ids is None:
             raise web.HTTPBadRequest(text="the script is at its end")

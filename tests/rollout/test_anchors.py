@@ -12,7 +12,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.mcp_servers.own_server import OwnServer, build_server
 from agentfactory.tools.tool import tool
-from tests.scripted_chains import scripted_chains
+from tests.scripted_chains import call, scripted_chains
 
 WALK = '''
 import asyncio
@@ -91,10 +91,6 @@ def look() -> str:
 
 server.run()
 '''
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 async def play(folder: Path, texts: list[str], task: dict[str, Any] | None = None, **fields: Any) -> Trajectory:
