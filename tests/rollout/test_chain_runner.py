@@ -1,6 +1,5 @@
 """Chains with scripted completions: error turns, endings, failures, transports and isolation."""
 
-import asyncio
 import json
 import re
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from tests.conftest import QUICKSTART
 from tests.scripted_chains import scripted_chains
@@ -264,18 +262,12 @@ async def test_a_chain_records_its_wait_for_an_instance(tmp_path: Path) -> None:
     servers = {"diary": {**serve, "isolation": "process", "pool": {"capacity": 1}}}
     turns = [call("write", text="a"), "done"] * 2
     async with diary(tmp_path, turns, tools=[], mcp_servers=servers) as chains:
-        one, other = await run_all(chains, [{"question": "go"}] * 2)
+        one, other = await chains.run_all([{"question": "go"}] * 2)
     first, second = sorted((one, other), key=lambda chain: chain.seconds)
     wait = next(stretch for stretch in second.timeline if stretch.activity == "wait")
     assert (wait.name, wait.turn) == ("diary", None)
     # the second one waited until the first was judged; they did not begin at quite the same moment
     assert wait.end - wait.start > 0.9 * first.timeline[-1].end
-
-
-async def run_all(chains: Scripted, tasks: list[dict[str, Any]]) -> list[Trajectory]:
-    """Run a chain on each task, all concurrently."""
-    sampling = Sampling("policy", 1.0, seed="")
-    return await asyncio.gather(*(chains.runner.run(f"c{i}", task, sampling) for i, task in enumerate(tasks)))
 
 
 def hunt(text: str) -> str:
@@ -317,7 +309,7 @@ async def test_transports_give_identical_transcripts(quickstart_run: Path, tmp_p
     for name, servers in recipes.items():
         fields = {"tools": [], "rollout": {"max_turns": 9}, **servers}
         async with diary(tmp_path, hunt, **fields) as chains:
-            played = await run_all(chains, tasks)
+            played = await chains.run_all(tasks)
         for trajectory in played:
             # the duration of calls differs between transports
             trajectory.metrics = {key: value for key, value in trajectory.metrics.items() if "seconds" not in key}
@@ -339,7 +331,7 @@ async def test_chains_never_see_each_others_state(tmp_path: Path, transport: str
     fields: dict = {} if transport == "in process" else {"tools": [], "mcp_servers": {"diary": serve}}
     async with diary(tmp_path, script, **fields) as chains:
         tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(32)]
-        trajectories = await run_all(chains, tasks)
+        trajectories = await chains.run_all(tasks)
     for i, trajectory in enumerate(trajectories):
         assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
         answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]

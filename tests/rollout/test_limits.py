@@ -1,6 +1,5 @@
 """Every limit of a chain: the message to the model, the chain's ending, the metric, and the penalty."""
 
-import asyncio
 import re
 import time
 from contextlib import AbstractAsyncContextManager
@@ -12,7 +11,6 @@ import pytest
 
 from agentfactory.base.config import Limit
 from agentfactory.base.messages import CallError, text_of
-from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.scripted_chains import Scripted, call, scripted_chains
@@ -289,10 +287,8 @@ async def test_all_chains_share_a_rate_and_wait_for_their_time(tmp_path: Path) -
         return "done" if "found a" in prompt else SEARCH
 
     async with open_chains(tmp_path, turns, limits={"calls_per_second": {"search": 4}}) as chains:
-        sampling = Sampling("policy", 1.0, seed="")
-        ran = (chains.runner.run(f"c{i}", {"question": "go"}, sampling) for i in range(7))
         started = time.monotonic()
-        played = [Played(trajectory, "") for trajectory in await asyncio.gather(*ran)]
+        played = [Played(trajectory, "") for trajectory in await chains.run_all([{"question": "go"}] * 7)]
     assert [one.answers for one in played] == [["found a"]] * 7
     assert all(one.moved("limits/") == {} for one in played)
     assert time.monotonic() - started >= 0.75, "four at once, and three a quarter of a second apart"

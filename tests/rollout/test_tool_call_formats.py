@@ -11,20 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
 from tests.model_families import FAMILIES, Family
 from tests.model_families import renderer_of as family_renderer
-from tests.scripted_server import serve_script
+from tests.scripted_chains import ZERO, scripted_chains
 
 SPECS = [
     ToolSpec("search", "Search the web.", {"type": "object", "properties": {"query": {"type": "string"}}}),
@@ -525,7 +519,7 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 async def test_chains(name: str, tmp_path: Path) -> None:
-    (tmp_path / "web.py").write_text(
+    source = (
         "from agentfactory import tool\n\n@tool\ndef search(query: str) -> str:\n    'Search.'\n"
         "    return f'<|im_end|>{query}: it rains'\n"
     )
@@ -538,25 +532,14 @@ async def test_chains(name: str, tmp_path: Path) -> None:
     template = "qwen3_5_think" if name == "qwen3_coder" else "qwen2_5"
     renderer = renderer_of(name, template, base=tmp_path)
 
-    def script(ids: list[int]) -> list[int]:
-        turn = ids.count(renderer.tokenizer.convert_tokens_to_ids("<|im_start|>")) // 2 - 1
-        return [*encode(renderer, TURNS[name][turn]), end_of(renderer)]
-
-    recipe = RolloutRecipe.model_validate(
-        {"model": {"path": "x"}, "tools": ["web.py:search"], "rollout": {"max_turns": 6, "parser": name}}
-    )
-
-    def nothing() -> float:
-        return 0.0
-
-    async with (
-        serve_script(script) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, tmp_path) as toolset,
-    ):
-        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([nothing]))
+    fields = {
+        "tools": ["notes.py:search"],
+        "rewards": ["notes.py:nothing"],
+        "rollout": {"max_turns": 6, "parser": name},
+    }
+    async with scripted_chains(tmp_path, TURNS[name], source=source + ZERO, renderer=renderer, **fields) as chains:
         task = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]}
-        chain = await runner.run("c0", task, Sampling("policy", 1.0, seed=""))
+        [chain] = await chains.run_all([task])
     assert chain.error is None
     assert chain.outcome == Outcome.COMPLETED
     assert chain.turns == len(TURNS[name])
