@@ -143,7 +143,7 @@ FAULTS = (
         "rollout/chains/tool_loop.py",
         "if trajectory.turns == episode.max_turns:",
         "if trajectory.turns > episode.max_turns:",
-        "rollout/test_chain_runner.py",
+        "rollout/test_limits.py",
     ),
     Fault(
         "staleness",

@@ -102,21 +102,6 @@ def test_two_calls_are_told_where_the_format_has_one(family: Family) -> None:
         check_told(renderer, text, "This turn has 2 tool calls: write one at a time, and wait for its result.")
 
 
-@by_template
-async def test_an_unknown_tool_is_told_and_the_chain_goes_on(family: Family, tmp_path: Path) -> None:
-    renderer = renderer_of(family)
-    answer = "<|channel|>final<|message|>Done." if family.parser == "harmony" else "Done."
-    answer = f"{renderer.behaviour.tags[1]}{answer}" if renderer.behaviour.opens_reasoning else answer
-    texts = [written(renderer, "notes"), written(renderer, "note"), answer]
-    async with scripted_chains(tmp_path, texts, renderer=renderer) as scripted:
-        chain = await scripted.run()
-        assert chain.outcome == "completed", chain.error
-        _, told, noted = scripted.sent()
-        assert "no tool 'notes'" in told.replace('\\"', '"'), told[-300:]
-        assert "noted rain" in noted
-        scripted.check(chain)
-
-
 async def test_a_template_that_opens_and_drops_reasoning_forks(tmp_path: Path) -> None:
     """QwQ: the generation prompt opens <think>, and earlier turns are rendered without reasoning."""
     family = next(family for family in FAMILIES if family.name == "qwq")

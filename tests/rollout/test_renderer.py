@@ -310,16 +310,6 @@ def test_parse_of_reasoning_that_the_generation_prompt_began() -> None:
     assert renderer.parse(encode(renderer, "I wond")).message["content"] == ""
 
 
-def test_parse_of_a_malformed_call_keeps_the_text() -> None:
-    renderer = renderer_of("qwen3")
-    text = 'I go.\n<tool_call>\n{"name": "move", "arguments": "north"}\n</tool_call>'
-    parsed = renderer.parse([*encode(renderer, text), renderer.stop_token_ids[0]])
-    assert parsed.calls == []
-    assert parsed.error is not None
-    assert '"arguments" must be a JSON object' in parsed.error
-    assert parsed.message == {"role": "assistant", "content": text}
-
-
 def test_parse_survives_any_ids() -> None:
     renderer = renderer_of("qwen3")
     rng = random.Random(1)
