@@ -1,4 +1,5 @@
-"""Rewards for short answers: exact match and F1, as in SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250)."""
+"""Rewards for short answers: exact match and F1, as in SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), and the
+metrics of benchmarks about images."""
 
 import re
 import string
@@ -32,47 +33,49 @@ def token_f1(prediction: str, answer: str) -> float:
     return 2 * common / (len(predicted) + len(expected))
 
 
-@reward
 @dataclass(config=OPTIONS)
-class ExactMatch:
-    """1 if the normalised prediction is one of the row's normalised answers, else 0; metric `success`."""
-
+class _Answers:
     field: str = "answer"
     """Field of the row: a text or number, or a list of accepted ones."""
     extract: Pattern | None = None
     """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match."""
-    extract_answer: Pattern | None = None
-    """The part of the field to compare, such as `#### (.*)`."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""
-        accepted_answers(row, self.field, self.extract_answer)
+        self._accepted(row)
+
+    def _accepted(self, row: dict[str, Any]) -> list[str]:
+        return accepted_answers(row, self.field)
+
+
+@dataclass(config=OPTIONS)
+class _ShortAnswers(_Answers):
+    extract_answer: Pattern | None = None
+    """The part of the field to compare, such as `#### (.*)`."""
+
+    def _accepted(self, row: dict[str, Any]) -> list[str]:
+        return accepted_answers(row, self.field, self.extract_answer)
+
+
+@reward
+@dataclass(config=OPTIONS)
+class ExactMatch(_ShortAnswers):
+    """1 if the normalised prediction is one of the row's normalised answers, else 0; metric `success`."""
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
         found = normalize(extracted(self.extract, prediction))
-        hit = float(found in map(normalize, accepted_answers(row, self.field, self.extract_answer)))
+        hit = float(found in map(normalize, self._accepted(row)))
         return {"reward": hit, "success": hit}
 
 
 @reward
 @dataclass(config=OPTIONS)
-class F1:
+class F1(_ShortAnswers):
     """Word-level F1 of prediction and answer, from 0 to 1; with several answers, the highest."""
-
-    field: str = "answer"
-    """As in exact_match."""
-    extract: Pattern | None = None
-    """As in exact_match."""
-    extract_answer: Pattern | None = None
-    """As in exact_match."""
-
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no answer."""
-        accepted_answers(row, self.field, self.extract_answer)
 
     def __call__(self, prediction: str, **row: Any) -> float:
         found = extracted(self.extract, prediction)
-        return max(token_f1(found, answer) for answer in accepted_answers(row, self.field, self.extract_answer))
+        return max(token_f1(found, answer) for answer in self._accepted(row))
 
 
 def anls(prediction: str, answers: list[str], threshold: float = 0.5) -> float:
@@ -147,13 +150,9 @@ def counted(prediction: str) -> float | None:
 
 @reward
 @dataclass(config=OPTIONS)
-class Anls:
+class Anls(_Answers):
     """The similarity to the nearest answer as in DocVQA (ANLS), from 0 to 1; metric `success`: 1 if they are equal."""
 
-    field: str = "answer"
-    """Field of the row: a text or number, or a list of accepted ones."""
-    extract: Pattern | None = None
-    """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Normalised distance from which on the reward is 0."""
 
@@ -162,36 +161,23 @@ class Anls:
         check_extra("rewards")
         return self
 
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no answer."""
-        accepted_answers(row, self.field)
-
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
         found = extracted(self.extract, prediction)
-        similarity = anls(found, accepted_answers(row, self.field), self.threshold)
+        similarity = anls(found, self._accepted(row), self.threshold)
         return {"reward": similarity, "success": float(similarity == 1)}
 
 
 @reward
 @dataclass(config=OPTIONS)
-class RelaxedAccuracy:
+class RelaxedAccuracy(_Answers):
     """1 if the prediction matches the answer, numbers within `tolerance`, as in ChartQA, else 0; metric `success`."""
 
-    field: str = "answer"
-    """As in anls."""
-    extract: Pattern | None = None
-    """As in anls."""
     tolerance: Annotated[float, Field(ge=0)] = 0.05
     """Maximum relative difference of a number from the answer."""
 
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no answer."""
-        accepted_answers(row, self.field)
-
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
         found = extracted(self.extract, prediction)
-        answers = accepted_answers(row, self.field)
-        hit = float(any(relaxed_match(found, answer, self.tolerance) for answer in answers))
+        hit = float(any(relaxed_match(found, answer, self.tolerance) for answer in self._accepted(row)))
         return {"reward": hit, "success": hit}
 
 
@@ -207,7 +193,7 @@ class MultipleChoice:
     """Field of the row with the texts of the options: a list in the order of the letters, or letter -> text. Null: only
     letters count."""
     extract: Pattern | None = None
-    """As in anls."""
+    """As in exact_match."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no letter, or no such option."""
@@ -246,7 +232,7 @@ class Count:
     field: str = "answer"
     """Field of the row: a number."""
     extract: Pattern | None = None
-    """As in anls."""
+    """As in exact_match."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no number."""

@@ -9,6 +9,7 @@ from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.dialogue import Line
 from agentfactory.rollout.text.encoding import MARK, Encoder, map_strings
 from agentfactory.rollout.text.parsers import Parser
+from agentfactory.rollout.text.parsers.parser import call_of
 from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError, Tools, cached, shared_length
 from agentfactory.rollout.token_row import Row
 
@@ -98,9 +99,7 @@ class ConversationRows:
             reason = found.error or "it has other calls"
             raise RenderError(f"message {index}: rollout.parser does not read what the chat template writes: {reason}")
         for (name, read), call in zip(found.calls, calls, strict=True):
-            written = call["function"]["arguments"]
-            written = json.loads(written) if isinstance(written, str) else written
-            if problem := _difference(read, written):
+            if problem := _difference(read, call_of(call)[1]):
                 raise RenderError(f"message {index}: in the call of {name}, {problem}")
 
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.messages import Message, ToolCall
+from agentfactory.rollout.text.parsers.parser import with_json_arguments
 
 Tools = list[dict[str, Any]] | None
 _Calls = tuple[tuple[str, str], ...]
@@ -115,7 +116,7 @@ class ChatTemplate:
         if self.null_content and message.get("tool_calls") and message.get("content") == "":
             changed = {**changed, "content": None}
         if self.arguments_as_text and message.get("tool_calls"):
-            changed = {**changed, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+            changed = {**changed, "tool_calls": [with_json_arguments(call) for call in message["tool_calls"]]}
         return changed
 
     def continuation(
@@ -226,13 +227,6 @@ def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Me
         system, *messages = messages
     functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     return [{**system, "tools": functions}, *messages]
-
-
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as JSON text."""
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def _dummy(calls: _Calls) -> list[Message]:

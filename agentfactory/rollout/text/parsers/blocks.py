@@ -1,8 +1,9 @@
 """Shared parsing of formats with opening and closing tags: calls between tags, and their JSON."""
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
@@ -66,6 +67,33 @@ def read_call_object(call: object, *keys: str, name_key: str = "name") -> Call:
     if not isinstance(arguments, dict):
         raise ValueError(f'"{key}" must be a JSON object, not {KINDS[type(arguments)]}')
     return name, arguments
+
+
+class Fenced(NamedTuple):
+    """A fenced block: its fences are [begin, code) and [stop, end), and `language` is the word after the first. A block
+    without an end has no second fence."""
+
+    begin: int
+    code: int
+    stop: int
+    end: int
+    language: str
+
+
+_FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+
+
+def fenced_blocks(text: str) -> Iterator[Fenced]:
+    """Yield the blocks of a text between lines of at least three backquotes."""
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif not fence[2] and len(fence[1]) >= len(opened[1]):
+            yield Fenced(opened.start(), opened.end(), fence.start(), fence.end(), opened[2].lower())
+            opened = None
+    if opened is not None:
+        yield Fenced(opened.start(), opened.end(), len(text), len(text), opened[2].lower())
 
 
 class JsonList(NativeParser):

@@ -170,6 +170,19 @@ class NativeParser(Parser):
         return [{"role": "tool", "content": text}]
 
 
+def call_of(call: dict[str, Any]) -> Call:
+    """Return the name and arguments of a call in OpenAI's format, whose arguments may be JSON text."""
+    arguments = call["function"]["arguments"]
+    return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call in OpenAI's format with its arguments as JSON text."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
 def parameters(spec: ToolSpec) -> dict[str, Any]:
     """Return the schemas of a tool's parameters by name."""
     return properties_of(spec.parameters)

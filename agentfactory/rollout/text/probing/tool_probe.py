@@ -1,14 +1,12 @@
 """Probes of tools: the template's description of them, and its format of calls and results."""
 
-import json
 import re
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 from agentfactory.base.messages import Message
 from agentfactory.rollout.text.parsers import PARSERS, Call, NativeParser, Parser, load_parser
-from agentfactory.rollout.text.parsers.parser import reasoning_tags
+from agentfactory.rollout.text.parsers.parser import call_of, reasoning_tags
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS, probe_calls, results_of
 from agentfactory.rollout.text.templates import (
     Behaviour,
@@ -42,8 +40,8 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     try:
         text = fit_calls(template, parser, specs)
     except RenderError as error:
-        fit = _fitting_formats(template)
-        named = RenderError(f"{error}; {_use(fit)}") if fit else error
+        fix = _use(_fitting_formats(template))
+        named = RenderError(f"{error}; {fix}") if fix else error
         raise (unseen if ignores else named) from error
     turn = text.rpartition("wordask")[2]
     words = behaviour.closings.words
@@ -52,7 +50,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
             raise unseen
         raise RenderError(
             f"the chat template writes tool calls in a format that rollout.parser does not read: {turn!r}; "
-            f"{_formats_that_read(template)}"
+            f"{_use(_fitting_formats(template)) or 'no native format does'}"
         )
     told = results_of(messages[1]["tool_calls"])
     try:
@@ -176,7 +174,7 @@ def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
         reason = reason or RenderError("it leaves them out")
     template.arguments_as_text = template.null_content = False
     if isinstance(parser, NativeParser) and parser.marks and _has(template, parser.marks):
-        template.write_calls = lambda calls: parser.write_as_content([_as_call(call) for call in calls], PROBE_TOOLS)
+        template.write_calls = lambda calls: parser.write_as_content([call_of(call) for call in calls], PROBE_TOOLS)
         return template.render(messages, specs)
     if str(reason) == "it leaves them out":
         raise RenderError("the chat template cannot render a tool call: it leaves them out")
@@ -187,11 +185,6 @@ def _has(template: ChatTemplate, tokens: tuple[str, ...]) -> bool:
     """Return whether the tokenizer has all these tokens."""
     added = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
     return added.issuperset(tokens)
-
-
-def _as_call(call: dict[str, Any]) -> Call:
-    arguments = call["function"]["arguments"]
-    return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]] | None:
@@ -213,25 +206,14 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
     return None
 
 
-def _formats_that_read(template: ChatTemplate) -> str:
-    """Suggest formats for a template whose calls the chosen parser cannot read."""
-    fit = _fitting_formats(template)
-    return _use(fit) if fit else "no native format does"
-
-
 def _fitting_formats(template: ChatTemplate) -> list[str]:
     """Return the native formats that read a call as the template writes it."""
-    return [
-        n for n, parser in _native().items() if reads_call(ChatTemplate(template.tokenizer, template.source), parser)
-    ]
-
-
-def _native() -> dict[str, Parser]:
-    return {name: parser for name in PARSERS if (parser := load_parser(name)).native}
+    native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
+    return [n for n, p in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), p)]
 
 
 def _use(formats: list[str]) -> str:
-    return f"{USE}{' or '.join(formats)}"
+    return f"{USE}{' or '.join(formats)}" if formats else ""
 
 
 _TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")

@@ -19,7 +19,7 @@ from agentfactory.rollout.text.parsers.parser import (
     find_spec,
     sole_parameter,
 )
-from agentfactory.rollout.text.parsers.values import read_json, skip_space
+from agentfactory.rollout.text.parsers.values import read_json, skip_space, whole_object
 
 TAG = "<|python_tag|>"
 _ALONE = "Malformed tool call: a turn with a call has nothing beside it"
@@ -99,11 +99,8 @@ class Functionary(NativeParser):
 
 def _python_call(text: str, specs: Sequence[ToolSpec]) -> Call:
     """Parse a call of the tool `python` from its arguments as JSON, as the template writes them, or from its code."""
-    try:
-        arguments, end = read_object(text, 0)
-        if end == len(text):
-            return "python", arguments
-    except ValueError:
-        pass
+    arguments, _ = whole_object(text)
+    if arguments is not None:
+        return "python", arguments
     spec = find_spec("python", specs)
     return "python", {(spec and sole_parameter(spec)) or "code": text}

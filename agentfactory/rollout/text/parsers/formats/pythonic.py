@@ -5,7 +5,6 @@ turn. LFM2 can also write the list as JSON. Values are Python literals or JSON. 
 time, because Python's own parser can exhaust time and stack on model output.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
-from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_json, skip_space
+from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_json, read_number, skip_space
 
 TAGS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
 _NAME = r"[A-Za-z_][\w./-]*"
@@ -151,7 +150,7 @@ class _Reader:
             return _CONSTANTS[token]
         if self.kind == "number":
             self.advance()
-            return _number(token)
+            return read_number(token, " is no number, or too large")
         return _unquote(self.take("string"))
 
     def mapping(self, depth: int) -> dict[str, Any]:
@@ -165,20 +164,6 @@ class _Reader:
                 self.take(",")
         self.advance()
         return items
-
-
-def _number(token: str) -> int | float:
-    try:
-        return int(token)
-    except ValueError:
-        pass
-    try:
-        value = float(token)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{token[:20]} is no number, or too large")
-    return value
 
 
 def _unquote(token: str) -> str:

@@ -18,7 +18,7 @@ from agentfactory.rollout.text.parsers.parser import (
     parameters,
     sole_parameter,
 )
-from agentfactory.rollout.text.parsers.values import convert, read_json
+from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 _LABEL = re.compile(r"^[ \t]*+(Thought|Action Input|Action|Observation|Final Answer)[ \t]*+:", re.MULTILINE)
 _ANSWER_FORM = "Thought: ...\nFinal Answer: the answer"
@@ -84,17 +84,9 @@ class React(Parser):
 def _arguments(name: str, text: str, specs: Sequence[ToolSpec]) -> Arguments:
     spec = find_spec(name, specs)
     sole = None if spec is None else sole_parameter(spec)
-    problem = "expected a JSON object"
-    if text.startswith("{"):
-        try:
-            value, end = read_json(text)
-        except ValueError as error:
-            problem = str(error)
-        else:
-            if end == len(text):
-                assert isinstance(value, dict)
-                return value
-            problem = f"text follows the JSON object at character {end}"
+    value, problem = whole_object(text)
+    if value is not None:
+        return value
     if spec is None or sole is None:
         raise FormatError(f"Action Input of {name}: {problem}")
     return {sole: convert(text, parameters(spec).get(sole, {}), spec.parameters)}

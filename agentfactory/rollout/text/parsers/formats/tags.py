@@ -19,7 +19,7 @@ from agentfactory.rollout.text.parsers.parser import (
     parameters,
     sole_parameter,
 )
-from agentfactory.rollout.text.parsers.values import convert, read_json
+from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 ANSWER, RESULT = "answer", "information"
 
@@ -104,18 +104,11 @@ def _arguments(body: str, spec: ToolSpec) -> Arguments:
     known = parameters(spec)
     sole = sole_parameter(spec)
     body = body.strip()
-    problem = "expected a JSON object"
-    if body.startswith("{"):
-        try:
-            value, end = read_json(body)
-        except ValueError as error:
-            problem = str(error)
-        else:
-            # an object that does not match the tool's arguments is itself the single argument
-            if end == len(body) and (sole is None or value.keys() <= known.keys()):
-                assert isinstance(value, dict)
-                return value
-    elif not body and not known:
+    value, problem = whole_object(body)
+    # an object that does not match the tool's arguments is itself the single argument
+    if value is not None and (sole is None or value.keys() <= known.keys()):
+        return value
+    if not body and not known:
         return {}
     if sole is None:
         raise FormatError(f"<{spec.name}>: {problem} with {', '.join(known) or 'no arguments'}")
