@@ -25,12 +25,12 @@ from tests.scripted_chains import ZERO, scripted_chains
 
 pytestmark = pytest.mark.numbers
 
-CHAINS = 200
+CHAINS = 100
 
 
 @pytest.fixture(scope="module")
 def played(warm_server: str, warm_start: Path, quickstart_run: Path) -> tuple[list[Trajectory], Recording]:
-    """200 chains on the embedded engine."""
+    """Chains on the embedded engine."""
     return play_chains(
         warm_start, quickstart_run / "prepared" / "train.jsonl", {"engine": "embedded"}, warm_server, CHAINS
     )
