@@ -1,4 +1,5 @@
-"""Messages, tool calls and tools of rows in the OpenAI format, checked and brought to the form of our chains."""
+"""Messages, tool calls and tools of rows in the OpenAI format, checked and brought to the form of our chains; and what
+to type for rows in the layouts of other projects."""
 
 import json
 import math

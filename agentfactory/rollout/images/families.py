@@ -1,7 +1,7 @@
 """Families of multimodal models, and the image processing of each.
 
 There are two kinds. Families of `patches` share one rule for image sizes, and images are resized once, here. All others
-use the model's own processor (own_processor), which the server also runs.
+use the model's own processor (OwnProcessor), which the server also runs.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The image processing of a model: resizing, image tokens and their positions."""
+"""Image tokens: how a model's images are resized, expanded from placeholders to tokens, and numbered by positions."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.images.sizes import SizeRule
 
 Grid = tuple[int, int, int]
-"""Size of an image in time (1), height and width: in patches, or in pixels for models of `own_processor`."""
+"""Size of an image in time (1), height and width: in patches, or in pixels for models with an OwnProcessor."""
 BANNED_BIAS = -100.0
 """Bias that servers and trainer add to the logits of `Vision.banned_token_ids`."""
 

@@ -1,4 +1,5 @@
-"""The image store of a run: lossless files named by the digest of their pixels, each stored once for all chains."""
+"""The image store of a run: lossless files named by the digest of their pixels, each stored once for all chains; and
+the files of a row's images, which tools and rewards get."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Preparation of images and coordinates in rows of data for the recipe's model."""
+"""Preparation of rows of data for the recipe's model: their images, and the boxes and points in their text."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Loading and calling of an entry of the recipe's `rewards:`."""
+"""The decorator `@reward`, and the loading and calling of an entry of the recipe's `rewards:`."""
 
 import asyncio
 import inspect

@@ -1,4 +1,5 @@
-"""The construction of a model's renderer, with a template and tool-call format chosen by probes."""
+"""The construction of a model's renderer, with a template and tool-call format chosen by probes, and the tokens that
+these need."""
 
 import hashlib
 import json

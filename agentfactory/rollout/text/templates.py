@@ -1,4 +1,4 @@
-"""Chat templates, which render conversations as text."""
+"""Chat templates, which render conversations as text, and their behaviour as found by the probes."""
 
 import json
 from collections.abc import Callable, Hashable, Iterable

@@ -1,4 +1,4 @@
-"""A model's tokenizer and its end-of-sequence tokens."""
+"""A model's tokenizer, its end-of-sequence tokens, and its comparison with another model's tokenizer."""
 
 import json
 from collections.abc import Iterable

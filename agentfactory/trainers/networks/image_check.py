@@ -23,8 +23,7 @@ def check_images(policy: Policy, path: str) -> None:
     """Compare a row with two images, as built by rollouts and trainer, with the model's own processor and forward pass:
     its ids, and the log-probability of each token.
 
-    Only for models of `own_processor`; models of `patches` have one rule, which tests cover. Raises SettingError with
-    the difference.
+    Only for an OwnProcessor; PatchVision has one rule, which tests cover. Raises SettingError with the difference.
     """
     vision = load_vision(path)
     if not isinstance(vision, OwnProcessor):

@@ -1,4 +1,5 @@
-"""The interface of tool-call formats: parse and write calls, and present tools and results to the model."""
+"""The interface of tool-call formats: parse and write calls, and present tools and results to the model; and the tags
+around reasoning."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Probes of tools: the template's description of them, and its format of calls and results."""
+"""Probes of tools and turns: the template's description of tools, its format of calls and results, and the parts of an
+assistant's turn."""
 
 import re
 from collections.abc import Callable
