@@ -8,7 +8,6 @@ from typing import Any
 
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import JsonList, read_call_object
-from agentfactory.rollout.text.parsers.formats.glm import Glm
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, Reading
 from agentfactory.rollout.text.parsers.values import KINDS
 
@@ -66,15 +65,6 @@ class Hunyuan(JsonList):
     """`<tool_calls>[{"name": "search", "arguments": {"query": "rain"}}]</tool_calls>`."""
 
     OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
-
-
-class Hy3(Glm):
-    """GLM's calls within `<tool_calls>`, with `<tool_sep>` after the tool's name; the names of all tags end with
-    `:opensource`."""
-
-    SUFFIX = ":opensource"
-    SEPARATOR = "<tool_sep:opensource>"
-    BLOCK = ("<tool_calls:opensource>", "</tool_calls:opensource>")
 
 
 class Nemotron(JsonList):
