@@ -28,7 +28,6 @@ class Gemma4(NativeParser):
     QUOTE: ClassVar[str] = '<|"|>'
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-
         def read_call(position: int) -> tuple[list[Call], int]:
             name = _NAME.match(text, position)
             if name is None:

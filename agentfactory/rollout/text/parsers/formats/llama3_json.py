@@ -76,7 +76,6 @@ class Functionary(NativeParser):
     OPEN, CLOSE = "<function=", "</function>"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-
         def read_call(position: int) -> tuple[list[Call], int]:
             name = _NAME.match(text, position)
             if name is None:
