@@ -168,25 +168,22 @@ class ChatRunner(Runner):
 
 def check_recipe(recipe: RolloutRecipe) -> None:
     """Raise ChatEndpointError if a recipe uses features that a chat endpoint does not support."""
-    if recipe.rollout.agent is not None:
-        agent = recipe.rollout.agent
-        problem = f"got {agent.name or agent.command!r}, which needs a server that takes token ids"
-        raise ChatEndpointError("rollout.agent", problem, "evaluate with rollout.agent=null")
-    if recipe.rollout.context.policy != "keep":
-        problem = f"got {recipe.rollout.context.policy!r}, which needs token rows"
-        raise ChatEndpointError("rollout.context.policy", problem, "evaluate with rollout.context.policy=keep")
-    if (most := recipe.rollout.context.keep_images) is not None:
-        problem = f"got {most}, which needs token rows"
-        raise ChatEndpointError(
-            "rollout.context.keep_images", problem, "evaluate with rollout.context.keep_images=null"
-        )
+    agent, context, prefix = recipe.rollout.agent, recipe.rollout.context, recipe.rollout.assistant_prefix
+    refused = {
+        "agent=null": agent and f"{agent.name or agent.command!r}, which needs a server that takes token ids",
+        "context.policy=keep": context.policy != "keep" and f"{context.policy!r}, which needs token rows",
+        "context.keep_images=null": context.keep_images is not None
+        and f"{context.keep_images}, which needs token rows",
+        "assistant_prefix=''": prefix and f"{prefix!r}, but an endpoint cannot be forced to start its turns with it",
+    }
+    for setting, problem in refused.items():
+        if problem:
+            field = f"rollout.{setting.partition('=')[0]}"
+            raise ChatEndpointError(field, f"got {problem}", f"evaluate with rollout.{setting}")
     for number, reward in enumerate(recipe.rewards):
         if reward.reward == "length" and not reward.options.get("turns"):
             problem = "'length' counts tokens, which needs token rows"
             raise ChatEndpointError(f"rewards.{number}", problem, "count turns (options={turns: true}), or remove it")
-    if prefix := recipe.rollout.assistant_prefix:
-        problem = f"got {prefix!r}, but an endpoint cannot be forced to start its turns with it"
-        raise ChatEndpointError("rollout.assistant_prefix", problem, "evaluate with rollout.assistant_prefix=''")
 
 
 @asynccontextmanager
