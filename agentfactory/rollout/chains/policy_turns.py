@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn
-from agentfactory.rollout.chains.context import Context, is_long, shortened
+from agentfactory.rollout.chains.context import Context, is_long
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.chains.row_rendering import GrowingRows, append_turn, note_roles
@@ -109,14 +109,21 @@ class PolicyTurns:
             raise AgentError(f"{agent.__name__}.{hook}: {type(error).__name__}: {error}") from error
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
-        """Start a row with the context shortened by `rollout.context`. Return False if nothing can be left out."""
-        left = self.episode.max_turns - self.episode.trajectory.turns
-        found = await shortened(
-            self.context, self.config, length, left, self.rows.open, lambda: self._summarize(answers)
-        )
-        if found is None:
+        """Start a row with the context shortened by `rollout.context`; the current row has `length` tokens. Return
+        False if nothing can be left out."""
+        policy, keep = self.config.context.policy, self.config.context.options.keep_turns
+        if len(self.context.turns) <= keep:
             return False
-        self.context, piece = found
+        summary = None
+        if policy == "summarize":
+            if self.episode.max_turns - self.episode.trajectory.turns < 2:
+                return False  # the summary would be the chain's last turn
+            summary = await self._summarize(answers)
+        shorter = self.context.last_turns(keep, summary)
+        piece = self.rows.open(shorter.messages)
+        if policy == "truncate" and len(piece.ids) >= length:
+            return False
+        self.context = shorter
         self.rows.begin(piece)
         return True
 
