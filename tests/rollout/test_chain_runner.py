@@ -5,15 +5,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from tests.conftest import QUICKSTART
-from tests.scripted_chains import scripted_chains
+from tests.scripted_chains import Scripted, call, scripted_chains
 
 TOOLS = '''
 import asyncio
