@@ -256,7 +256,13 @@ CODE = (
         "order-stuck",
         "tasks",
         "another task than",
-        (Edit("rollout/data/order.py", "        return self._order[index]", "        return self._order[index % 3]"),),
+        (
+            Edit(
+                "rollout/data/order_and_mix.py",
+                "        return self._order[index]",
+                "        return self._order[index % 3]",
+            ),
+        ),
         origin="a sampler that begins again each step",
     ),
     Fault(

@@ -143,7 +143,7 @@ FAULTS = (
         "rollout/chains/tool_loop.py",
         "if trajectory.turns == episode.max_turns:",
         "if trajectory.turns > episode.max_turns:",
-        "rollout/test_chain_runner.py",
+        "rollout/test_limits.py",
     ),
     Fault(
         "staleness",
@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         "closing-token",
-        "rollout/text/template_renderer.py",
+        "rollout/text/renderer.py",
         "ids[-1:] == [end]",
         "bool(ids)",
         "rollout/test_renderer.py",
@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         "image-places",
-        "rollout/images/vision.py",
+        "rollout/images/image_tokens.py",
         "spans.append(ImageSpan(len(expanded), len(shown), digest, grid))",
         "spans.append(ImageSpan(len(expanded) + 1, len(shown), digest, grid))",
         "rollout/images/test_vision.py",
@@ -231,7 +231,7 @@ FAULTS = (
     ),
     Fault(
         "another-row",
-        "rollout/data/order.py",
+        "rollout/data/order_and_mix.py",
         "self._starts[source] + row",
         "row",
         "rollout/test_mix.py",

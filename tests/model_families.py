@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from tests.chat_tokenizers import SPECIAL, make_tokenizer, trl_template
 
 TEMPLATES = Path(__file__).parent / "rollout" / "model_templates"
@@ -127,7 +127,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
 
 
 @cache
-def renderer_of(family: Family, **options: Any) -> TemplateRenderer:
+def renderer_of(family: Family, **options: Any) -> Renderer:
     """The renderer that a run would use, with a detected format; shared by all tests."""
     return make_renderer(tokenizer_of(family), **options)
 

@@ -1,7 +1,9 @@
 """Chains with scripted turns: the whole runner on a scripted server, with a generated tokenizer."""
 
+import asyncio
+import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +22,7 @@ from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -41,6 +43,20 @@ def turns(trajectory):
     return trajectory.turns
 '''
 
+ZERO = """
+from agentfactory import reward
+
+@reward
+def nothing():
+    return 0.0
+"""
+"""Source of a reward, for sources of tools alone: `rewards=["notes.py:nothing"]`."""
+
+
+def call(name: str, **arguments: object) -> str:
+    """A tool call in Hermes' format."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
 
 @dataclass
 class Scripted:
@@ -54,6 +70,12 @@ class Scripted:
         """Run one chain on `task`."""
         sampling = Sampling("policy", 1.0, seed="s")
         return await self.runner.run("c0", {"question": "go", **task}, sampling, self.runner.setup.config.scored)
+
+    async def run_all(self, tasks: Iterable[dict[str, Any]]) -> list[Trajectory]:
+        """Run a chain on each task, all concurrently."""
+        sampling = Sampling("policy", 1.0, seed="s")
+        runs = (self.runner.run(f"c{number}", task, sampling) for number, task in enumerate(tasks))
+        return await asyncio.gather(*runs)
 
     def sent(self) -> list[str]:
         """The server's received prompts, as text."""
@@ -77,24 +99,26 @@ class Scripted:
 
 
 @cache
-def _renderer(template: str, parser: str) -> TemplateRenderer:
+def _renderer(template: str, parser: str) -> Renderer:
     return make_renderer(make_tokenizer(template), parser=parser)
 
 
 @asynccontextmanager
 async def scripted_chains(
     folder: Path,
-    texts: list[str] | Callable[[str], str],
+    texts: list[str] | Callable[[str], str | list[int]],
     agent: AgentHooks | ClientAgent | None = None,
     template: str | None = None,
     source: str = NOTES,
-    renderer: TemplateRenderer | None = None,
+    renderer: Renderer | None = None,
+    knows_stops: bool = False,
     **fields: Any,
 ) -> AsyncIterator[Scripted]:
-    """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn.
-    Truncate the answer at the request's token limit.
+    """Answer the n-th request by the n-th of `texts`, or each by `texts` of its prompt, and the end of the turn; ids
+    are sent as they are. Truncate the answer at the request's token limit.
 
-    There is a tool `note`, and the reward is the number of turns; `fields` are recipe sections.
+    There is a tool `note`, and the reward is the number of turns; `fields` are recipe sections. `knows_stops`: the
+    server ends turns at stop strings.
     """
 
     def ended(text: str) -> list[int]:
@@ -103,7 +127,8 @@ async def scripted_chains(
 
     def script(prompt: list[int]) -> list[int]:
         if callable(texts):
-            return ended(texts(tokenizer.decode(prompt)))
+            said = texts(tokenizer.decode(prompt))
+            return ended(said) if isinstance(said, str) else said
         ids = next(answers, None)
         if ids is None:
             raise web.HTTPBadRequest(text="the script is at its end")
@@ -116,7 +141,7 @@ async def scripted_chains(
     tokenizer = used.tokenizer
     answers = iter([] if callable(texts) else [ended(text) for text in texts])
     async with (
-        serve_script(script) as server,
+        serve_script(script, decode=used.decode if knows_stops else None) as server,
         InferenceClient(server.url) as client,
         open_toolset(recipe, folder) as toolset,
         Rewards.load(recipe.rewards, folder) as rewards,

@@ -13,7 +13,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_server import SeeingServer, serve_seeing
@@ -53,7 +53,7 @@ def picture(draw, width, height):
 class Seeing:
     """A runner, its servers, and their received requests."""
 
-    def __init__(self, runner: ChainRunner, renderer: TemplateRenderer, servers: list[SeeingServer]) -> None:
+    def __init__(self, runner: ChainRunner, renderer: Renderer, servers: list[SeeingServer]) -> None:
         self.runner, self.renderer, self.servers = runner, renderer, servers
 
     async def run(self, name: str = "c0", **task: Any) -> Trajectory:

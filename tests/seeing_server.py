@@ -9,7 +9,7 @@ from io import BytesIO
 from aiohttp import web
 from PIL import Image
 
-from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.images.image_tokens import Vision
 from tests.scripted_server import Script, ScriptedServer, serve_script
 
 

@@ -14,8 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentfactory.rollout.text.format_tokens import FormatTokens
-from agentfactory.rollout.text.load_renderer import make_renderer
+from agentfactory.rollout.text.load_renderer import FormatTokens, make_renderer
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds

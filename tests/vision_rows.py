@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.images.image_tokens import Vision
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.token_row import Row, Span
 
 LEAST, MOST = 20, 300

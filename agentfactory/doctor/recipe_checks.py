@@ -25,7 +25,7 @@ from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
-from agentfactory.rollout.images.files import with_files
+from agentfactory.rollout.images.store import with_files
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from agentfactory.rollout.inference.server_command import address_fault

@@ -31,12 +31,11 @@ from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.image_intake import ShownImages
-from agentfactory.rollout.images.places_in_text import state_places
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.text.common_tokens import check_saved_chains
+from agentfactory.rollout.images.task_images import state_places
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
-from agentfactory.rollout.text.tokenizer import load_tokenizer
+from agentfactory.rollout.text.renderer import Renderer
+from agentfactory.rollout.text.tokenizer import check_saved_chains, load_tokenizer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
@@ -183,7 +182,7 @@ def _checkpoints(
     return Checkpoints(folder.checkpoints, tokenizer, recipe.train, info, folder.growing, checkpoint)
 
 
-def _load_renderer(recipe: Recipe, folder: RunFolder, tools_in_data: bool = False) -> TemplateRenderer:
+def _load_renderer(recipe: Recipe, folder: RunFolder, tools_in_data: bool = False) -> Renderer:
     return load_renderer(
         recipe.model,
         recipe.rollout.parser,
@@ -206,7 +205,7 @@ def _sft_tasks(recipe: Recipe) -> list[Task] | None:
     return load_tasks(recipe.data, tell=True)
 
 
-def _sft_rows(recipe: Recipe, renderer: TemplateRenderer, tasks: list[Task] | None) -> list[Row] | None:
+def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> list[Row] | None:
     if recipe.train.from_trajectories:
         saved = Path(recipe.train.from_trajectories)
         chosen = saved_rows(saved, recipe.train.min_reward)

@@ -26,7 +26,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.server_checks import check_engine, server_faults, sglang_faults
 from agentfactory.recipe.train_checks import Fault, Lack, check_training, placement_faults, refuse
 from agentfactory.rollout.chains.context import check_context
-from agentfactory.rollout.chains.opening import check_lengths, check_texts
+from agentfactory.rollout.chains.opening_prompt import check_lengths, check_texts
 from agentfactory.rollout.config import DataConfig, Inflight, Part, RolloutRecipe, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
@@ -311,8 +311,7 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     # imported here, because they import transformers
     from transformers import AutoConfig
 
-    from agentfactory.rollout.text.format_tokens import format_tokens, token_id
-    from agentfactory.rollout.text.load_renderer import load_renderer
+    from agentfactory.rollout.text.load_renderer import format_tokens, load_renderer, token_id
     from agentfactory.rollout.text.templates import RenderError
 
     if is_hub_name(recipe.model.path):

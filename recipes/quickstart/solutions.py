@@ -7,7 +7,7 @@ from typing import Any
 from prepare import TRANSCRIPTS, play_badly, play_transcripts, split_tasks, write_inputs
 from treasure_hunt import compass
 
-from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.groups.teacher_context import SOLUTION, shown
 from agentfactory.rollout.text.parsers import load_parser
 

@@ -31,7 +31,7 @@ from agentfactory.launching.progress import handled_by
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import conversation_of, load_tasks
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.trainers.loop.sft import conversation_rows
 from tests.data_corpus.cases import CASES, DEEP, Case, Rows, compressed, lines
@@ -70,7 +70,7 @@ class Fuzzer:
         self.found: Counter[str] = Counter()
         self.faults: list[str] = []
         self.notices: list[str] = []
-        self._renderers: dict[tuple[str, bool], TemplateRenderer | None] = {}
+        self._renderers: dict[tuple[str, bool], Renderer | None] = {}
         self._good = [case for case in self._cases if isinstance(case.outcome, list) and isinstance(case.content, list)]
 
     @contextmanager
@@ -213,7 +213,7 @@ class Fuzzer:
             outcomes.add(self._compared(renderer, talk_of(row), task, tokens))
         return f"trained: {', '.join(sorted(outcomes))}"
 
-    def _compared(self, renderer: TemplateRenderer, talk: Talk, task: dict[str, Any], tokens: Any) -> str:
+    def _compared(self, renderer: Renderer, talk: Talk, task: dict[str, Any], tokens: Any) -> str:
         told = " ".join(self.notices)
         for key in talk.unread:
             shown = key.encode("utf-8", "replace").decode()
@@ -249,7 +249,7 @@ class Fuzzer:
                     assert not turn[len(run) :].strip(), f"{turn!r}, and {run!r}"
         return outcome
 
-    def _renderer(self, name: str, tools: bool) -> TemplateRenderer | None:
+    def _renderer(self, name: str, tools: bool) -> Renderer | None:
         if (name, tools) not in self._renderers:
             family = next((f for f in FAMILIES if f.template == name), None) or Family("", name, "")
             try:

@@ -12,7 +12,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.mcp_servers.own_server import OwnServer, build_server
 from agentfactory.tools.tool import tool
-from tests.scripted_chains import scripted_chains
+from tests.scripted_chains import call, scripted_chains
 
 WALK = '''
 import asyncio
@@ -93,36 +93,20 @@ server.run()
 '''
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 async def play(folder: Path, texts: list[str], task: dict[str, Any] | None = None, **fields: Any) -> Trajectory:
     fields = {"tools": ["notes.py:Walk"], "rewards": [], **fields}
     async with scripted_chains(folder, texts, source=WALK, **fields) as scripted:
         return await scripted.run(**(task or {}))
 
 
-SERVERS = {
-    "in process": {},
-    "stdio": {
-        "tools": [],
-        "mcp_servers": {
-            "walk": {"command": "python", "args": ["-m", "agentfactory.tools.serve", "notes.py:Walk"]},
-        },
-    },
-}
-
-
-@pytest.mark.parametrize("where", [pytest.param("in process"), pytest.param("stdio", marks=pytest.mark.processes)])
-async def test_each_turn_has_the_state_before_it(tmp_path: Path, where: str) -> None:
+async def test_each_turn_has_the_state_before_it(tmp_path: Path) -> None:
     """A malformed turn, an unknown tool and invalid arguments change nothing. A tool that raises may have changed the
     state, which is unknown until the next call."""
     texts = [
         call("go", steps=2), "<tool_call>\n{", call("fly"), call("go", steps="far"), call("jump"), call("go", steps=-1),
         call("go", steps=-9), call("go", steps=10), "done",
     ]  # fmt: skip
-    chain = await play(tmp_path, texts, {"start": 3}, rollout={"max_turns": 12}, **SERVERS[where])
+    chain = await play(tmp_path, texts, {"start": 3}, rollout={"max_turns": 12})
     here = ['[3, "here"]', *['[5, "here"]'] * 4, None, '[5, "here"]', None, '[6, "here"]']
     assert (chain.outcome, chain.turns, chain.anchors) == (Outcome.COMPLETED, 9, here)
 

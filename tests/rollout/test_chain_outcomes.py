@@ -91,9 +91,9 @@ def test_a_reward_that_has_worked_may_fail() -> None:
         verdicts.note(BROKEN, TASK)
     # the reward per chain works; the reward that compares chains does not
     for _ in range(3):
-        verdicts.note_group(BROKEN, TASK)
+        verdicts.note(BROKEN, TASK, by_group=True)
     with pytest.raises(RolloutStoppedError):
-        verdicts.note_group(BROKEN, TASK)
+        verdicts.note(BROKEN, TASK, by_group=True)
 
 
 RAISES = """

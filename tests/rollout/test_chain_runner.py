@@ -1,33 +1,21 @@
 """Chains with scripted completions: error turns, endings, failures, transports and isolation."""
 
-import asyncio
 import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from functools import cache
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
-from transformers import PreTrainedTokenizerFast
 
-from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.http_transport import ServerUnreachableError
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.tools.sessions.toolset import open_toolset
 from tests.conftest import QUICKSTART
-from tests.scripted_chains import scripted_chains
-from tests.scripted_server import ScriptedServer, serve_script
+from tests.scripted_chains import Scripted, call, scripted_chains
 
 TOOLS = '''
 import asyncio
@@ -98,58 +86,12 @@ def turns(trajectory):
 '''
 
 
-@pytest.fixture(scope="session")
-def tokenizer(quickstart_run: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(quickstart_run / "prepared" / "model")
+def diary(folder: Path, texts: Any, **fields: Any) -> AbstractAsyncContextManager[Scripted]:
+    """A runner of the diary against a model that says `texts`; `fields` are recipe sections."""
+    return scripted_chains(folder, texts, source=TOOLS, **{"tools": ["notes.py:Diary"], "rewards": [], **fields})
 
 
-@cache
-def renderer_of(tokenizer: PreTrainedTokenizerFast) -> TemplateRenderer:
-    return make_renderer(tokenizer)
-
-
-def call(name: str, **arguments: object) -> str:
-    """A Hermes tool call."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-class Script:
-    """A model that says the n-th of `turns` in turn n of any chain; a turn without an end is cut by the token limit."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, turns: list[str]):
-        self.tokenizer = tokenizer
-        self.turns = turns
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        text = self.tokenizer.decode(prompt)
-        turn = text.count("<|im_start|>assistant") - 1
-        return self.tokenizer.encode(self.turns[turn] + "<|im_end|>", add_special_tokens=False)
-
-
-@asynccontextmanager
-async def open_chains(
-    tokenizer: PreTrainedTokenizerFast, script: Callable[[list[int]], list[int]], folder: Path, **fields: object
-) -> AsyncIterator[tuple[ChainRunner, ScriptedServer]]:
-    """A runner of the diary against `script`; `fields` are recipe sections."""
-    (folder / "diary.py").write_text(TOOLS)
-    recipe = RolloutRecipe.model_validate({"model": {"path": "x"}, "tools": ["diary.py:Diary"], **fields})
-    renderer = renderer_of(tokenizer)
-    async with (
-        serve_script(script) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, folder) as toolset,
-    ):
-        yield ChainRunner(recipe, renderer, client, toolset, Rewards.load(recipe.rewards, folder)), server
-
-
-async def run_one(runner: ChainRunner, **task: object) -> Trajectory:
-    sampling = Sampling("policy", 1.0, seed="")
-    return await runner.run("c0", {"question": "go", **task}, sampling, runner.setup.config.scored)
-
-
-async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(tmp_path: Path) -> None:
     turns = [
         '<tool_call>\n{"name": "write", "arguments": {"text": \n</tool_call>',
         call("fly"),
@@ -158,8 +100,8 @@ async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(
         call("write", text="b"),
         "done",
     ]
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path) as (runner, _):
-        trajectory = await run_one(runner)
+    async with diary(tmp_path, turns) as chains:
+        trajectory = await chains.run()
     assert trajectory.outcome is Outcome.COMPLETED
     answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
     assert len(answers) == 5
@@ -189,148 +131,93 @@ async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(
     assert set(roles[5]) == {"f", "t"}
 
 
-async def test_endings(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    async def outcome(turns: list[str], **rollout: object) -> Trajectory:
-        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout=rollout) as (runner, _):
-            return await run_one(runner)
-
-    write = call("write", text="a")
-    trajectory = await outcome([write] * 9, max_turns=3)
-    assert (trajectory.outcome, trajectory.turns, trajectory.reward) == (Outcome.MAX_TURNS, 3, 0.4)
-    trajectory = await outcome(["word " * 50], max_tokens=10)
-    assert trajectory.outcome is Outcome.MAX_TOKENS
-    trajectory = await outcome([write] * 9, max_total_tokens=len(trajectory.rows[0].token_ids) + 40, max_turns=9)
-    assert trajectory.outcome in (Outcome.CONTEXT_OVERFLOW, Outcome.MAX_TOKENS)
-    assert trajectory.reward is not None, "an ending is scored"
-
-
-async def test_a_cut_call_is_told_and_its_closing_is_context(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+async def test_a_cut_call_is_told_and_its_closing_is_context(tmp_path: Path) -> None:
     turns = [call("write", text="very " * 30), "done"]
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout={"max_tokens": 15}) as (
-        runner,
-        server,
-    ):
-        trajectory = await run_one(runner)
+    async with diary(tmp_path, turns, rollout={"max_tokens": 15}) as chains:
+        trajectory = await chains.run()
     assert trajectory.outcome is Outcome.COMPLETED
     assert "cut at 15 tokens" in trajectory.messages[2]["content"]
-    row, end = trajectory.rows[0], tokenizer.convert_tokens_to_ids("<|im_end|>")
-    first = len(server.requests[0]["token_ids"])
+    row, end = trajectory.rows[0], chains.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    first = len(chains.server.requests[0]["token_ids"])
     assert row.mask[first : first + 16] == [1] * 15 + [0]
     assert row.token_ids[first + 15] == end, "the template's closing token was not sampled, so it is not trained"
 
 
-async def test_failures_are_typed_and_never_a_reward(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path, rewards=["diary.py:broken"]) as (
-        runner,
-        _,
-    ):
-        trajectory = await run_one(runner)
+async def test_failures_are_typed_and_never_a_reward(tmp_path: Path) -> None:
+    async with diary(tmp_path, ["done"], rewards=["notes.py:broken"]) as chains:
+        trajectory = await chains.run()
     assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None)
     assert "no verdict" in (trajectory.error or "")
 
-    # long enough for the turn before on a busy machine
-    slow = {"rollout": {"timeout_seconds": 5}}
-    async with open_chains(tokenizer, Script(tokenizer, [call("wait")]), tmp_path, **slow) as (runner, _):
-        trajectory = await run_one(runner)
-    assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, None, 1)
-
-    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
-        trajectory = await run_one(runner, word="forbidden")
+    async with diary(tmp_path, ["done"]) as chains:
+        trajectory = await chains.run(word="forbidden")
         assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE, "a task that the environment refuses"
         assert trajectory.reward is None
 
-    def explode(prompt: list[int]) -> list[int]:
+    def explode(prompt: str) -> str:
         raise web.HTTPBadRequest(text="boom")
 
-    async with open_chains(tokenizer, explode, tmp_path) as (runner, _):
-        trajectory = await run_one(runner)
+    async with diary(tmp_path, explode) as chains:
+        trajectory = await chains.run()
     assert (trajectory.outcome, trajectory.reward) == (Outcome.INFERENCE_ERROR, None)
 
 
-async def test_the_recipe_says_what_is_scored(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+async def test_the_recipe_says_what_is_scored(tmp_path: Path) -> None:
     write = call("write", text="a")
 
     async def play(turns: list[str], outcome: str, policy: str, **fields: object) -> Trajectory:
         rollout = {"on_outcome": {outcome: policy}, **fields}
-        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, rollout=rollout) as (runner, _):
-            return await run_one(runner)
+        async with diary(tmp_path, turns, rollout=rollout) as chains:
+            return await chains.run()
 
     scored = {"keep": 0.2, "mask": 0.2, "drop": None, "retry": None}
     for policy, reward in scored.items():
         trajectory = await play([write, "word " * 50], "max_tokens", policy, max_tokens=40)
         assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TOKENS, reward)
-    # the time limit expires during a call; the verdict has its own limit
-    plays = (play([write, call("wait")], "timeout", policy, timeout_seconds=5) for policy in scored)
-    for reward, trajectory in zip(scored.values(), await asyncio.gather(*plays), strict=True):
-        assert (trajectory.outcome, trajectory.reward, trajectory.turns) == (Outcome.TIMEOUT, reward, 2)
-        assert len(trajectory.turn_spans()) == 2
     slow = {"timeout_seconds": 0.3, "on_outcome": {"timeout": "keep"}}
-    rewards = ["diary.py:slow"]
-    async with open_chains(tokenizer, Script(tokenizer, ["x"]), tmp_path, rollout=slow, rewards=rewards) as (runner, _):
-        trajectory = await run_one(runner)
+    rewards = ["notes.py:slow"]
+    async with diary(tmp_path, ["x"], rollout=slow, rewards=rewards) as chains:
+        trajectory = await chains.run()
     assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None), "nor does a verdict last for ever"
     assert trajectory.error == "RewardError: slow took longer than rollout.timeout_seconds=0.3"
 
 
 @pytest.mark.processes
-async def test_a_dead_tool_server_leaves_a_chain_that_may_be_scored(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+async def test_a_dead_tool_server_leaves_a_chain_that_may_be_scored(tmp_path: Path) -> None:
     (tmp_path / "fatal.py").write_text(FATAL)
     serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "fatal.py:die"]}
-    turns = [call("die"), "done"]
-    for policy, reward in (("keep", 1.0), ("drop", None)):
-        fields = {"rewards": ["fatal.py:turns"], "rollout": {"on_outcome": {"tool_infrastructure": policy}}}
-        fields |= {"tools": [], "mcp_servers": {"fatal": serve}}
-        async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **fields) as (runner, _):
-            trajectory = await run_one(runner)
-        assert (trajectory.outcome, trajectory.reward) == (Outcome.TOOL_INFRASTRUCTURE, reward)
-        assert "fatal" in (trajectory.error or "")
+    fields = {"rewards": ["fatal.py:turns"], "rollout": {"on_outcome": {"tool_infrastructure": "keep"}}}
+    fields |= {"tools": [], "mcp_servers": {"fatal": serve}}
+    async with diary(tmp_path, [call("die"), "done"], **fields) as chains:
+        trajectory = await chains.run()
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.TOOL_INFRASTRUCTURE, 1.0)
+    assert "fatal" in (trajectory.error or "")
 
 
-async def test_turns_are_rewarded_by_themselves(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    turns = [call("write", text="a"), "done"]
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path) as (runner, _):
-        trajectory = await run_one(runner, word="judged by turn")
+async def test_turns_are_rewarded_by_themselves(tmp_path: Path) -> None:
+    turns = [call("write", text="a"), "done"] * 2
+    async with diary(tmp_path, turns) as chains:
+        trajectory = await chains.run(word="judged by turn")
         assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [1.0, 0.0])
         assert "turn_rewards" not in trajectory.metrics
-        assert (await run_one(runner)).turn_rewards is None
-    async with open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _):
-        trajectory = await run_one(runner, word="judged by turn")
-    assert trajectory.outcome is Outcome.REWARD_ERROR
-    assert "gave 2 turn_rewards, but the chain has 1 assistant turns" in (trajectory.error or "")
+        assert (await chains.run()).turn_rewards is None
 
 
-async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    script = Script(tokenizer, [call("write", text="a")])
+async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(tmp_path: Path) -> None:
+    def then_nothing(prompt: str) -> str | list[int]:
+        return call("write", text="a") if prompt.count("<|im_start|>assistant") == 1 else []
 
-    def then_nothing(prompt: list[int]) -> list[int]:
-        return script(prompt) if tokenizer.decode(prompt).count("<|im_start|>assistant") == 1 else []
-
-    async with open_chains(tokenizer, then_nothing, tmp_path) as (runner, server):
-        trajectory = await run_one(runner)
-    assert [len(ids) for ids in server.responses] == [len(server.responses[0]), 0]
-    first, length = len(server.requests[0]["token_ids"]), len(server.requests[1]["token_ids"])
-    assert trajectory.turn_spans() == [(0, first, first + len(server.responses[0])), (0, length, length)]
+    async with diary(tmp_path, then_nothing) as chains:
+        trajectory = await chains.run()
+    assert [len(ids) for ids in chains.server.responses] == [len(chains.server.responses[0]), 0]
+    first, length = len(chains.server.requests[0]["token_ids"]), len(chains.server.requests[1]["token_ids"])
+    assert trajectory.turn_spans() == [(0, first, first + len(chains.server.responses[0])), (0, length, length)]
 
 
-async def test_a_server_that_is_gone_stops_everything(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    async with (
-        open_chains(tokenizer, Script(tokenizer, ["done"]), tmp_path) as (runner, _),
-        InferenceClient("http://127.0.0.1:9", retry_seconds=0.3) as runner.sampler.client,
-    ):
-        with pytest.raises(ServerUnreachableError, match="no server answers at"):
-            await run_one(runner)
-
-
-async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+async def test_parallel_calls_answer_in_order(tmp_path: Path) -> None:
     turns = [call("write", text="a") + "\n" + call("burn") + "\n" + call("nothing"), "done"]
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path) as (runner, _):
-        trajectory = await run_one(runner)
+    async with diary(tmp_path, turns) as chains:
+        trajectory = await chains.run()
     answers = [m for m in trajectory.messages if m["role"] == "tool"]
     assert [m["name"] for m in answers] == ["write", "burn", "nothing"]
     calls = [c["id"] for c in trajectory.messages[1]["tool_calls"]]
@@ -338,15 +225,11 @@ async def test_parallel_calls_answer_in_order(tokenizer: PreTrainedTokenizerFast
     assert len(set(calls)) == 3
 
 
-async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    turns = [call("write", text="a") + "\n" + call("read"), call("burn"), call("wait")]
-    settings = {
-        "rollout": {"timeout_seconds": 5, "on_outcome": {"timeout": "keep"}},
-        "limits": {"parallel_calls": 1},
-    }
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, **settings) as (runner, _):
-        trajectory = await run_one(runner)
-    assert trajectory.outcome is Outcome.TIMEOUT
+async def test_a_chain_records_where_its_time_went(tmp_path: Path) -> None:
+    turns = [call("write", text="a") + "\n" + call("read"), call("burn"), "done"]
+    limits = {"parallel_calls": 1}
+    async with diary(tmp_path, turns, limits=limits) as chains:
+        trajectory = await chains.run()
     # on a busy machine the calls of later turns wait for milliseconds, too
     told = [
         (str(one.activity), one.turn, one.name)
@@ -362,8 +245,6 @@ async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenize
         ("model", 1, ""),
         ("tool", 1, "burn"),
         ("model", 2, ""),
-        # the call that was cut has its time too
-        ("tool", 2, "wait"),
         ("reward", None, ""),
     ]
     write, wait, read = (one for one in trajectory.timeline if one.name in ("write", "read"))
@@ -378,14 +259,12 @@ async def test_a_chain_records_where_its_time_went(tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.processes
-async def test_a_chain_records_its_wait_for_an_instance(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (tmp_path / "diary.py").write_text(TOOLS)
-    serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "diary.py:Diary"]}
+async def test_a_chain_records_its_wait_for_an_instance(tmp_path: Path) -> None:
+    serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "notes.py:Diary"]}
     servers = {"diary": {**serve, "isolation": "process", "pool": {"capacity": 1}}}
-    turns = [call("write", text="a"), "done"]
-    async with open_chains(tokenizer, Script(tokenizer, turns), tmp_path, tools=[], mcp_servers=servers) as (runner, _):
-        sampling = Sampling("policy", 1.0, seed="")
-        one, other = await asyncio.gather(*(runner.run(f"c{n}", {"question": "go"}, sampling) for n in range(2)))
+    turns = [call("write", text="a"), "done"] * 2
+    async with diary(tmp_path, turns, tools=[], mcp_servers=servers) as chains:
+        one, other = await chains.run_all([{"question": "go"}] * 2)
     first, second = sorted((one, other), key=lambda chain: chain.seconds)
     wait = next(stretch for stretch in second.timeline if stretch.activity == "wait")
     assert (wait.name, wait.turn) == ("diary", None)
@@ -393,25 +272,16 @@ async def test_a_chain_records_its_wait_for_an_instance(tokenizer: PreTrainedTok
     assert wait.end - wait.start > 0.9 * first.timeline[-1].end
 
 
-def hunt_script(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], list[int]]:
+def hunt(text: str) -> str:
     """A policy that plays treasure hunts from the text alone: it follows hints, with a mistake every third turn."""
-
-    def script(prompt: list[int]) -> list[int]:
-        text = tokenizer.decode(prompt)
-        turn = text.count("<|im_start|>assistant") - 1
-        last = text.rsplit("<|im_start|>user", 1)[1]
-        hint = re.search(r"treasure lies ([a-z]+)", last)
-        if "found" in last:
-            answer = "I found the treasure."
-        elif turn % 3 == 1:
-            answer = [call("move", direction="up"), call("jump"), '<tool_call>\n{"name": "move"\n</tool_call>'][
-                turn % 2
-            ]
-        else:
-            answer = call("move", direction=hint.group(1) if hint else "north")
-        return tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False)
-
-    return script
+    turn = text.count("<|im_start|>assistant") - 1
+    last = text.rsplit("<|im_start|>user", 1)[1]
+    hint = re.search(r"treasure lies ([a-z]+)", last)
+    if "found" in last:
+        return "I found the treasure."
+    if turn % 3 == 1:
+        return [call("move", direction="up"), call("jump"), '<tool_call>\n{"name": "move"\n</tool_call>'][turn % 2]
+    return call("move", direction=hint.group(1) if hint else "north")
 
 
 HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
@@ -428,11 +298,9 @@ def hunt_url() -> Iterator[str]:
 
 
 @pytest.mark.processes
-async def test_transports_give_identical_transcripts(
-    tokenizer: PreTrainedTokenizerFast, quickstart_run: Path, tmp_path: Path, hunt_url: str
-) -> None:
+async def test_transports_give_identical_transcripts(quickstart_run: Path, tmp_path: Path, hunt_url: str) -> None:
     lines = (quickstart_run / "prepared" / "train.jsonl").read_text().splitlines()
-    tasks = [json.loads(line) for line in lines[:40]]
+    tasks = [json.loads(line) for line in lines[:12]]
     stdio = {"command": "python", "args": ["-m", "agentfactory.tools.serve", HUNT]}
     recipes: dict[str, dict] = {
         "in process": {"tools": [HUNT]},
@@ -442,36 +310,30 @@ async def test_transports_give_identical_transcripts(
     transcripts = {}
     for name, servers in recipes.items():
         fields = {"tools": [], "rollout": {"max_turns": 9}, **servers}
-        async with open_chains(tokenizer, hunt_script(tokenizer), tmp_path, **fields) as (runner, _):
-            chains = (runner.run(f"c{i}", task, Sampling("policy", 1.0, seed="")) for i, task in enumerate(tasks))
-            played = await asyncio.gather(*chains)
+        async with diary(tmp_path, hunt, **fields) as chains:
+            played = await chains.run_all(tasks)
         for trajectory in played:
             # the duration of calls differs between transports
             trajectory.metrics = {key: value for key, value in trajectory.metrics.items() if "seconds" not in key}
         transcripts[name] = [(t.messages, t.rows, t.outcome, t.reward, t.metrics, t.turns, t.error) for t in played]
     assert transcripts["in process"] == transcripts["stdio"] == transcripts["http"]
     assert {t[2] for t in transcripts["stdio"]} >= {Outcome.COMPLETED}
-    assert sum(t[4]["tool_errors/unknown_tool"] + t[4]["tool_errors/malformed_call"] for t in transcripts["http"]) > 20
+    assert sum(t[4]["tool_errors/unknown_tool"] + t[4]["tool_errors/malformed_call"] for t in transcripts["http"]) > 5
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["in process", "stdio"])
-async def test_64_chains_never_see_each_others_state(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, transport: str
-) -> None:
-    def script(prompt: list[int]) -> list[int]:
-        text = tokenizer.decode(prompt)
+async def test_chains_never_see_each_others_state(tmp_path: Path, transport: str) -> None:
+    def script(text: str) -> str:
         mine = re.findall(r"I am (chain \d+)", text)[0]
         turn = text.count("<|im_start|>assistant") - 1
-        said = [call("write", text=f"{mine} page {turn}"), call("read")][turn % 2] if turn < 6 else "done"
-        return tokenizer.encode(said + "<|im_end|>", add_special_tokens=False)
+        return [call("write", text=f"{mine} page {turn}"), call("read")][turn % 2] if turn < 6 else "done"
 
-    serve = {"command": "python", "args": ["-m", "agentfactory.tools.serve", "diary.py:Diary"]}
+    serve = {"command": "python", "args": ["-m", "agentfactory.tools.serve", "notes.py:Diary"]}
     fields: dict = {} if transport == "in process" else {"tools": [], "mcp_servers": {"diary": serve}}
-    async with open_chains(tokenizer, script, tmp_path, **fields) as (runner, _):
-        tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(64)]
-        chains = (runner.run(f"c{i}", task, Sampling("policy", 1.0, seed="")) for i, task in enumerate(tasks))
-        trajectories = await asyncio.gather(*chains)
+    async with diary(tmp_path, script, **fields) as chains:
+        tasks = [{"question": f"I am chain {i}", "word": f"start {i}"} for i in range(32)]
+        trajectories = await chains.run_all(tasks)
     for i, trajectory in enumerate(trajectories):
         assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
         answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
@@ -527,23 +389,6 @@ async def test_a_tool_ends_the_chain_and_an_environment_opens_it_with_an_image(t
     assert metrics["tool/look/seconds"] > 0
     assert {name for name in metrics if name.startswith("stop/")} == {f"stop/{reason}" for reason in StopReason}
     assert [name for name in metrics if name.startswith("stop/") and metrics[name]] == ["stop/finish"]
-
-
-async def test_an_ending_may_cost_reward(tmp_path: Path) -> None:
-    note = call("note", text="a")
-    limits = {"calls": 1, "calls_per_tool": {"note": 9}, "on_breach": {"calls": {"action": "stop", "penalty": 0.25}}}
-    for texts, ending, penalty in (
-        (["done"], "answer", 0.0),
-        ([note, "done"], "answer", 0.0),
-        ([note, note], "calls", 0.25 + 4.0),
-    ):
-        fields = {"limits": limits, "rollout": {"outcome_penalty": {"tool_limit": 4.0}}}
-        async with scripted_chains(tmp_path, texts, **fields) as chains:
-            trajectory = await chains.run()
-        assert trajectory.stop_reason == ending
-        assert trajectory.outcome is (Outcome.TOOL_LIMIT if ending == "calls" else Outcome.COMPLETED)
-        assert trajectory.metrics["penalty"] == penalty
-        assert trajectory.reward == trajectory.turns - penalty
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +277,7 @@ async def test_a_conversation_that_is_too_long(tmp_path: Path, status: int, prob
 
 @pytest.mark.slow
 async def test_an_endpoint_is_left_alone_for_as_long_as_it_asks(tmp_path: Path) -> None:
-    # a date has whole seconds
-    soon = formatdate(time.time() + 2.5, usegmt=True)
-    for retry_after, least in ((soon, 1.0), ("1", 1.0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0), ("soon", 0.0)):
+    for retry_after, least in (("1", 1.0), ("soon", 0.0)):
         asked = (429, "slow down", {"Retry-After": retry_after})
         with serve_chat(script(asked, said("so"))) as server:
             begun = time.monotonic()

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.text.common_tokens import check_saved_chains
+from agentfactory.rollout.text.tokenizer import check_saved_chains
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 

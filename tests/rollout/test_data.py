@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.chains.opening import opening_messages
+from agentfactory.rollout.chains.opening_prompt import opening_messages
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import Place, TaskOrder, load_tasks
 from agentfactory.rollout.data.notices import tell_shared_tasks

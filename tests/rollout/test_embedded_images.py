@@ -381,7 +381,7 @@ def test_the_proof_at_start_sees_wrong_positions(model: Path, monkeypatch: pytes
     def flat(self: Any, length: int, spans: Any) -> np.ndarray:
         return np.repeat(np.arange(length)[None], 3, 0)
 
-    monkeypatch.setattr("agentfactory.rollout.images.patches.PatchVision.positions", flat)
+    monkeypatch.setattr("agentfactory.rollout.images.image_tokens.PatchVision.positions", flat)
     with pytest.raises(UnsupportedModel, match="after an image differ by"):
         make_engine(model)
 

@@ -79,7 +79,7 @@ def test_no_text_becomes_a_control_token(name: str) -> None:
     encoder = ENCODERS[name]
     forbidden = controls(encoder)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(hostile(encoder), st.booleans())
     @example("\u2581", True)
     def check(text: str, follows: bool) -> None:
@@ -103,7 +103,7 @@ def test_no_text_becomes_a_control_token(name: str) -> None:
 def test_other_text_is_tokenised_as_ever(name: str) -> None:
     encoder = ENCODERS[name]
 
-    @settings(max_examples=70, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.text(st.characters(codec="utf-8", exclude_characters="<a" + MARK), max_size=40))
     def check(text: str) -> None:
         assert encoder.mark(text) == text
@@ -141,7 +141,7 @@ def test_what_is_cut_fits_and_says_so(name: str) -> None:
     def length(text: str) -> int:
         return len(encoder.encode(encoder.mark(text)))
 
-    @settings(max_examples=70, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(texts, st.integers(1, 200))
     def check(text: str, limit: int) -> None:
         short = encoder.cut(text, limit)

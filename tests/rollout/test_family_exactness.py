@@ -1,21 +1,13 @@
 """Token in, token out for every model family and reasoning option: trained tokens are exactly the sampled ones."""
 
-import asyncio
 import random
 from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards, reward
-from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.sessions.toolset import open_toolset
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.rollout.test_token_exactness import check_rows
-from tests.scripted_server import serve_script
+from tests.scripted_chains import ZERO, scripted_chains
 
 by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 by_reasoning = pytest.mark.parametrize(
@@ -27,19 +19,8 @@ by_reasoning = pytest.mark.parametrize(
 @by_template
 @by_reasoning
 async def test_rows_are_what_was_sent_and_sampled(family: Family, reasoning: str, tmp_path: Path) -> None:
-    await check_chains(family, reasoning, tmp_path, 8)
-
-
-@pytest.mark.long
-@by_template
-@by_reasoning
-async def test_rows_of_200_chains_are_what_was_sent_and_sampled(family: Family, reasoning: str, tmp_path: Path) -> None:
-    await check_chains(family, reasoning, tmp_path, 200)
-
-
-async def check_chains(family: Family, reasoning: str, folder: Path, count: int) -> None:
-    """Play `count` chains against a server that samples calls, reasoning, malformed calls, truncated turns, noise, and
-    tokens that frame turns, in any split into tokens. Assert that each sampled token is trained once, and no other."""
+    """Eight chains play against a server that samples calls, reasoning, malformed calls, truncated turns, noise, and
+    tokens that frame turns, in any split into tokens. Each sampled token is trained once, and no other."""
     renderer = renderer_of(family, reasoning=reasoning)
     tokenizer, behaviour, rng = renderer.tokenizer, renderer.behaviour, random.Random(f"{family.name} {reasoning}")
     call = renderer.parser.write([("add", {"a": 1, "b": 2})], [])
@@ -53,7 +34,7 @@ async def check_chains(family: Family, reasoning: str, folder: Path, count: int)
     framing = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     ends = renderer.stop_token_ids
 
-    def script(_: list[int]) -> list[int]:
+    def script(_: str) -> list[int]:
         text = rng.choice(texts)
         at = rng.randrange(len(text))
         ids = [i for part in (text[:at], text[at:]) for i in tokenizer.encode(part, add_special_tokens=False)]
@@ -68,30 +49,19 @@ async def check_chains(family: Family, reasoning: str, folder: Path, count: int)
             return ids[: stop + 1]
         return [*ids, rng.choice(ends)] if rng.random() < 0.8 else ids
 
-    (folder / "sums.py").write_text(
+    source = (
         "from agentfactory import tool\n\n@tool\ndef add(a: int, b: int) -> str:\n    'Add.'\n"
         f"    return {(tokenizer.eos_token + framing_text(renderer.tokenizer))!r} + str(a + b)\n"
     )
-
-    @reward
-    def nothing() -> float:
-        return 0.0
-
-    recipe = RolloutRecipe.model_validate(
-        {"model": {"path": "x"}, "tools": ["sums.py:add"], "rollout": {"max_turns": 6, "max_tokens": 200}}
-    )
-    async with (
-        serve_script(script) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, folder) as toolset,
-    ):
-        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([nothing]))
-        run = (runner.run(f"c{i}", {"question": "1+2?"}, Sampling("policy", 1.0, seed="")) for i in range(count))
-        chains: list[Trajectory] = list(await asyncio.gather(*run))
+    fields = {"tools": ["notes.py:add"], "rewards": ["notes.py:nothing"]}
+    fields |= {"rollout": {"max_turns": 6, "max_tokens": 200}}
+    async with scripted_chains(tmp_path, script, source=source + ZERO, renderer=renderer, **fields) as scripted:
+        chains = await scripted.run_all([{"question": "1+2?"}] * 8)
+        server = scripted.server
     assert not any(chain.outcome.failed for chain in chains), {chain.error for chain in chains}
     turns = check_rows(chains, list(zip(server.requests, server.responses, strict=True)))
     assert turns == sum(chain.turns for chain in chains)
-    assert turns > count
+    assert turns > 8
     if reasoning == "keep" and renderer.info["choice"] == "append":
         assert all(len(chain.rows) == 1 for chain in chains)
 

@@ -73,7 +73,7 @@ def unigram() -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(PIECES, max_size=10).map("".join))
 @example("x" * 3000)
 @example(" " * 3000)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentfactory.rollout.groups.group_files import read_groups
-from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.rollout.trajectory import Group
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
 from tests.recording_proxy import record
@@ -168,16 +168,6 @@ async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
 
 
 @pytest.mark.long
-async def test_of_two_servers_one_is_enough(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    with servers(tmp_path, warm_start, 2) as (first, second):
-        with training(tmp_path, warm_start, tasks, [first.url, second.url]) as run:
-            await run.steps(2)
-            first.kill()
-            await check_whole(run)
-        assert f"server {first.url} is lost" in (run.output / "logs" / "worker.log").read_text()
-
-
-@pytest.mark.long
 async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
     with servers(tmp_path, warm_start) as (server,):
         async with record(server.url) as proxy:
@@ -195,20 +185,6 @@ async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: 
     sampled = sum(len(answer["choices"][0]["token_ids"]) for answer in turns)
     kept = sum(sum(row.mask) for group in run.groups() for chain in group.trajectories for row in chain.rows)
     assert sampled == kept
-
-
-@pytest.mark.long
-async def test_a_chain_over_the_servers_context_ends_there(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    """The recipe allows longer contexts than the attached server, and long prompts reach that server's limit."""
-    long = {"system_prompt": "Please be so kind and look for the treasure. " * 4}
-    with (
-        servers(tmp_path, warm_start, max_model_len=180) as (server,),
-        training(tmp_path, warm_start, tasks, [server.url], rollout=long) as run,
-    ):
-        await check_whole(run)
-    ended = [chain for group in run.groups() for chain in group.trajectories]
-    assert any(chain.outcome is Outcome.CONTEXT_OVERFLOW and chain.reward is not None for chain in ended)
-    assert not any(chain.outcome.failed for chain in ended)
 
 
 async def test_when_no_server_is_left_the_run_stops_and_says_so(tmp_path: Path, warm_start: Path, tasks: Path) -> None:

@@ -22,7 +22,7 @@ from agentfactory.rollout.gateway.turn_tree import (
 )
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row, Span
 from tests.chat_tokenizers import STRIPS_REASONING, make_tokenizer, trl_template
 
@@ -44,7 +44,7 @@ class Policy:
     """A policy that samples turns with non-canonical token ids, and records them."""
 
     tree: ChainTree
-    renderer: TemplateRenderer
+    renderer: Renderer
     chance: random.Random
     samples: list[Sampled] = field(default_factory=list)
 
@@ -104,17 +104,17 @@ class Policy:
 
 
 @pytest.fixture(scope="module", params=["appends", "rewrites"])
-def renderer(request: pytest.FixtureRequest) -> TemplateRenderer:
+def renderer(request: pytest.FixtureRequest) -> Renderer:
     template = trl_template("qwen2_5") if request.param == "appends" else STRIPS_REASONING
     return make_renderer(make_tokenizer(template))
 
 
 @pytest.fixture(scope="module")
-def appending() -> TemplateRenderer:
+def appending() -> Renderer:
     return make_renderer(make_tokenizer(trl_template("qwen2_5")))
 
 
-def policy_of(renderer: TemplateRenderer, seed: int = 0) -> Policy:
+def policy_of(renderer: Renderer, seed: int = 0) -> Policy:
     return Policy(ChainTree([], renderer), renderer, random.Random(seed))
 
 
@@ -147,9 +147,7 @@ def spaced(message: Message) -> Message:
 
 
 @pytest.mark.parametrize("change", [lambda message: message, reserialised, spaced])
-def test_an_agent_that_only_appends_has_one_row(
-    renderer: TemplateRenderer, change: Callable[[Message], Message]
-) -> None:
+def test_an_agent_that_only_appends_has_one_row(renderer: Renderer, change: Callable[[Message], Message]) -> None:
     policy = policy_of(renderer)
     history = [{"role": "system", "content": "Go."}, user("Find it.")]
     for turn in range(5):
@@ -163,7 +161,7 @@ def test_an_agent_that_only_appends_has_one_row(
     assert len(policy.tree.rows[0].turn_spans()) == 6
 
 
-def test_numbers_are_compared_by_value_and_ids_tell_equal_turns_apart(appending: TemplateRenderer) -> None:
+def test_numbers_are_compared_by_value_and_ids_tell_equal_turns_apart(appending: Renderer) -> None:
     policy = policy_of(appending)
     first = policy.answer([user("a")], call(2.0))
     again = policy.answer([user("a")], call(2.0))
@@ -180,7 +178,7 @@ def test_numbers_are_compared_by_value_and_ids_tell_equal_turns_apart(appending:
     assert (plan.parent, plan.unmatched) == (None, [other])
 
 
-def test_an_equal_turn_further_back_is_not_the_one_that_is_repeated(appending: TemplateRenderer) -> None:
+def test_an_equal_turn_further_back_is_not_the_one_that_is_repeated(appending: Renderer) -> None:
     policy = policy_of(appending)
     history = [user("a")]
     for _ in range(3):
@@ -192,7 +190,7 @@ def test_an_equal_turn_further_back_is_not_the_one_that_is_repeated(appending: T
     policy.check()
 
 
-def test_a_session_tells_equal_turns_apart(appending: TemplateRenderer) -> None:
+def test_a_session_tells_equal_turns_apart(appending: Renderer) -> None:
     policy = policy_of(appending)
     nodes = []
     for session in ("one", "two"):
@@ -207,14 +205,14 @@ def test_a_session_tells_equal_turns_apart(appending: TemplateRenderer) -> None:
     assert policy.tree.plan(history, [], "").parent is nodes[1]
 
 
-def test_the_stop_string_may_come_back(appending: TemplateRenderer) -> None:
+def test_the_stop_string_may_come_back(appending: Renderer) -> None:
     delivered = Delivered.of(assistant("print(1)", []), "</code>")
     for text in ("print(1)", "print(1)</code>", " print(1)\n</code>"):
         assert delivered.likeness(ComparedMessage.of(assistant(text, []))) is not None
     assert delivered.likeness(ComparedMessage.of(assistant("print(2)", []))) is None
 
 
-def test_an_agent_may_write_on_behind_a_stop_string(appending: TemplateRenderer) -> None:
+def test_an_agent_may_write_on_behind_a_stop_string(appending: Renderer) -> None:
     """smolagents' CodeAgent does this; its history only grows, so the chain has one row."""
     policy = policy_of(appending)
     history = [user("a")]
@@ -240,7 +238,7 @@ def test_an_agent_may_write_on_behind_a_stop_string(appending: TemplateRenderer)
     policy.check()
 
 
-def test_reasoning_need_not_come_back_but_must_not_be_another(appending: TemplateRenderer) -> None:
+def test_reasoning_need_not_come_back_but_must_not_be_another(appending: Renderer) -> None:
     delivered = Delivered.of(assistant("Yes", [], "hm"))
     assert delivered.likeness(ComparedMessage.of(assistant("Yes", []))) is not None
     assert delivered.likeness(ComparedMessage.of(assistant("Yes", [], " hm\n"))) is not None
@@ -258,7 +256,7 @@ def test_messages_of_the_agent_are_compared_whole() -> None:
 # ---- branches
 
 
-def test_dropped_turns_a_summary_and_sub_agents_are_branches(appending: TemplateRenderer) -> None:
+def test_dropped_turns_a_summary_and_sub_agents_are_branches(appending: Renderer) -> None:
     policy = policy_of(appending)
     system, task = {"role": "system", "content": "Main."}, user("Find it.")
     history: list[Message] = [system, task]
@@ -293,7 +291,7 @@ def test_dropped_turns_a_summary_and_sub_agents_are_branches(appending: Template
     assert order != sorted(order)
 
 
-def test_going_back_branches_where_the_histories_part(appending: TemplateRenderer) -> None:
+def test_going_back_branches_where_the_histories_part(appending: Renderer) -> None:
     policy = policy_of(appending)
     first = policy.answer([user("a")], "one")
     history = [user("a"), first.message, user("b")]
@@ -308,7 +306,7 @@ def test_going_back_branches_where_the_histories_part(appending: TemplateRendere
     policy.check()
 
 
-def test_other_tools_are_another_conversation(appending: TemplateRenderer) -> None:
+def test_other_tools_are_another_conversation(appending: Renderer) -> None:
     policy = policy_of(appending)
     said = policy.answer([user("a")], "one").message
     policy.answer([user("a"), said, user("b")], "two", [ToolSpec("stay", "Stay.", {"type": "object"})])
@@ -414,7 +412,7 @@ def whole(history: list[tuple[str, Message]]) -> list[tuple[str, Message]]:
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_thousand_agents_that_edit_their_histories(appending: TemplateRenderer) -> None:
+def test_a_thousand_agents_that_edit_their_histories(appending: Renderer) -> None:
     rows, turns, unmatched = 0, 0, 0
     for seed in range(1000):
         policy = policy_of(appending, seed)
@@ -444,7 +442,7 @@ def test_agents_under_a_template_that_rewrites_history() -> None:
         assert len(policy.tree.rows) == 4, "each question makes the template drop the reasoning before it"
 
 
-def test_rows_that_end_are_left_alone(appending: TemplateRenderer) -> None:
+def test_rows_that_end_are_left_alone(appending: Renderer) -> None:
     """Planning changes nothing: a request that fails leaves no trace."""
     policy = policy_of(appending)
     said = policy.answer([user("a")], "one").message

@@ -11,8 +11,8 @@ from PIL import Image
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.rewards.answers import anls, chosen, counted, relaxed_match
 from agentfactory.rollout.rewards.boxes_and_points import iou, read_box, read_point
-from agentfactory.rollout.rewards.visual_answers import anls, chosen, counted, relaxed_match
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 

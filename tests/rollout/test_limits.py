@@ -1,13 +1,9 @@
 """Every limit of a chain: the message to the model, the chain's ending, the metric, and the penalty."""
 
-import asyncio
-import json
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +11,9 @@ import pytest
 
 from agentfactory.base.config import Limit
 from agentfactory.base.messages import CallError, text_of
-from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
-from tests.scripted_server import ScriptedServer, serve_script
+from tests.scripted_chains import Scripted, call, scripted_chains
 
 TOOLS = '''
 import asyncio
@@ -70,47 +58,6 @@ def one() -> float:
 '''
 
 
-def call(name: str, **arguments: object) -> str:
-    """A Hermes tool call."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-@cache
-def renderer() -> TemplateRenderer:
-    return make_renderer(make_tokenizer(trl_template("qwen2_5")))
-
-
-class Script:
-    """A model that says the n-th of `turns` in turn n of any chain."""
-
-    def __init__(self, turns: list[str]):
-        self.tokenizer = renderer().tokenizer
-        self.turns = turns
-
-    def __call__(self, prompt: list[int]) -> list[int]:
-        turn = self.tokenizer.decode(prompt).count("<|im_start|>assistant") - 1
-        ids = self.tokenizer.encode(self.turns[turn] + "<|im_end|>", add_special_tokens=False)
-        assert isinstance(ids, list)
-        return ids
-
-
-@asynccontextmanager
-async def open_chains(script: Script, folder: Path, **fields: Any) -> AsyncIterator[tuple[ChainRunner, ScriptedServer]]:
-    """A runner against `script`; `fields` are recipe sections."""
-    (folder / "things.py").write_text(TOOLS)
-    tools = [f"things.py:{name}" for name in ("search", "rest", "recite", "look")]
-    recipe = RolloutRecipe.model_validate(
-        {"model": {"path": "x"}, "tools": tools, "rewards": ["things.py:one"], **fields}
-    )
-    async with (
-        serve_script(script) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, folder) as toolset,
-    ):
-        rewards = Rewards.load(recipe.rewards, folder)
-        yield ChainRunner(recipe, renderer(), client, toolset, rewards), server
-
-
 @dataclass
 class Played:
     """A chain, and the text of its last prompt."""
@@ -129,15 +76,16 @@ class Played:
         return {name: value for name, value in metrics.items() if name.startswith(kind) and value}
 
 
+def open_chains(folder: Path, turns: Any, **fields: Any) -> AbstractAsyncContextManager[Scripted]:
+    """A runner against a model that says `turns`; `fields` are recipe sections."""
+    tools = [f"notes.py:{name}" for name in ("search", "rest", "recite", "look")]
+    return scripted_chains(folder, turns, source=TOOLS, **{"tools": tools, "rewards": ["notes.py:one"], **fields})
+
+
 async def play(turns: list[str], folder: Path, **fields: Any) -> Played:
     """Run one chain with `turns` as completions."""
-    script = Script(turns)
-    async with open_chains(script, folder, **fields) as (runner, server):
-        sampling = Sampling("policy", 1.0, seed="")
-        trajectory = await runner.run("c0", {"question": "go"}, sampling, runner.setup.config.scored)
-        read = script.tokenizer.decode(server.requests[-1]["token_ids"])
-        assert isinstance(read, str)
-        return Played(trajectory, read)
+    async with open_chains(folder, turns, **fields) as chains:
+        return Played(await chains.run(), chains.sent()[-1] if turns else "")
 
 
 @dataclass
@@ -308,15 +256,13 @@ async def test_max_total_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_timeout_seconds(tmp_path: Path) -> None:
-    rollout: dict[str, Any] = {"timeout_seconds": 5}
-    trajectory = (await play([SEARCH, REST], tmp_path, rollout=rollout)).trajectory
-    assert (trajectory.outcome, trajectory.stop_reason, trajectory.reward) == (Outcome.TIMEOUT, None, None)
-    said = "the chain took longer than rollout.timeout_seconds=5; a call of rest had run for "
-    assert trajectory.error is not None
-    assert trajectory.error.startswith(said)
-    rollout |= {"on_outcome": {"timeout": "keep"}, "outcome_penalty": {"timeout": 0.5}}
+    rollout = {"timeout_seconds": 3, "on_outcome": {"timeout": "keep"}, "outcome_penalty": {"timeout": 0.5}}
     played = await play([SEARCH, REST], tmp_path, rollout=rollout)
-    assert (played.trajectory.outcome, played.trajectory.reward) == (Outcome.TIMEOUT, 0.5)
+    trajectory = played.trajectory
+    assert (trajectory.outcome, trajectory.stop_reason, trajectory.reward) == (Outcome.TIMEOUT, None, 0.5)
+    said = "the chain took longer than rollout.timeout_seconds=3; a call of rest had run for "
+    assert str(trajectory.error).startswith(said)
+    assert len(trajectory.turn_spans()) == 2
     assert played.moved("stop/") == {}, "it broke; outcome/timeout is the rate"
     assert played.trajectory.metrics["tool_seconds"] > 0.1, "the seconds of a call that was cut off count"
 
@@ -337,11 +283,12 @@ async def test_a_tool_that_finishes_comes_before_the_limit_that_stops(tmp_path: 
 
 @pytest.mark.slow
 async def test_all_chains_share_a_rate_and_wait_for_their_time(tmp_path: Path) -> None:
-    script = Script([SEARCH, "done"])
-    async with open_chains(script, tmp_path, limits={"calls_per_second": {"search": 4}}) as (runner, _):
-        chains = (runner.run(f"c{i}", {"question": "go"}, Sampling("policy", 1.0, seed="")) for i in range(7))
+    def turns(prompt: str) -> str:
+        return "done" if "found a" in prompt else SEARCH
+
+    async with open_chains(tmp_path, turns, limits={"calls_per_second": {"search": 4}}) as chains:
         started = time.monotonic()
-        played = [Played(trajectory, "") for trajectory in await asyncio.gather(*chains)]
+        played = [Played(trajectory, "") for trajectory in await chains.run_all([{"question": "go"}] * 7)]
     assert [one.answers for one in played] == [["found a"]] * 7
     assert all(one.moved("limits/") == {} for one in played)
     assert time.monotonic() - started >= 0.75, "four at once, and three a quarter of a second apart"

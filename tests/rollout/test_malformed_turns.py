@@ -7,8 +7,7 @@ import pytest
 
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.parsers import NativeParser
-from agentfactory.rollout.text.renderer import Parsed
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Parsed, Renderer
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.scripted_chains import Scripted, scripted_chains
 
@@ -18,7 +17,7 @@ NOTE = ToolSpec(
 )
 
 
-def written(renderer: TemplateRenderer, *names: str, thought: str = "") -> str:
+def written(renderer: Renderer, *names: str, thought: str = "") -> str:
     """A turn that calls these tools, as a model samples it."""
     parser, behaviour = renderer.parser, renderer.behaviour
     calls = [(name, {"text": "rain"}) for name in names]
@@ -30,12 +29,12 @@ def written(renderer: TemplateRenderer, *names: str, thought: str = "") -> str:
     return f"{behaviour.tags[1] if behaviour.opens_reasoning else ''}{text}"
 
 
-def read(renderer: TemplateRenderer, text: str) -> tuple[list[int], Parsed]:
+def read(renderer: Renderer, text: str) -> tuple[list[int], Parsed]:
     ids = [*renderer.encode(text), renderer.end_of(calls=True)]
     return ids, renderer.parse(ids, specs=[NOTE])
 
 
-def check_told(renderer: TemplateRenderer, text: str, reason: str, form: bool = False) -> None:
+def check_told(renderer: Renderer, text: str, reason: str, form: bool = False) -> None:
     """The turn is malformed for `reason`, and the next prompt says so."""
     ids, parsed = read(renderer, text)
     assert parsed.error is not None, text
@@ -101,21 +100,6 @@ def test_two_calls_are_told_where_the_format_has_one(family: Family) -> None:
         assert [call.name for call in read(renderer, text)[1].calls] == ["note", "note"]
     else:
         check_told(renderer, text, "This turn has 2 tool calls: write one at a time, and wait for its result.")
-
-
-@by_template
-async def test_an_unknown_tool_is_told_and_the_chain_goes_on(family: Family, tmp_path: Path) -> None:
-    renderer = renderer_of(family)
-    answer = "<|channel|>final<|message|>Done." if family.parser == "harmony" else "Done."
-    answer = f"{renderer.behaviour.tags[1]}{answer}" if renderer.behaviour.opens_reasoning else answer
-    texts = [written(renderer, "notes"), written(renderer, "note"), answer]
-    async with scripted_chains(tmp_path, texts, renderer=renderer) as scripted:
-        chain = await scripted.run()
-        assert chain.outcome == "completed", chain.error
-        _, told, noted = scripted.sent()
-        assert "no tool 'notes'" in told.replace('\\"', '"'), told[-300:]
-        assert "noted rain" in noted
-        scripted.check(chain)
 
 
 async def test_a_template_that_opens_and_drops_reasoning_forks(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.chains.prompt_preview import describe_prompt
-from agentfactory.rollout.text.probing.turn_probe import turn_start
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.probing.tool_probe import turn_start
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.templates import RenderError
 from tests.model_families import FAMILIES, REFUSED, Family, renderer_of, table
 
@@ -45,7 +45,7 @@ VALUES: dict[str, list[Any]] = {
 }
 
 
-def conversation(renderer: TemplateRenderer, rng: random.Random) -> list[Message]:
+def conversation(renderer: Renderer, rng: random.Random) -> list[Message]:
     """Turns with zero, one or several calls, with and without words and reasoning, and the messages after them."""
     behaviour = renderer.behaviour
     messages: list[Message] = [{"role": "user", "content": rng.choice(["Will it rain?", "¿Lloverá? 😀"])}]
@@ -78,7 +78,7 @@ def conversation(renderer: TemplateRenderer, rng: random.Random) -> list[Message
     return messages
 
 
-def as_written(renderer: TemplateRenderer, messages: list[Message]) -> str | None:
+def as_written(renderer: Renderer, messages: list[Message]) -> str | None:
     """What the template writes for the last message, an assistant's turn, as a model would sample it; None if it
     cannot say that."""
     specs = [spec.to_openai() for spec in SPECS]

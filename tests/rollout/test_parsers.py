@@ -34,7 +34,6 @@ SPECS = [
     spec("look"),
     spec("python", code=STRING),
 ]
-NAMES = [s.name for s in SPECS]
 
 
 def parser_of(name: str) -> Parser:
@@ -68,6 +67,26 @@ def examples(name: str) -> list[str]:
 # --- each format -----------------------------------------------------------------------------------------------------
 
 READ: dict[str, list[tuple[str, list[Call], str]]] = {
+    "hermes": [
+        (
+            'I go.\n<tool_call>\n{"name": "look"}\n</tool_call>\n<tool_call>{"arguments": {"a": 1}, "name": "f"}'
+            "</tool_call>\nSo be it.",
+            [("look", {}), ("f", {"a": 1})],
+            "I go.\nSo be it.",
+        ),
+        ('<tool_call>{"name": "f", "arguments": {}, "id": 7}</tool_call>', [("f", {})], ""),
+        (
+            '<tool_call>{"name": "f", "arguments": {"s": "</tool_call> <tool_call> {"}}</tool_call>',
+            [("f", {"s": "</tool_call> <tool_call> {"})],
+            "",
+        ),
+        (
+            '<tool_call>{"name":"f","arguments":{"deep":[[{"x":null}],true,-1.5e3],"s":"\\ud83d\\ude00"}}</tool_call>',
+            [("f", {"deep": [[{"x": None}], True, -1500.0], "s": "😀"})],
+            "",
+        ),
+        ("  An answer with { braces }.\n", [], "An answer with { braces }."),
+    ],
     "qwen3_coder": [
         (
             "I go.\n<tool_call>\n<function=move>\n<parameter=to>\nnorth\n</parameter>\n"
@@ -260,6 +279,39 @@ def test_final_answers() -> None:
 
 
 REFUSED = {
+    "hermes": [
+        ('<tool_call>{"name": "f", "arguments": {}', "not valid JSON"),
+        ('<tool_call>{"name": "f", "arguments": {}}', "no </tool_call> after"),
+        ('<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "no </tool_call> after"),
+        ("<tool_call>", "not valid JSON"),
+        ("<tool_call>move north</tool_call>", "not valid JSON"),
+        ("<tool_call>{'name': 'f'}</tool_call>", "not valid JSON"),
+        ('<tool_call>["f"]</tool_call>', "expected a JSON object, not an array"),
+        ("<tool_call>null</tool_call>", "expected a JSON object, not null"),
+        ('<tool_call>{"arguments": {}}</tool_call>', '"name" is missing'),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', '"name" must be a non-empty string'),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', '"name" must be a non-empty string'),
+        ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', '"arguments" must be a JSON object, not a string'),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments" must be a JSON object, not an array'),
+        ('<tool_call>{"name": "f", "parameters": {}}</tool_call>', '"arguments" is missing, but there is "parameters"'),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is not JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "too large"),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1, "x": 2}}</tool_call>', "the key 'x' is given twice"),
+        ('<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>', "the key 'name' is given twice"),
+        ('<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', "surrogate"),
+        ('{"name": "f", "arguments": {}}</tool_call>', "</tool_call> without <tool_call>"),
+        ("<tool_call>" + '{"a":' * 100_000, "nested too deeply"),
+        # far from Python's limit, but others who pass the arguments on may be nearer to it
+        (
+            '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 150 + "1" + "}" * 151 + "</tool_call>",
+            "nested too deeply",
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 10_000 + "}}</tool_call>", "not valid JSON"),
+        (
+            '<tool_call>{"name": "look"}</tool_call><tool_call>oops</tool_call>',
+            "Malformed tool call 2: not valid JSON",
+        ),
+    ],
     "qwen3_coder": [
         ("<tool_call>", "no <function=name> after <tool_call>"),
         ('<tool_call>{"name": "f"}</tool_call>', "no <function=name> after <tool_call>"),
@@ -372,18 +424,6 @@ def test_malformed_turns_say_what_is_wrong_and_how_it_is_right(name: str, text: 
     assert found.calls == []
     assert found.answer is None
     assert found.content == text.strip(), "the turn stays as it was written"
-
-
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "tags"])
-def test_one_malformed_call_executes_none(name: str) -> None:
-    parser = parser_of(name)
-    good = parser.write([("look", {}), ("add", {"a": 1, "b": 2})], SPECS)
-    wrap = "<|tool_call_start|>{}<|tool_call_end|>" if name == "pythonic" else "{}"
-    bad = wrap.format(parser.write([("add", {"a": 1, "b": 2})], SPECS))
-    bad = re.sub(r"</add>|</tool_call>|\)\]", "", bad)
-    found = parser.parse(wrap.format(good) + bad, SPECS)
-    assert found.error is not None
-    assert found.calls == []
 
 
 def test_types_of_text_are_the_schemas() -> None:
@@ -524,7 +564,7 @@ known = st.one_of(
 def test_what_is_written_is_read_back(name: str) -> None:
     parser = parser_of(name)
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(st.lists(known, min_size=1, max_size=1 if name == "react" else 3))
     def check(calls: list[Call]) -> None:
         if name == "gemma4":  # its keys have no quotes
@@ -596,12 +636,6 @@ def test_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None:
     check_mutated_turns(name, 3_000)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PARSERS)
-def test_100_000_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None:
-    check_mutated_turns(name, 100_000)
-
-
 def check_mutated_turns(name: str, count: int) -> None:
     parser = parser_of(name)
     rng = random.Random(name)
@@ -661,95 +695,31 @@ def hostile(name: str, size: int) -> dict[str, str]:
         "starts": "<|tool_call_start|>[look(a=[",
         "both": "<|tool_call_start|>[look()]<|tool_call_end|>",
     }
-    units |= {unit: unit for unit in OWN_UNITS.get(name, ())}
+    written = [text for text in examples(name)[3::3] if len(text) < 500]
+    marks = {mark[0] for text in written for mark in MARK.finditer(text)}
+    units |= {unit: unit for unit in (*marks, *written[:1])}
     long = {key: unit * (size // len(unit)) for key, unit in units.items()}
-    return long | {
-        f"{beginning} of {key}": beginning + text for key, text in long.items() for beginning in BEGINNINGS[name]
-    }
+    beginnings = {written[0][: mark.end()] for mark in MARK.finditer(written[0])}
+    return long | {f"{beginning} of {key}": beginning + text for key, text in long.items() for beginning in beginnings}
 
 
-BEGINNINGS = {
-    "hermes": ['<tool_call>{"name": "look", "arguments": {"a": '],
-    "qwen3_coder": ["<tool_call><function=look><parameter=a>"],
-    "llama3_json": ['{"name": "look", "parameters": {"a": ', '{"name": "look", "parameters": {}}; '],
-    "pythonic": ["[look(a=", "[look(a='", "<|tool_call_start|>[look(a=["],
-    "react": ["Action: look\nAction Input: ", "Final Answer: "],
-    "code_block": ["```", "```python\n"],
-    "json": ['{"name": "look", "arguments": {"a": ', '{{"name": "look", "x": ', "```json\n", "```python\n"],
-    "tags": ["<search>", "<move>{", "<answer>"],
-    "deepseek_v3": [
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{",
-        "<｜tool▁calls▁begin｜>",
-    ],
-    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{", "<｜tool▁calls▁begin｜>"],
-    "deepseek_v32": ['<｜DSML｜function_calls><｜DSML｜invoke name="look"><｜DSML｜parameter name="a" string="true">'],
-    "deepseek_v4": ['<｜DSML｜tool_calls><｜DSML｜invoke name="look"><｜DSML｜parameter name="a" string="false">'],
-    "functiongemma": ["<start_function_call>call:look{a:<escape>", "<start_function_call>call:look{a:"],
-    "gemma4": ['<|tool_call>call:look{a:<|"|>', "<|tool_call>call:look{a:"],
-    "glm": ["<tool_call>look<arg_key>", "<tool_call>look<arg_key>a</arg_key><arg_value>"],
-    "granite": ["<|tool_call|>[", '<|tool_call|>[{"name": "'],
-    "harmony": [
-        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{",
-        "<|channel|>analysis<|message|>",
-        "<|channel|>",
-    ],
-    "hunyuan": ["<tool_calls>[", '<tool_calls>[{"name": "'],
-    "hy3": ["<tool_calls:opensource><tool_call:opensource>look<tool_sep:opensource><arg_key:opensource>"],
-    "kimi": ["<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"],
-    "minimax": ['<minimax:tool_call><invoke name="look"><parameter name="a">'],
-    "mistral": ["[TOOL_CALLS]look[ARGS]{", "[TOOL_CALLS]"],
-    "mistral_v3": ["[TOOL_CALLS][", '[TOOL_CALLS][{"name": "'],
-    "nemotron": ["<TOOLCALL>[", '<TOOLCALL>[{"name": "'],
-    "phi4": ["<|tool_call|>[", '<|tool_call|>[{"name": "'],
-    "phi4_mini": ["functools[", 'functools[{"name": "'],
-    "apertus": ["<|tools_prefix|>[", '<|tools_prefix|>[{"'],
-    "cohere": ["<|START_ACTION|>[", '<|START_ACTION|>[{"tool_name": "'],
-    "functionary": ["<function=", "<function=look>{"],
-    "gigachat": ['<|function_call|>{"name": "look", "arguments": {"a": '],
-    "seed_oss": ["<seed:tool_call><function=look><parameter=a>", "<seed:tool_call><function=put><parameter=items>["],
-}
-OWN_UNITS = {
-    "json": ['{"name": "look", "arguments": {}}', '{"name": "a", "x": ', '{"name": "a", "x": [', '{{"name": 1}', "[{"],
-    "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"],
-    "deepseek_v31": ["<｜tool▁call▁begin｜>look<｜tool▁sep｜>{}<｜tool▁call▁end｜>"],
-    "deepseek_v32": ['<｜DSML｜parameter name="a" string="true">', "</｜DSML｜parameter> "],
-    "deepseek_v4": ['<｜DSML｜invoke name="look"></｜DSML｜invoke>'],
-    "functiongemma": ["<escape>", "a:<escape>b<escape>,"],
-    "gemma4": ['<|"|>', "a:[", "<|tool_call>call:"],
-    "glm": ["<arg_key>a</arg_key><arg_value>", "</arg_value> ", "</arg_key>"],
-    "granite": ["<|tool_call|>", "<|tool_call|>[]"],
-    "harmony": ["<|channel|>analysis<|message|><|end|><|start|>assistant", "<|message|>", "<|start|>", " to="],
-    "hunyuan": ["<tool_calls>", "</tool_calls>"],
-    "hy3": ["<tool_call:opensource>look<tool_sep:opensource></tool_call:opensource>", "</arg_value:opensource>"],
-    "kimi": ["<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{}<|tool_call_end|>", "functions."],
-    "minimax": ['<invoke name="look"></invoke>', "</parameter> ", '<parameter name="'],
-    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]look[ARGS]{}", "[ARGS]"],
-    "mistral_v3": ["[TOOL_CALLS]"],
-    "nemotron": ["<TOOLCALL>"],
-    "phi4": ["<|tool_call|>", "<|/tool_call|>"],
-    "phi4_mini": ["functools"],
-    "apertus": ["<|tools_prefix|>", "<|tools_prefix|>[]"],
-    "cohere": ["<|START_ACTION|>", "<|START_TEXT|>"],
-    "functionary": ["<function=look>", "</function>"],
-    "gigachat": ["<|function_call|>", "<|function_call|>{}"],
-    "seed_oss": ["<seed:tool_call>", "</parameter> "],
-}
-"""Format-specific parts of calls, to be repeated endlessly."""
+MARK = re.compile(r"<[^<>\n]+>|\[/?[A-Z_]+\]|^[A-Z][A-Za-z ]+:|`+\w*\n?|functools|\w+\(|[\[{(]|\"\w+\": ", re.MULTILINE)
+"""A part of a format in a written call, after which hostile text may begin, and which it may repeat."""
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
-def test_hostile_turns_of_a_megabyte_take_no_longer_than_their_length(name: str) -> None:
-    """Each takes at most 0.3 s. Quadratic time would take minutes."""
+def test_hostile_turns_take_no_longer_than_their_length(name: str) -> None:
+    """Each takes at most 0.1 s. Quadratic time would take a minute."""
     parser = parser_of(name)
     slow = {}
-    for key, turn in hostile(name, 1_000_000).items():
+    for key, turn in hostile(name, 300_000).items():
         started = time.process_time()
         found = parser.parse(turn, SPECS)
         seconds = time.process_time() - started
         assert isinstance(found.content, str)
-        if seconds > 3:
+        if seconds > 1:
             slow[key] = seconds
     assert not slow
 

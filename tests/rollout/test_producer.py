@@ -27,7 +27,7 @@ from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.sources import Source
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.rollout.workers.worker_socket import Delivered
@@ -91,7 +91,7 @@ class Trainer:
 
 
 @cache
-def renderer_of(model: Path) -> TemplateRenderer:
+def renderer_of(model: Path) -> Renderer:
     return make_renderer(load_tokenizer(str(model)))
 
 
@@ -484,54 +484,6 @@ async def test_a_curriculum_passes_over_solved_tasks(quickstart_run: Path, tmp_p
     assert taken == [0, 1, 2, 3, 5, 7, 9, 11], "each task once, then those that teach; a position for each turn"
     assert figures["curriculum/passed_over"] == 1
     assert (figures["curriculum/solved"], figures["curriculum/hopeless"]) == (1, 1)
-
-
-async def test_a_curriculum_needs_to_know_what_a_success_is(quickstart_run: Path, tmp_path: Path) -> None:
-    source = TOOLS.replace('"success": success, ', "")
-    async with training(quickstart_run, tmp_path, [task("a", *EASY)], 1, curriculum={}, source=source) as trainer:
-        await asyncio.wait([trainer.running], timeout=20)
-        with pytest.raises(ExceptionGroup) as stopped:
-            trainer.running.result()
-    assert "the reward of chain g000000.0 did not report success" in repr(stopped.value.exceptions)
-
-
-async def test_a_resumed_run_trains_each_place_once(quickstart_run: Path, tmp_path: Path) -> None:
-    """A run is stopped when its second batch is delivered; another resumes after the batch trained before."""
-    rewards = [0.0, 1.0, 1.0]
-    tasks = [task(str(n), *rewards) for n in range(12)]
-    tasks[1] = task("slow", *rewards) | {"seconds": [60.0, 60.0, 60.0]}
-    tasks[3] = task("easy", *EASY)
-    tasks[4] = task("cut", *rewards, talks=ALWAYS)
-    options: dict[str, Any] = {"batch": 2, "max_staleness": 1, "late_chains": "drop", "equal_rewards": "refill"}
-    options["on_outcome"] = {"max_tokens": "drop"}
-    async with training(quickstart_run, tmp_path, tasks, 4, **options) as trainer:
-        trained = groups_of((await trainer.next_batch())[0])
-        while len(saved_in(tmp_path)) < 6:  # noqa: ASYNC110 - all that may start at version 0 but the slow one
-            await asyncio.sleep(0.01)
-        trainer.publish(1)
-        untrained = groups_of((await trainer.next_batch())[0])
-    before = saved_in(tmp_path)
-    assert trained == {"g000000", "g000002"}
-    assert "g000005" in untrained
-    assert before.keys() >= untrained | {"g000001", "g000003", "g000004", "g000004-1"}
-
-    saved = read_groups(tmp_path / "train.jsonl")
-    resumed = Resumed.from_saved(saved, trained, {"m0": 0, "m1": 1}, 1, trainer.producer.config)
-    assert (resumed.done, resumed.again) == ({0, 2, 3, 4}, (1,)), "trained, filtered, lost; cancelled"
-    assert {pending.group.id for pending in resumed.pending} >= untrained
-    tasks[1] = task("slow", *rewards)
-    (tmp_path / "second").mkdir()
-    async with training(
-        quickstart_run, tmp_path / "second", tasks, 4, version=1, resumed=resumed, **options
-    ) as trainer:
-        batches = [groups_of((await trainer.next_batch())[0])]
-        for version in (2, 3):
-            trainer.publish(version)
-            batches.append(groups_of((await trainer.next_batch())[0]))
-    assert batches[0] <= {pending.group.id for pending in resumed.pending}, "at once"
-    assert "g000005" in batches[0], "the oldest first"
-    assert set.union(*batches) == {"g000001-1", "g000005", "g000006", "g000007", "g000008", "g000009"}
-    assert not before.keys() & saved_in(tmp_path / "second").keys(), "no group is run or saved twice"
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
-from agentfactory.rollout.text.renderer import Parsed
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
 from agentfactory.rollout.token_row import Row, Span
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
@@ -35,18 +34,18 @@ TEMPLATES = {
 
 
 @cache
-def renderer_of(name: str, **options: Any) -> TemplateRenderer:
+def renderer_of(name: str, **options: Any) -> Renderer:
     """The tokenizer's tokens may span any characters if the template should merge them with a newline."""
     merges = name == "merges a newline"
     tokenizer = make_tokenizer(TEMPLATES[name], splits=not merges, eos="<|endoftext|>" if merges else "<|im_end|>")
     return make_renderer(tokenizer, **options)
 
 
-def encode(renderer: TemplateRenderer, text: str) -> list[int]:
+def encode(renderer: Renderer, text: str) -> list[int]:
     return renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def whole_ids(renderer: TemplateRenderer, messages: list[Message], prompt: bool = False) -> list[int]:
+def whole_ids(renderer: Renderer, messages: list[Message], prompt: bool = False) -> list[int]:
     return renderer.tokenizer.apply_chat_template(
         messages,
         tools=[spec.to_openai() for spec in SPECS],
@@ -104,7 +103,7 @@ def test_the_choice_is_logged_with_its_reasons(name: str, choice: str, reason: s
 # --- chains ---------------------------------------------------------------------------------------------------------
 
 
-def sampled_turns(renderer: TemplateRenderer, rng: random.Random) -> Iterator[list[int]]:
+def sampled_turns(renderer: Renderer, rng: random.Random) -> Iterator[list[int]]:
     """Ids as models sample them: calls in unusual JSON, reasoning, malformed calls, noise; some cut before the end."""
     end = renderer.stop_token_ids[0]
     vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.stop_token_ids]
@@ -311,16 +310,6 @@ def test_parse_of_reasoning_that_the_generation_prompt_began() -> None:
     assert renderer.parse(encode(renderer, "I wond")).message["content"] == ""
 
 
-def test_parse_of_a_malformed_call_keeps_the_text() -> None:
-    renderer = renderer_of("qwen3")
-    text = 'I go.\n<tool_call>\n{"name": "move", "arguments": "north"}\n</tool_call>'
-    parsed = renderer.parse([*encode(renderer, text), renderer.stop_token_ids[0]])
-    assert parsed.calls == []
-    assert parsed.error is not None
-    assert '"arguments" must be a JSON object' in parsed.error
-    assert parsed.message == {"role": "assistant", "content": text}
-
-
 def test_parse_survives_any_ids() -> None:
     renderer = renderer_of("qwen3")
     rng = random.Random(1)
@@ -429,7 +418,7 @@ def test_a_long_conversation_is_not_rendered_anew_for_each_turn(monkeypatch: pyt
 def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
     """Probing does not detect this template."""
 
-    def renderer_with(content: str) -> TemplateRenderer:
+    def renderer_with(content: str) -> Renderer:
         renderer = make_renderer(make_tokenizer(REORDERS_KEYS.replace("m.content", content)))
         assert renderer.info["choice"] == "append"
         return renderer
@@ -519,8 +508,6 @@ def test_ends_that_are_no_tokens_are_named(name: str, ids: Any, model_folder: Pa
     (model_folder / name).write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(SettingError, match=rf"model\.path: .* has the end of sequence .* in {name}; fix: write ids"):
         stop_ids(str(model_folder))
-    renderer = load_renderer(ModelConfig(path=str(model_folder)), "hermes")
-    assert {*ids} <= {*renderer.stop_token_ids}
 
 
 def test_load_with_a_template_file(model_folder: Path) -> None:
@@ -535,8 +522,6 @@ def test_load_with_a_template_file(model_folder: Path) -> None:
 def test_load_errors(model_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.chat_template: there is no file .*none\.jinja"):
         load_renderer(ModelConfig(path=str(model_folder), chat_template=str(model_folder / "none.jinja")), "hermes")
-    with pytest.raises(ValueError, match=r"rollout\.parser: unknown: 'xml' is not prebuilt \(hermes, qwen3_coder"):
-        load_renderer(ModelConfig(path=str(model_folder)), "xml")
     with pytest.raises(ValueError, match=r"model\.path: .*nowhere has no tokenizer"):
         load_renderer(ModelConfig(path=str(model_folder / "nowhere")), "hermes")
     (model_folder / "chat_template.jinja").unlink()

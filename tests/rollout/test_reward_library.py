@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,8 @@ def test_a_row_without_an_answer_is_told_before_the_run(name: str, row: dict[str
         Rewards.load([RewardConfig(reward=name)], Path()).check(row)
 
 
-@pytest.mark.slow
-def test_a_pattern_that_backtracks_for_ever_is_stopped() -> None:
+def test_a_pattern_that_backtracks_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentfactory.rollout.rewards.text.SECONDS", 0.1)
     with pytest.raises(TimeoutError):
         last_match(r"(a|aa|a?a)+$(?<=b)", "a" * 5000 + "c")
 
@@ -124,16 +124,28 @@ MATH = [
 ]
 
 
-@pytest.mark.processes
-def test_mathematics_as_math_verify_has_it() -> None:
-    equal = MathEqual(processes=1)
-    found = [(p, a, equal(p, answer=a)["success"]) for p, a, _ in MATH]
-    equal.close()
-    assert found == MATH
+@pytest.fixture(scope="module")
+def math_equal() -> Iterator[Callable[..., MathEqual]]:
+    """Makes rewards that share one process, which takes seconds to import sympy."""
+    first = MathEqual(processes=1)
+
+    def make(**options: Any) -> MathEqual:
+        equal = MathEqual(processes=1, **options)
+        equal._processes = first._processes
+        return equal
+
+    yield make
+    first.close()
 
 
 @pytest.mark.processes
-def test_strict_mathematics_agrees_with_trl() -> None:
+def test_mathematics_as_math_verify_has_it(math_equal: Callable[..., MathEqual]) -> None:
+    equal = math_equal()
+    assert [(p, a, equal(p, answer=a)["success"]) for p, a, _ in MATH] == MATH
+
+
+@pytest.mark.processes
+def test_strict_mathematics_agrees_with_trl(math_equal: Callable[..., MathEqual]) -> None:
     texts = [
         "My answer is \\boxed{\\frac{1}{3}}",
         "My answer is \\boxed{\\frac{1}{2}}",
@@ -145,21 +157,19 @@ def test_strict_mathematics_agrees_with_trl() -> None:
     ]
     gold = "\\frac{1}{3}"
     theirs = accuracy_reward([[{"role": "assistant", "content": text}] for text in texts], [gold] * len(texts))
-    equal = MathEqual(strict=True, processes=1)
+    equal = math_equal(strict=True)
     ours = [equal(text, answer=gold)["reward"] for text in texts]
-    equal.close()
     assert ours == theirs
     assert set(ours) == {0.0, 1.0}
 
 
 @pytest.mark.processes
-async def test_mathematics_of_gsm8k_and_of_tags() -> None:
-    row = {"answer": "She has 1,000 + 18.\n#### 1,018"}
+def test_mathematics_of_gsm8k_and_of_tags(math_equal: Callable[..., MathEqual]) -> None:
+    gsm8k, tagged = math_equal(extract_answer="#### (.*)"), math_equal(extract="<answer>(.*?)</answer>")
     for prediction, reward in (("So \\boxed{1018}", 1.0), ("She has 1018.", 1.0), ("She has 1000.", 0.0)):
-        assert (await score("math_equal", prediction, row, extract_answer="#### (.*)")).reward == reward
-    tagged = {"extract": "<answer>(.*?)</answer>"}
-    assert (await score("math_equal", "1 <answer>x + 1</answer>", {"answer": "1+x"}, **tagged)).reward == 1.0
-    assert (await score("math_equal", "<answer>x + 1</answer>", {"answer": "1"}, **tagged)).reward == 0.0
+        assert gsm8k(prediction, answer="She has 1,000 + 18.\n#### 1,018")["reward"] == reward
+    assert tagged("1 <answer>x + 1</answer>", answer="1+x")["reward"] == 1.0
+    assert tagged("<answer>x + 1</answer>", answer="1")["reward"] == 0.0
 
 
 @pytest.mark.extended
@@ -169,36 +179,34 @@ def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> 
     for bomb in ("$9^{9^{9^{9}}}$", "$" + "a b " * 100_000 + "$"):
         assert equal(bomb, answer="1") == {"reward": 0.0, "success": 0.0, "math_timeout": 1.0}
     assert equal("it is 42", answer="42") == {"reward": 1.0, "success": 1.0, "math_timeout": 0.0}
-    assert len(children("agentfactory.rollout.rewards.math_comparison")) == 1
+    others = len(children("agentfactory.rollout.rewards.math_comparison")) - 1
     equal.close()
-    assert children("agentfactory.rollout.rewards.math_comparison") == []
+    assert len(children("agentfactory.rollout.rewards.math_comparison")) == others
 
 
 @pytest.mark.processes
-def test_an_answer_that_cannot_be_read_is_an_error() -> None:
-    equal = MathEqual(processes=1, seconds=1.0)
+async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allowed(
+    math_equal: Callable[..., MathEqual],
+) -> None:
+    rewards = Rewards([math_equal()])
+    scoring = asyncio.gather(*(rewards.score(said(f"it is {n}"), {"answer": "7"}, None) for n in range(20)))
+    ticks = 0
+    while not scoring.done():
+        await asyncio.sleep(0.001)
+        ticks += 1
+    assert ticks > 3
+    assert [one.reward for one in await scoring] == [float(n == 7) for n in range(20)]
+    assert len(children("agentfactory.rollout.rewards.math_comparison")) == 1
+
+
+@pytest.mark.processes
+def test_an_answer_that_cannot_be_read_is_an_error(math_equal: Callable[..., MathEqual]) -> None:
+    equal = math_equal(seconds=1.0)
     with pytest.raises(RewardError, match="cannot parse any of the answers"):
         equal("it is 42", answer="")
     with pytest.raises(RewardError, match=r"took longer than 1 s to parse"):
         equal("it is 42", answer="a b " * 100_000)
-    assert equal("it is 42", answer="42")["reward"] == 1.0
-    time.sleep(1.2)  # the time limit is that of a comparison, not of the process
-    assert equal("it is 42", answer="42")["reward"] == 1.0
-    equal.close()
-
-
-@pytest.mark.processes
-async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allowed() -> None:
-    async with Rewards.load([RewardConfig(reward="math_equal", options={"processes": 2})], Path()) as rewards:
-        chains = [said(f"it is {n}") for n in range(20)]
-        scoring = asyncio.gather(*(rewards.score(chain, {"answer": "7"}, None) for chain in chains))
-        ticks = 0
-        while not scoring.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        assert ticks > 3
-        assert [one.reward for one in await scoring] == [float(n == 7) for n in range(20)]
-        assert len(children("agentfactory.rollout.rewards.math_comparison")) <= 2
+    assert equal("it is 42", answer="42")["reward"] == 1.0, "by the next process"
 
 
 @pytest.mark.processes

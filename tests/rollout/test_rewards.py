@@ -439,14 +439,6 @@ async def test_callables_names_and_classes_side_by_side() -> None:
         Rewards([lambda: 1, lambda: 2])
 
 
-def test_a_name_tells_two_of_a_kind_apart(load: Callable[..., Rewards]) -> None:
-    load(
-        "f1",
-        {"reward": "f1", "name": "f1_short", "options": {"field": "short"}},
-        {"reward": "mine.py:one", "weight": 0},
-    )
-
-
 async def test_a_group_is_judged_together(load: Callable[..., Rewards]) -> None:
     rewards = load({"reward": "mine.py:shortest", "weight": 2, "options": {"bonus": 3}}, "mine.py:one")
     assert rewards.has_group_rewards
@@ -504,16 +496,6 @@ async def test_a_group_reward_that_fails_leaves_no_reward(verdicts: Any, message
         assert (one.outcome, one.reward, one.turn_rewards) == (Outcome.REWARD_ERROR, None, None)
         assert message in (one.error or "")
     assert (chains[2].outcome, chains[2].error) == (Outcome.COMPLETED, None)
-
-
-async def test_arrays_are_lists_of_verdicts() -> None:
-    @reward(group=True)
-    def scores(predictions: list[str]) -> Any:
-        return np.arange(len(predictions))
-
-    chains = [chain("a"), chain("b")]
-    await Rewards([scores]).score_group(chains, {})
-    assert [one.reward for one in chains] == [0.0, 1.0]
 
 
 async def test_closing_goes_on_after_a_failure() -> None:

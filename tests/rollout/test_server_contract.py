@@ -34,8 +34,8 @@ from transformers import (
 
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import PixelMaker, join
+from agentfactory.rollout.images.image_tokens import Vision
 from agentfactory.rollout.images.store import digest_of
-from agentfactory.rollout.images.vision import Vision
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.config import TrainRecipe

@@ -1,7 +1,6 @@
 """Stop strings of text formats: a turn ends with the token that completes one, on every engine, and no other token is
 sampled after it or trained."""
 
-import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,22 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.stop_strings import StopWatch, find_stop, tokens_of
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.learn import runs
 from tests.recording_proxy import Recording
 from tests.rollout.test_token_exactness import check_rows, play_chains
-from tests.scripted_chains import scripted_chains
-from tests.scripted_server import serve_script
+from tests.scripted_chains import ZERO, scripted_chains
 from tests.server_process import serve
 
 LEARN = Path(__file__).parents[1] / "learn"
@@ -124,22 +117,8 @@ async def test_a_native_format_has_no_stop_strings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", [KEEPS, DROPS], ids=["keeps", "drops"])
 @pytest.mark.parametrize("parser", ["react", "tags", "code_block"])
 async def test_rows_are_what_was_sent_and_sampled(tmp_path: Path, parser: str, template: Path, reasoning: str) -> None:
-    await check_chains(tmp_path, parser, template, reasoning, 12)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("reasoning", ["auto", "keep", "drop", "template"])
-@pytest.mark.parametrize("template", [KEEPS, DROPS], ids=["keeps", "drops"])
-@pytest.mark.parametrize("parser", ["react", "tags", "code_block"])
-async def test_rows_of_200_chains_are_what_was_sent_and_sampled(
-    tmp_path: Path, parser: str, template: Path, reasoning: str
-) -> None:
-    await check_chains(tmp_path, parser, template, reasoning, 200)
-
-
-async def check_chains(folder: Path, parser: str, template: Path, reasoning: str, count: int) -> None:
-    """Play chains against a server that samples actions, stop strings in the reasoning and after the action, in any
-    split into tokens, cut turns, noise and control tokens; assert that each sampled token is trained once, that a turn
+    """Chains play against a server that samples actions, stop strings in the reasoning and after the action, in any
+    split into tokens, cut turns, noise and control tokens: each sampled token is trained once, that a turn
     ends where its stop string does, and that one in the reasoning ends no turn."""
     renderer = make_renderer(make_tokenizer(template.read_text(encoding="utf-8")), parser=parser, reasoning=reasoning)
     tokenizer, rng = renderer.tokenizer, random.Random(f"{parser} {template.name} {reasoning}")
@@ -155,7 +134,7 @@ async def check_chains(folder: Path, parser: str, template: Path, reasoning: str
         *(stopped_thought + action + stop + " made up", f"hm {fence}{stop}", action, thought + action[:-3]),
     ]
 
-    def script(_: list[int]) -> list[int]:
+    def script(_: str) -> list[int]:
         text = rng.choice(texts)
         cuts = sorted(rng.randrange(len(text)) for _ in range(3))
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -169,38 +148,26 @@ async def check_chains(folder: Path, parser: str, template: Path, reasoning: str
             return ids[: end + 1]
         return [*ids, renderer.stop_token_ids[0]] if rng.random() < 0.8 else ids
 
-    (folder / "code.py").write_text(
-        "from agentfactory import tool\n\n@tool\ndef run(code: str) -> str:\n    'Run.'\n    return code * 2\n"
-    )
-
-    @reward
-    def nothing() -> float:
-        return 0.0
-
-    recipe = RolloutRecipe.model_validate(
-        {"model": {"path": "x"}, "tools": ["code.py:run"], "rollout": {"max_turns": 6, "max_tokens": 200}}
-    )
-    async with (
-        serve_script(script, decode=renderer.decode) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, folder) as toolset,
-    ):
-        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([nothing]))
-        run = (runner.run(f"c{i}", {"question": "go"}, Sampling("policy", 1.0, seed="")) for i in range(count))
-        chains: list[Trajectory] = list(await asyncio.gather(*run))
+    source = "from agentfactory import tool\n\n@tool\ndef run(code: str) -> str:\n    'Run.'\n    return code * 2\n"
+    fields = {"tools": ["notes.py:run"], "rewards": ["notes.py:nothing"]}
+    fields |= {"rollout": {"max_turns": 6, "max_tokens": 200}}
+    scripted = scripted_chains(tmp_path, script, source=source + ZERO, renderer=renderer, knows_stops=True, **fields)
+    async with scripted as played:
+        chains = await played.run_all([{"question": "go"}] * 12)
+        server = played.server
     assert not any(chain.outcome.failed for chain in chains), {chain.error for chain in chains}
     prompts = [request["token_ids"] for request in server.requests]
     exchanges = [(prompt, ids, find_text(renderer, ids)) for prompt, ids in zip(prompts, server.responses, strict=True)]
     check_stops(renderer, chains, exchanges)
 
 
-def find_text(renderer: TemplateRenderer, ids: list[int]) -> str | None:
+def find_text(renderer: Renderer, ids: list[int]) -> str | None:
     """The stop string at which a server ended these ids."""
     found = find_stop(renderer.decode(ids), renderer.stops)
     return None if found is None else found[1]
 
 
-def check_stops(renderer: TemplateRenderer, chains: list[Trajectory], exchanges: list[Exchange]) -> dict[str, int]:
+def check_stops(renderer: Renderer, chains: list[Trajectory], exchanges: list[Exchange]) -> dict[str, int]:
     """Assert that the rows are what was sent and sampled, and that turns end where their stop strings do. Return how
     many turns ended with one, and how many went on after one in the reasoning."""
     whole, continued = join_continued(exchanges)

@@ -1,6 +1,5 @@
 """Teachers with more in their context: the prompts that the worker stores, over templates, tools, images, failures."""
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,6 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.groups.group_files import append_group, read_groups
 from agentfactory.rollout.groups.teacher_context import (
     FIELD,
@@ -23,19 +21,21 @@ from agentfactory.rollout.groups.teacher_context import (
     load_context,
     with_text,
 )
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.trainers.batches.batch import training_row
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.rollout.images.test_seeing_chains import look, picture
-from tests.scripted_server import serve_script
+from tests.scripted_chains import scripted_chains
 from tests.seeing_chains import seeing
 from tests.vision_models import make_vision_model
 
 SUMS = """
-from agentfactory import tool
+from agentfactory import reward, tool
+
+@reward
+def success(trajectory):
+    won = float(trajectory.id in ("c1", "c2"))
+    return {"reward": won, "success": won}
 
 @tool
 def add(a: int, b: int) -> str:
@@ -81,12 +81,6 @@ by_template = pytest.mark.parametrize(
 )
 
 
-@reward
-def success(trajectory: Trajectory) -> dict[str, float]:
-    won = float(trajectory.id in ("c1", "c2"))
-    return {"reward": won, "success": won}
-
-
 @asynccontextmanager
 async def playing(family: Family, folder: Path, **rollout: Any) -> AsyncIterator[tuple[ChainRunner, list[Trajectory]]]:
     """A runner, and three chains of up to four turns: calls that work and that fail, malformed ones, cut ones."""
@@ -106,24 +100,15 @@ async def playing(family: Family, folder: Path, **rollout: Any) -> AsyncIterator
     elif family.parser != "harmony":
         texts.append(f"{opening}hm{closing}{call(2)}")
 
-    def script(_: list[int]) -> list[int]:
+    def script(_: str) -> list[int]:
         ids = renderer.tokenizer.encode(rng.choice(texts), add_special_tokens=False)
         return [*ids, renderer.stop_token_ids[0]] if rng.random() < 0.8 else ids[:-1]
 
-    (folder / "sums.py").write_text(SUMS)
     (folder / "hints.py").write_text(HINTS)
-    recipe = RolloutRecipe.model_validate(
-        {"model": {"path": "x"}, "tools": ["sums.py:add"], "rollout": {"max_turns": 4, "max_tokens": 200, **rollout}}
-    )
-    async with (
-        serve_script(script) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, folder) as toolset,
-    ):
-        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([success]))
-        sampling = Sampling("policy", 1.0, seed="")
-        chains = await asyncio.gather(*(runner.run(f"c{i}", TASK, sampling) for i in range(3)))
-        yield runner, list(chains)
+    fields = {"tools": ["notes.py:add"], "rewards": ["notes.py:success"]}
+    fields |= {"rollout": {"max_turns": 4, "max_tokens": 200, **rollout}}
+    async with scripted_chains(folder, script, source=SUMS, renderer=renderer, **fields) as chains:
+        yield chains.runner, await chains.run_all([TASK] * 3)
 
 
 def added_to(runner: ChainRunner, chain: Trajectory) -> str | None:

@@ -109,19 +109,11 @@ async def test_a_reset_that_hangs_ends_the_check_of_tasks_within_its_own_limit(
             await chains.runner.check([{"question": "go", "hangs": "reset"}])
         assert time.monotonic() - started < 5
         assert "Hall.reset(), for the first row of data, has not returned after 0.1 s" in caplog.text
-        trajectory = await chains.run(hangs="reset")
-        assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
-        assert "Hall.reset() did not return within 1 s" in str(trajectory.error)
 
 
 @pytest.mark.parametrize(
     ("hangs", "outcome", "error"),
     [
-        (
-            "reset",
-            Outcome.TOOL_INFRASTRUCTURE,
-            "environment hall: Hall.reset() took longer than rollout.timeout",
-        ),
         ("anchor", Outcome.TOOL_INFRASTRUCTURE, "environment hall: Hall.anchor() took longer than rollout.timeout"),
         (
             "tool",

@@ -15,25 +15,22 @@ from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.evaluate import open_runner
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards, reward
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Trajectory
-from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer
 from tests.conftest import QUICKSTART
 from tests.recording_proxy import Recording, record
-from tests.scripted_server import serve_script
+from tests.scripted_chains import ZERO, scripted_chains
 
 pytestmark = pytest.mark.numbers
 
-CHAINS = 200
+CHAINS = 100
 
 
 @pytest.fixture(scope="module")
 def played(warm_server: str, warm_start: Path, quickstart_run: Path) -> tuple[list[Trajectory], Recording]:
-    """200 chains on the embedded engine."""
+    """Chains on the embedded engine."""
     return play_chains(
         warm_start, quickstart_run / "prepared" / "train.jsonl", {"engine": "embedded"}, warm_server, CHAINS
     )
@@ -164,35 +161,21 @@ async def test_adversarial_templates_train_no_token_that_was_not_sampled(templat
     call = '<tool_call>\n{"arguments": {"b": 2, "a": 1}, "name": "add"}\n</tool_call>'
     texts = [f"<think>hm {i}</think>{call}" for i in range(5)] + ["<think>so</think>3.\n", "no idea", call[:-9]]
 
-    def script(_: list[int]) -> list[int]:
+    def script(_: str) -> list[int]:
         ids = tokenizer.encode(rng.choice(texts), add_special_tokens=False)
         # like a sampler: includes tokens that retokenising would merge
         noise = [rng.randrange(10, 200) for _ in range(rng.randrange(3))]
         return noise + ids + ([renderer.stop_token_ids[0]] if rng.random() < 0.7 else [])
 
-    (tmp_path / "sums.py").write_text(
-        "from agentfactory import tool\n\n@tool\ndef add(a: int, b: int) -> int:\n    'Add.'\n    return a + b\n"
-    )
-
-    @reward
-    def nothing() -> float:
-        return 0.0
-
-    recipe = RolloutRecipe.model_validate(
-        {"model": {"path": "x"}, "tools": ["sums.py:add"], "rollout": {"max_turns": 6, "max_tokens": 60}}
-    )
+    source = "from agentfactory import tool\n\n@tool\ndef add(a: int, b: int) -> int:\n    'Add.'\n    return a + b\n"
+    fields = {"tools": ["notes.py:add"], "rewards": ["notes.py:nothing"], "rollout": {"max_turns": 6, "max_tokens": 60}}
     question = {
         "messages": [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "<think>a</think>x"}]
     }
     question["messages"].append({"role": "user", "content": "again"})
-    async with (
-        serve_script(script) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, tmp_path) as toolset,
-    ):
-        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([nothing]))
-        run = (runner.run(f"c{i}", question, Sampling("policy", 1.0, seed="")) for i in range(30))
-        trajectories = list(await asyncio.gather(*run))
+    async with scripted_chains(tmp_path, script, source=source + ZERO, renderer=renderer, **fields) as chains:
+        trajectories = await chains.run_all([question] * 30)
+        server = chains.server
     assert not any(t.outcome.failed for t in trajectories), {t.error for t in trajectories}
     assert max(t.turns for t in trajectories) > 2
     for t in trajectories:

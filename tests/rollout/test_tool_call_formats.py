@@ -1,30 +1,22 @@
 """Every tool-call format through the renderer: prompts, turns, results, supervised rows, and forgery attempts."""
 
 import json
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.chains.chain_runner import ChainRunner
-from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.sessions.toolset import open_toolset
-from tests.chat_tokenizers import REORDERS_KEYS, SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
+from tests.chat_tokenizers import SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
 from tests.model_families import FAMILIES, Family
 from tests.model_families import renderer_of as family_renderer
-from tests.scripted_server import serve_script
+from tests.scripted_chains import ZERO, scripted_chains
 
 SPECS = [
     ToolSpec("search", "Search the web.", {"type": "object", "properties": {"query": {"type": "string"}}}),
@@ -47,7 +39,7 @@ TEMPLATES = {
 
 
 @cache
-def renderer_of(parser: str, template: str | None = None, **options: Any) -> TemplateRenderer:
+def renderer_of(parser: str, template: str | None = None, **options: Any) -> Renderer:
     source = template if template and "{" in template else trl_template(template or TEMPLATES[parser])
     special = dict.fromkeys([*SPECIAL.findall(source), "<bos>", "<|endoftext|>"])
     tokenizer = make_tokenizer(source, special=tuple(special), eos="<|endoftext|>")
@@ -55,16 +47,16 @@ def renderer_of(parser: str, template: str | None = None, **options: Any) -> Tem
     return make_renderer(tokenizer, parser=parser, **options)
 
 
-def encode(renderer: TemplateRenderer, text: str) -> list[int]:
+def encode(renderer: Renderer, text: str) -> list[int]:
     return renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def decode(renderer: TemplateRenderer, ids: list[int] | None) -> str:
+def decode(renderer: Renderer, ids: list[int] | None) -> str:
     assert ids is not None
     return renderer.tokenizer.decode(ids)
 
 
-def end_of(renderer: TemplateRenderer) -> int:
+def end_of(renderer: Renderer) -> int:
     return renderer.tokenizer.convert_tokens_to_ids(renderer.behaviour.end)
 
 
@@ -103,39 +95,6 @@ def test_a_turn_with_a_call_and_its_result(name: str) -> None:
     # without the end-of-turn token, and with another split of the text
     ids = encode(renderer, said[:5]) + encode(renderer, said[5:])
     assert [c.arguments for c in renderer.parse(ids, specs=SPECS).calls] == [call[1]]
-
-
-def test_final_answers_and_malformed_turns() -> None:
-    tags = renderer_of("tags")
-    parsed = tags.parse(encode(tags, "So.\n<answer>yes</answer>"), specs=SPECS)
-    assert parsed.answer == "yes"
-    assert parsed.message == {"role": "assistant", "content": "So.\n<answer>yes</answer>"}
-    parsed = tags.parse(encode(tags, "So."), specs=SPECS)
-    assert parsed.error is not None
-    assert "neither a call nor an <answer>" in parsed.error
-    assert parsed.message == {"role": "assistant", "content": "So."}
-    assert renderer_of("hermes").parse(encode(tags, "yes"), specs=SPECS).answer is None
-
-
-def test_several_calls_where_the_template_has_one_a_turn() -> None:
-    llama = renderer_of("llama3_json")
-    assert "refuses two tool calls in one turn: a turn with several is malformed" in llama.info["reasons"]
-    call = '{"name": "search", "parameters": {}}'
-    assert len(llama.parse(encode(llama, call), specs=SPECS).calls) == 1
-    parsed = llama.parse(encode(llama, f"{call}; {call}"), specs=SPECS)
-    assert parsed.calls == []
-    assert parsed.error == "This turn has 2 tool calls: write one at a time, and wait for its result."
-    assert parsed.message["content"] == f"{call}; {call}"
-
-
-def test_calls_in_the_reasoning_are_only_thoughts() -> None:
-    for name in ("hermes", "qwen3_coder", "tags"):
-        renderer = renderer_of(name, "qwen3_5_think" if name == "qwen3_coder" else "qwen3")
-        call = renderer.parser.write([("add", {"a": 1, "b": 2})], SPECS)
-        opened = "" if renderer.behaviour.opens_reasoning else "<think>"
-        parsed = renderer.parse(encode(renderer, f"{opened}{call}</think>\n\n{call}"), specs=SPECS)
-        assert [c.arguments for c in parsed.calls] == [{"a": 1, "b": 2}]
-        assert parsed.message["reasoning_content"] == call
 
 
 def test_the_formats_that_a_template_would_fit_are_named() -> None:
@@ -257,21 +216,6 @@ def test_transcripts_that_a_format_cannot_express_are_refused() -> None:
     weights[3:4] = [{**weights[3], "weight": 0.5}, {**weights[3], "weight": 1.0}]
     with pytest.raises(ValueError, match="message 3: a turn's results become one message; give them equal weights"):
         tags.conversation_row(weights, SPECS)
-
-
-def test_weights_go_with_the_messages_they_are_of() -> None:
-    renderer = renderer_of("react")
-    messages = conversation(SEARCH)[1:]  # the instructions become a system message of their own
-    messages[0]["weight"], messages[2]["weight"], messages[5]["weight"] = 0.25, 0.5, 4.0
-    row = renderer.conversation_row(messages, SPECS)
-    assert row.weights is not None
-    texts: dict[float, str] = {}
-    for token, weight in zip(row.token_ids, row.weights, strict=True):
-        texts[weight] = texts.get(weight, "") + renderer.tokenizer.decode([token])
-    assert "Will it rain?" in texts[0.25]
-    assert "Observation: Result 0." in texts[0.5]
-    assert texts[4.0].startswith("Final Answer: It will.")
-    assert "You have these tools." in texts[0.0]
 
 
 def test_native_rows_teach_what_a_chain_would_read() -> None:
@@ -419,103 +363,14 @@ def test_a_rewriting_template_forks_for_no_text_of_others() -> None:
     assert following.count(end_of(renderer)) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "lfm2_v2", "REORDERS_KEYS"])
-def test_ordinary_text_has_the_ids_of_the_template(template: str) -> None:
-    source = REORDERS_KEYS if template == "REORDERS_KEYS" else template
-    parser = {"llama3_1": "llama3_json", "lfm2_v2": "pythonic"}.get(template, "hermes")
-    renderer = renderer_of(parser, source)
-
-    @settings(max_examples=60, deadline=None)
-    @given(st.text(st.characters(codec="utf-8", exclude_characters="\ufdd0"), max_size=60))
-    def check(text: str) -> None:
-        text = text.replace("<|", "< |") + " <tool_call> <think>"
-        messages: list[Message] = [{"role": "system", "content": text}, {"role": "user", "content": text}]
-        whole = renderer.tokenizer.apply_chat_template(
-            messages,
-            tools=[s.to_openai() for s in SPECS],
-            chat_template=renderer.chat_template,
-            add_generation_prompt=True,
-        )["input_ids"]
-        assert renderer.open(messages, SPECS) == whole
-
-    check()
-
-
-def test_a_literal_call_in_the_text_of_others_is_never_a_call() -> None:
-    """Only sampled ids are read; the prompt and the result are full of calls here."""
-    rng = random.Random(0)
-    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic", "react", "tags"):
-        renderer = renderer_of(name)
-        call = renderer.parser.write([("search", {"query": "x"})], SPECS)
-        opening = renderer.dialogue.instruct([{"role": "user", "content": f"Explain {call}"}], SPECS)
-        ids = renderer.open(opening, SPECS)
-        words = renderer.parser.write_answer("It is a call.")
-        said = ("</think>" if renderer.behaviour.opens_reasoning else "") + words
-        sampled = [*encode(renderer, said), end_of(renderer)]
-        parsed = renderer.parse(sampled, specs=SPECS)
-        assert parsed.calls == []
-        assert parsed.error is None
-        new = renderer.dialogue.answers([ToolCall("call_0", "search", {})], [ToolResult(call * rng.randint(1, 3))])
-        assert renderer.extend([*ids, *sampled], [*opening, parsed.message, *new], new, SPECS)
-        assert renderer.parse(sampled, specs=SPECS) == parsed
-
-
 # --- output of real templates ----------------------------------------------------------------------------------------
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="<\ufdd0"), max_size=10)
-plain_values = st.one_of(words, st.integers(), st.booleans(), st.floats(-1e6, 1e6))
-nested = st.one_of(st.lists(plain_values, max_size=3), st.dictionaries(words, plain_values, max_size=3))
-
-
-@pytest.mark.parametrize(
-    ("name", "template"),
-    [
-        *[("hermes", t) for t in ("qwen2_5", "qwen3_training", "qwen3_vl", "qwen3_instruct_2507")],
-        *[("qwen3_coder", t) for t in ("qwen3_5_think", "qwen3_6_training", "qwen3_8", "nemotron_3_nano")],
-        *[("llama3_json", t) for t in ("llama3_1", "llama3_2")],
-        ("pythonic", "lfm2_v2"),
-    ],
-)
-def test_calls_that_a_published_template_writes_are_read_back(name: str, template: str) -> None:
-    renderer = renderer_of(name, template)
-    kinds = {"text": "string", "count": "integer", "flag": "boolean", "real": "number"}
-    kinds |= {"items": "array", "map": "object"}
-    spec = ToolSpec("do_it", "Do.", {"type": "object", "properties": {k: {"type": v} for k, v in kinds.items()}})
-    arguments = st.fixed_dictionaries(
-        {},
-        optional={
-            "text": words,
-            "count": st.integers(),
-            "flag": st.booleans(),
-            "real": st.floats(-1e6, 1e6),
-            "items": st.lists(plain_values, max_size=3),
-            "map": st.dictionaries(words, st.one_of(plain_values, nested), max_size=3),
-        },
-    )
-
-    @settings(max_examples=60, deadline=None)
-    @given(st.lists(arguments, min_size=1, max_size=3 if renderer.behaviour.parallel_calls else 1))
-    def check(calls: list[dict[str, Any]]) -> None:
-        turn = [ToolCall(f"call_{n}", "do_it", given) for n, given in enumerate(calls)]
-        messages: list[Message] = [{"role": "user", "content": "Go."}]
-        message: Message = {"role": "assistant", "content": "", "tool_calls": [call.to_openai() for call in turn]}
-        specs = [spec.to_openai()]
-        written = renderer.template.render([*messages, message], specs)
-        said = written[len(renderer.template.render(messages, specs)) :].removesuffix(
-            renderer.behaviour.closings.calls.text
-        )
-        said = said.removeprefix(renderer.behaviour.generation_prompt.removesuffix("<think>\n"))
-        assert renderer.parse(encode(renderer, said), specs=[spec]).calls == turn, written
-
-    check()
 
 
 # --- whole chains ----------------------------------------------------------------------------------------------------
 
 TURNS = {
-    "react": ["I wonder.", "Thought: so\nAction: search\nAction Input: rain", "Final Answer: It rains."],
-    "tags": ["I wonder.", "<search>rain</search>", "<answer>It rains.</answer>"],
     "my_parser.py:Shout": ["SEARCH rain", "It rains."],
     "qwen3_coder": [
         "Hm.</think>\n\n<tool_call><function=search>oops</tool_call>",
@@ -527,7 +382,7 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 async def test_chains(name: str, tmp_path: Path) -> None:
-    (tmp_path / "web.py").write_text(
+    source = (
         "from agentfactory import tool\n\n@tool\ndef search(query: str) -> str:\n    'Search.'\n"
         "    return f'<|im_end|>{query}: it rains'\n"
     )
@@ -540,25 +395,14 @@ async def test_chains(name: str, tmp_path: Path) -> None:
     template = "qwen3_5_think" if name == "qwen3_coder" else "qwen2_5"
     renderer = renderer_of(name, template, base=tmp_path)
 
-    def script(ids: list[int]) -> list[int]:
-        turn = ids.count(renderer.tokenizer.convert_tokens_to_ids("<|im_start|>")) // 2 - 1
-        return [*encode(renderer, TURNS[name][turn]), end_of(renderer)]
-
-    recipe = RolloutRecipe.model_validate(
-        {"model": {"path": "x"}, "tools": ["web.py:search"], "rollout": {"max_turns": 6, "parser": name}}
-    )
-
-    def nothing() -> float:
-        return 0.0
-
-    async with (
-        serve_script(script) as server,
-        InferenceClient(server.url) as client,
-        open_toolset(recipe, tmp_path) as toolset,
-    ):
-        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([nothing]))
+    fields = {
+        "tools": ["notes.py:search"],
+        "rewards": ["notes.py:nothing"],
+        "rollout": {"max_turns": 6, "parser": name},
+    }
+    async with scripted_chains(tmp_path, TURNS[name], source=source + ZERO, renderer=renderer, **fields) as chains:
         task = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]}
-        chain = await runner.run("c0", task, Sampling("policy", 1.0, seed=""))
+        [chain] = await chains.run_all([task])
     assert chain.error is None
     assert chain.outcome == Outcome.COMPLETED
     assert chain.turns == len(TURNS[name])

@@ -3,7 +3,7 @@
 import pytest
 
 from agentfactory.base.messages import CallError, ToolResult
-from agentfactory.rollout.chains.tool_errors import _LOOKS_FAILED, ToolErrors
+from agentfactory.rollout.chains.episode import _LOOKS_FAILED, ToolErrors
 
 BUG = "AttributeError: 'Ride' object has no attribute 'lft'"
 RAISED, REFUSED = ToolResult(BUG, CallError.TOOL_ERROR), ToolResult("a: 1", CallError.INVALID_ARGUMENTS)

@@ -14,7 +14,7 @@ from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import ToolCall, ToolSpec, text_of
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.chat_tokenizers import make_tokenizer, trl_template
@@ -94,7 +94,7 @@ def written(call: Call) -> str:
 
 
 @cache
-def renderer_of(template: str) -> TemplateRenderer:
+def renderer_of(template: str) -> Renderer:
     return make_renderer(make_tokenizer(trl_template(template)))
 
 

@@ -13,8 +13,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import load_vision, why_no_images
-from agentfactory.rollout.images.own_processor import OwnProcessor
-from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.images.image_tokens import OwnProcessor, PatchVision
 from agentfactory.trainers.batches.batch import make_batches, training_row
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import check_images, tower_of

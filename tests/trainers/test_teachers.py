@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.gkd import GKDTrainer
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.text.common_tokens import tokens_missing
+from agentfactory.rollout.text.tokenizer import tokens_missing
 from agentfactory.trainers.batches.batch import Batch, TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module

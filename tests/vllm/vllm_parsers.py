@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from agentfactory.rollout.text.parsers.reasoning_tags import THINK
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.parsers.parser import THINK
+from agentfactory.rollout.text.renderer import Renderer
 from tests.conftest import REPOSITORY
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.rollout.test_model_families import SPECS, as_written, conversation
@@ -173,7 +173,7 @@ class Reader:
             env={**os.environ, "VLLM_LOGGING_LEVEL": "CRITICAL"},
         )
 
-    def read(self, family: Family, renderer: TemplateRenderer, turns: list[tuple[list[int], list[int]]]) -> list[Any]:
+    def read(self, family: Family, renderer: Renderer, turns: list[tuple[list[int], list[int]]]) -> list[Any]:
         """Return reasoning, content and calls of turns, or an exception's name and text; prompts come with turns."""
         tokenizer = renderer.tokenizer
         if family.name == "hy3":
@@ -206,7 +206,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     process.close()
 
 
-def sampled_turns(family: Family, renderer: TemplateRenderer) -> list[tuple[list[int], list[int], str]]:
+def sampled_turns(family: Family, renderer: Renderer) -> list[tuple[list[int], list[int], str]]:
     """Prompt, ids and text of what the template writes for 30 conversations."""
     rng, turns = random.Random(family.name), []
     for _ in range(30):
@@ -222,7 +222,7 @@ def sampled_turns(family: Family, renderer: TemplateRenderer) -> list[tuple[list
     return turns
 
 
-def read_by_us(renderer: TemplateRenderer, ids: list[int], text: str) -> Turn:
+def read_by_us(renderer: Renderer, ids: list[int], text: str) -> Turn:
     parsed = renderer.parse(ids, specs=SPECS)
     content, reasoning = parsed.message["content"], parsed.message.get("reasoning_content", "")
     if not renderer.behaviour.reasoning:  # the template has no field for it: it stays in the content

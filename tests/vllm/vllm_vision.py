@@ -21,10 +21,10 @@ from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.image_intake import ShownImages
-from agentfactory.rollout.images.vision import BANNED_BIAS
+from agentfactory.rollout.images.image_tokens import BANNED_BIAS
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
 from tests.server_process import VLLM_PYTHON, serve
 from tests.vision_families import FAMILIES, OWN, make_family, params_of
@@ -37,7 +37,7 @@ TOKENS = 40
 class Served(NamedTuple):
     recipe: RolloutRecipe
     url: str
-    renderer: TemplateRenderer
+    renderer: Renderer
     images: ShownImages
     network: Any
 

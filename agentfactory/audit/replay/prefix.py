@@ -10,7 +10,7 @@ from agentfactory.audit.replay.saved_turns import DivergedError, was_cut
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
 from agentfactory.rollout.inference.inference_client import Completion
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Trajectory
 
 
@@ -100,7 +100,7 @@ class PrefixHooks(AgentHooks):
 
 def tokens_of(message: Message, before: Sequence[Message], specs: Sequence[ToolSpec], renderer: Any) -> list[int]:
     """Return the tokens of an assistant's message after the messages `before`, with its end of turn."""
-    assert isinstance(renderer, TemplateRenderer)
+    assert isinstance(renderer, Renderer)
     plain = [{**one, "weight": 0.0} if one["role"] == "assistant" else one for one in before]
     row = renderer.conversation_row([*plain, message], list(specs))
     trained = np.flatnonzero(np.asarray(row.mask, dtype=bool))

@@ -11,7 +11,7 @@ from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.chains.tool_loop import ToolLoop
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import Toolset
 
@@ -27,7 +27,7 @@ class Replayed:
 class ReplayRunner(Runner):
     """A runner whose chains take the turns of saved ones."""
 
-    def __init__(self, recipe: Recipe, renderer: TemplateRenderer, toolset: Toolset, rewards: Rewards) -> None:
+    def __init__(self, recipe: Recipe, renderer: Renderer, toolset: Toolset, rewards: Rewards) -> None:
         super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards)
         self.renderer = renderer
         self._saved: Trajectory | None = None

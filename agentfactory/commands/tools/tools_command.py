@@ -40,8 +40,8 @@ from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.data import Task, load_tasks
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
-from agentfactory.rollout.images.files import with_files
 from agentfactory.rollout.images.parts import clean_row
+from agentfactory.rollout.images.store import with_files
 from agentfactory.rollout.model_hub import HubName, check_names, is_hub_name, use_hub_if_it_answers
 from agentfactory.tools.calls.limits import check_limits
 from agentfactory.tools.environments.environment import Environment

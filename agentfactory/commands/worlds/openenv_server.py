@@ -28,7 +28,7 @@ from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureEr
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.commands.worlds.subject import Subject
-from agentfactory.rollout.chains.opening import add_text, opening_messages
+from agentfactory.rollout.chains.opening_prompt import add_text, opening_messages
 from agentfactory.rollout.data import Task
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset

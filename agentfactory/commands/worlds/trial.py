@@ -24,9 +24,9 @@ from agentfactory.base.messages import (
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.commands.worlds.random_calls import NoLegalCall, RandomCalls
 from agentfactory.commands.worlds.subject import Subject
-from agentfactory.rollout.chains.opening import opening_messages
+from agentfactory.rollout.chains.opening_prompt import opening_messages
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.images.files import with_files
+from agentfactory.rollout.images.store import with_files
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 

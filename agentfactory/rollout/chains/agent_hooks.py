@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from agentfactory.base.messages import Message, ToolSpec
+from agentfactory.rollout.chains.episode import TurnBudget
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion
@@ -22,14 +23,6 @@ class AgentFailed(Exception):
     def __init__(self, problem: str, result: str | None = None) -> None:
         super().__init__(problem)
         self.result = result
-
-
-@dataclass(frozen=True)
-class TurnBudget:
-    """Token limits: `turn` for the sampled tokens of a turn, `row` for the whole sequence, prompt included."""
-
-    turn: int
-    row: int
 
 
 @dataclass
@@ -91,12 +84,14 @@ class Turn:
             raise ValueError("after: the model ended its turn there; continue only a completion whose cut is True")
         text = prefix if after is not None else self.prefix + prefix
         context = self.renderer.encode(text) if text else []
-        so_far = sum(after.mask) if after else 0
-        end = self.budget.turn if max_tokens is None else min(self.budget.turn, so_far + max_tokens)
-        whole = await self._sample_up_to(end, after, context)
-        while whole.stop is not None and sum(whole.mask) < end:
+        budget = self.budget
+        if max_tokens is not None:
+            so_far = sum(after.mask) if after else 0
+            budget = replace(budget, turn=min(budget.turn, so_far + max_tokens))
+        whole = await self._sample_within(budget, after, context)
+        while whole.stop is not None and sum(whole.mask) < budget.turn:
             # a stop string within the reasoning does not end the turn
-            longer = await self._sample_up_to(end, whole, [])
+            longer = await self._sample_within(budget, whole, [])
             if longer is whole:
                 break
             whole = longer
@@ -106,18 +101,14 @@ class Turn:
             self.made.append(whole)
         return whole
 
-    async def _sample_up_to(self, end: int, after: Completion | None, context: list[int]) -> Completion:
-        """Sample after `after` and `context` until the turn has at most `end` sampled tokens, and return the joined
-        turn. Its `stop` is set if the server stopped at a stop string that does not end the turn. If no token is left,
-        return `after` unchanged, or raise ContextOverflowError if it is None."""
+    async def _sample_within(self, budget: TurnBudget, after: Completion | None, context: list[int]) -> Completion:
+        """Sample after `after` and `context` within `budget`, and return the joined turn. Its `stop` is set if the
+        server stopped at a stop string that does not end the turn. If no token is left, return `after` unchanged, or
+        raise ContextOverflowError if it is None."""
         more = [*(after.token_ids if after else []), *context]
         ids = [*self.row, *more] if more else self.row
-        most = min(end - (sum(after.mask) if after else 0), self.budget.row - len(ids))
-        if most < 1:
-            if after is not None:
-                return after
-            raise ContextOverflowError(f"the turn's prompt has {len(ids)} tokens; the row limit is {self.budget.row}")
         try:
+            most = budget.left(len(ids), sum(after.mask) if after else 0)
             sampled = await self.generate(ids, most, next(self.requests))
         except ContextOverflowError:
             if after is None:

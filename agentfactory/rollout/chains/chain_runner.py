@@ -17,7 +17,7 @@ from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
-from agentfactory.rollout.chains.opening import characters_of, check_lengths, check_texts, opening_messages
+from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
 from agentfactory.rollout.chains.policy_turns import PolicyTurns
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
@@ -87,24 +87,18 @@ class FirstVerdicts:
     failure: Outcome = Outcome.REWARD_ERROR
     fix: str = "correct the reward, and try it with `agentfactory tools check RECIPE`"
     source: str = ""
-    _works: bool = False
-    _group_works: bool = False
+    _works: set[bool] = field(default_factory=set)
+    """Whether a chain got a reward (False), and whether one kept it after the group rewards (True)."""
     _failed: int = 0
     _failed_tasks: list[Task] = field(default_factory=list)
 
-    def note(self, chain: Trajectory, task: Task) -> None:
-        """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards always fail."""
-        self._works |= chain.reward is not None
-        if chain.outcome is self.failure and not self._works:
-            self._note_failure(chain, task)
-
-    def note_group(self, chain: Trajectory, task: Task) -> None:
-        """Record a chain on `task` after its group rewards. Raise RolloutStoppedError if they always fail."""
-        self._group_works |= chain.reward is not None
-        if chain.outcome is self.failure and not self._group_works:
-            self._note_failure(chain, task)
-
-    def _note_failure(self, chain: Trajectory, task: Task) -> None:
+    def note(self, chain: Trajectory, task: Task, by_group: bool = False) -> None:
+        """Record a chain on `task` that ended, or whose group rewards were added (`by_group`). Raise
+        RolloutStoppedError if the rewards always fail."""
+        if chain.reward is not None:
+            self._works.add(by_group)
+        if chain.outcome is not self.failure or by_group in self._works:
+            return
         self._failed += 1
         # compare by identity: rows of the data may be equal
         if not any(task is failed for failed in self._failed_tasks):
@@ -138,7 +132,7 @@ class ChainWatch:
         """Record the scored chains of a group on `task` after the group rewards. Raise RolloutStoppedError if these
         always fail."""
         for chain in judged:
-            self._verdicts.note_group(chain, task)
+            self._verdicts.note(chain, task, by_group=True)
 
 
 Grade = Callable[[Trajectory], Awaitable[int]]
@@ -415,7 +409,7 @@ class ChainRunner(Runner):
         self.agent = agent or AgentHooks()
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
-        """See Runner. Also check that the prompts fit into rollout.max_total_tokens. Raise SettingError if even the
+        """Also check that the prompts fit into rollout.max_total_tokens. Raise SettingError if even the
         shortest does not; warn if some do not."""
         self.check_prompts(tasks, section)
         await super().check(tasks, section)
@@ -449,5 +443,4 @@ class ChainRunner(Runner):
         notify(logger, f"long prompts of {section}", f"{text}, such as row {rows[-1] + 1}", times=0)
 
     def player(self, episode: Episode) -> Player:
-        """See Runner."""
         return ToolLoop(episode, PolicyTurns(episode, self.renderer, self.sampler, self.agent))

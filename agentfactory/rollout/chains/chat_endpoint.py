@@ -22,6 +22,7 @@ from agentfactory.rollout.inference.http_transport import (
     refusal,
 )
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES, InferenceClient
+from agentfactory.rollout.text.parsers.parser import with_json_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -230,16 +231,9 @@ def _to_openai(message: Message) -> Message:
     if message["role"] == "tool":
         sent["tool_call_id"] = message["tool_call_id"]
     if calls := message.get("tool_calls"):
-        sent["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
-            for call in calls
-        ]
+        sent["tool_calls"] = [with_json_arguments(call) for call in calls]
         sent["content"] = content or None
     return sent
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _answer(text: str) -> ChatAnswer:

@@ -1,18 +1,13 @@
 """The conversation in the model's prompt: complete, or shortened by `rollout.context`."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message
-from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.images.parts import image_urls
-
-if TYPE_CHECKING:
-    # row_rendering imports the inference client, which checks of recipes do not need
-    from agentfactory.rollout.chains.row_rendering import Piece
 
 
 @dataclass
@@ -59,29 +54,6 @@ class Context:
             total -= counts[left_out]
             left_out += 1
         return Context(self.opening, self.turns[left_out:], self.summary)
-
-
-async def shortened(
-    context: Context,
-    config: RolloutConfig,
-    length: int,
-    turns_left: int,
-    render: "Callable[[list[Message]], Piece]",
-    summarize: Callable[[], Awaitable[str]],
-) -> "tuple[Context, Piece] | None":
-    """Shorten the conversation by `rollout.context`, and return it with the piece that starts its row; None if nothing
-    can be left out. `length` is the current length of the row; `summarize` uses one of the `turns_left`."""
-    policy = config.context
-    if len(context.turns) <= policy.options.keep_turns:
-        return None
-    if policy.policy == "truncate":
-        shorter = context.last_turns(policy.options.keep_turns)
-        piece = render(shorter.messages)
-        return None if len(piece.ids) >= length else (shorter, piece)
-    if turns_left < 2:
-        return None  # the summary would be the chain's last turn
-    shorter = context.last_turns(policy.options.keep_turns, await summarize())
-    return shorter, render(shorter.messages)
 
 
 def is_long(length: int, config: RolloutConfig) -> bool:

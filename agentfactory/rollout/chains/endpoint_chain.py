@@ -20,12 +20,11 @@ from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.tool_loop import TakenTurn, ToolLoop
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.image_intake import Images, TextOnly
-from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.text.load_renderer import load_images, load_renderer
 from agentfactory.rollout.text.parsers import AUTO, NativeParser, Parser, load_parser
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.stop_strings import find_stop
 from agentfactory.rollout.trajectory import Activity
@@ -46,16 +45,11 @@ class EndpointTurns:
         self._length = 0
 
     def begin(self, opening: list[Message]) -> None:
-        """See Turns."""
         self.context = Context(opening)
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """See Turns."""
         episode, setup, trajectory = self.episode, self.episode.setup, self.episode.trajectory
-        config = setup.config
-        left = min(config.max_tokens, config.max_total_tokens - self._length)
-        if left <= 0:
-            raise ContextOverflowError(f"the conversation has {self._length} of {config.max_total_tokens} tokens")
+        left = episode.budget.left(self._length)
         specs = setup.specs if self.parser.native else []
         with episode.timeline.measure(Activity.MODEL, trajectory.turns):
             shown = await setup.images.for_endpoint(self.context.messages)
@@ -169,31 +163,27 @@ class ChatRunner(Runner):
         super().__init__(recipe, Dialogue(self.parser), _images(recipe, images), _cut(recipe, base), toolset, rewards)
 
     def player(self, episode: Episode) -> ToolLoop:
-        """See Runner."""
         return ToolLoop(episode, EndpointTurns(episode, self.endpoint, self.parser))
 
 
 def check_recipe(recipe: RolloutRecipe) -> None:
     """Raise ChatEndpointError if a recipe uses features that a chat endpoint does not support."""
-    if recipe.rollout.agent is not None:
-        agent = recipe.rollout.agent
-        problem = f"got {agent.name or agent.command!r}, which needs a server that takes token ids"
-        raise ChatEndpointError("rollout.agent", problem, "evaluate with rollout.agent=null")
-    if recipe.rollout.context.policy != "keep":
-        problem = f"got {recipe.rollout.context.policy!r}, which needs token rows"
-        raise ChatEndpointError("rollout.context.policy", problem, "evaluate with rollout.context.policy=keep")
-    if (most := recipe.rollout.context.keep_images) is not None:
-        problem = f"got {most}, which needs token rows"
-        raise ChatEndpointError(
-            "rollout.context.keep_images", problem, "evaluate with rollout.context.keep_images=null"
-        )
+    agent, context, prefix = recipe.rollout.agent, recipe.rollout.context, recipe.rollout.assistant_prefix
+    refused = {
+        "agent=null": agent and f"{agent.name or agent.command!r}, which needs a server that takes token ids",
+        "context.policy=keep": context.policy != "keep" and f"{context.policy!r}, which needs token rows",
+        "context.keep_images=null": context.keep_images is not None
+        and f"{context.keep_images}, which needs token rows",
+        "assistant_prefix=''": prefix and f"{prefix!r}, but an endpoint cannot be forced to start its turns with it",
+    }
+    for setting, problem in refused.items():
+        if problem:
+            field = f"rollout.{setting.partition('=')[0]}"
+            raise ChatEndpointError(field, f"got {problem}", f"evaluate with rollout.{setting}")
     for number, reward in enumerate(recipe.rewards):
         if reward.reward == "length" and not reward.options.get("turns"):
             problem = "'length' counts tokens, which needs token rows"
             raise ChatEndpointError(f"rewards.{number}", problem, "count turns (options={turns: true}), or remove it")
-    if prefix := recipe.rollout.assistant_prefix:
-        problem = f"got {prefix!r}, but an endpoint cannot be forced to start its turns with it"
-        raise ChatEndpointError("rollout.assistant_prefix", problem, "evaluate with rollout.assistant_prefix=''")
 
 
 @asynccontextmanager

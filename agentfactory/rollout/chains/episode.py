@@ -1,20 +1,181 @@
-"""The state of a running chain: its limits, counts and times."""
+"""The state of a running chain: its limits, tokens left, counts, times and tool errors."""
 
+import logging
+import re
+import time
 from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentfactory.base.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.chains.timeline import Timeline
-from agentfactory.rollout.chains.tool_errors import ToolErrors
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.image_intake import Images
+from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.text.dialogue import Dialogue
-from agentfactory.rollout.trajectory import StopReason, Trajectory
+from agentfactory.rollout.trajectory import Activity, StopReason, Stretch, Trajectory
 from agentfactory.tools.calls.limits import ChainLimits, Rates
 from agentfactory.tools.calls.truncation import Cut
+
+logger = logging.getLogger(__name__)
+
+ENOUGH_CALLS = 16
+"""Minimum number of calls before a tool is reported, since a few may raise by chance."""
+NEARLY_ALL = 0.9
+"""Share of failed calls, of all tools together, at which a step is reported."""
+_LOOKS_FAILED = re.compile(
+    r"\W*(?:[\w.]*(?:error|exception|traceback)\b|(?:[\w.]+ ){1,3}[\w.]*(?:error|exception)\s*:|"
+    r"(?:failed|unable|cannot|could not)\b)",
+    re.IGNORECASE,
+)
+"""The beginning of a result that reports an error. Many servers do not mark such results as errors."""
+
+
+class ToolErrors:
+    """A counter of the errors of each tool, until a warning about the tool."""
+
+    def __init__(self) -> None:
+        self._raised: dict[str, Counter[str]] = defaultdict(Counter)
+        """Tool -> error, or result that reads like one ("" for none), -> calls since the tool was last checked."""
+        self._failed: Counter[str] = Counter()
+        """Tool -> calls since it was last checked that raised or timed out."""
+        self._told: set[str] = set()
+        self._step_calls = self._step_failed = 0
+        """Calls since the last report, of all tools: a step's, or those of several steps if it had too few."""
+        self._first = ""
+        """The first error of the step, with its tool."""
+
+    def note(self, tool: str, result: ToolResult) -> None:
+        """Record a call of `tool` that ended."""
+        self.note_cut(tool, result.left_out)
+        if result.error is CallError.UNKNOWN_TOOL:
+            return
+        text = text_of(result.content)[:300] or "an error without text"
+        raised = result.error in (CallError.TOOL_ERROR, CallError.TIMEOUT)
+        failed = raised or (result.error is None and _LOOKS_FAILED.match(text) is not None)
+        self._step_calls += 1
+        self._step_failed += failed
+        if failed and not self._first:
+            self._first = f"{tool}: {text}"
+        if tool in self._told:
+            return
+        self._raised[tool][text if failed else ""] += 1
+        self._failed[tool] += raised
+
+    def note_cut(self, tool: str, left_out: int) -> None:
+        """Warn if `limits.result_bytes` truncated a result by `left_out` bytes."""
+        if left_out:
+            text = f"tool {tool}: a result exceeded limits.result_bytes by {left_out:,} bytes and was truncated"
+            notify(logger, f"tool {tool} is cut", text)
+
+    def report(self) -> None:
+        """Warn about each tool, once, if at least half of its calls since the last check failed, or nearly all returned
+        what reads like an error; and about a step whose calls nearly all failed."""
+        for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
+            found, raised = self._raised.pop(tool), self._failed.pop(tool, 0)
+            failed = found.total() - found[""]
+            if raised >= found.total() - raised or failed >= NEARLY_ALL * found.total():
+                self._tell(tool, found)
+        if self._step_calls < ENOUGH_CALLS:
+            return
+        calls, failed, first = self._step_calls, self._step_failed, self._first
+        self._step_calls, self._step_failed, self._first = 0, 0, ""
+        if failed >= NEARLY_ALL * calls and not self._told:
+            fix = "try it by `agentfactory tools call RECIPE TOOL key=value`"
+            text = f"{failed} of the last {calls} tool calls ended in errors, the first one of {first}; fix: {fix}"
+            notify(logger, "tool calls fail", text, times=0)
+
+    def _tell(self, tool: str, found: Counter[str]) -> None:
+        calls, fine = found.total(), found.pop("", 0)
+        [(error, _)] = found.most_common(1)
+        self._told.add(tool)
+        notify(
+            logger,
+            f"tool {tool} raises",
+            f"tool {tool}: {calls - fine} of {calls} calls failed, such as: {error}",
+            times=0,
+        )
+
+
+_LEAST_WAIT = 0.001
+"""Seconds below which a wait of a call is not recorded."""
+
+Call = Callable[[ToolCall, float | None], Awaitable[ToolResult]]
+"""(call, time limit in seconds) -> the result."""
+
+
+class Timeline:
+    """A recorder that appends to a trajectory's `timeline`, whose clock starts at 0 when this object is created."""
+
+    def __init__(self, stretches: list[Stretch]) -> None:
+        self._stretches = stretches
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the start."""
+        return time.monotonic() - self._began
+
+    def seconds_until(self, moment: float) -> float:
+        """Return the seconds from the start to this time of `time.monotonic()`."""
+        return moment - self._began
+
+    def note(self, activity: Activity, start: float, end: float, turn: int | None = None, name: str = "") -> None:
+        """Append an interval between two times of `time.monotonic()`."""
+        since, until = (round(moment - self._began, 4) for moment in (start, end))
+        self._stretches.append(Stretch(activity, since, until, turn, name))
+
+    def note_setup(self, waits: Sequence[tuple[str, float, float]]) -> None:
+        """Append the time until now as the chain's setup; `waits` are (server, start, end) of each wait in it."""
+        for server, start, end in waits:
+            self.note(Activity.WAIT, start, end, name=server)
+        self.note(Activity.SETUP, self._began, time.monotonic())
+
+    @contextmanager
+    def measure(self, activity: Activity, turn: int | None = None, name: str = "") -> Iterator[None]:
+        """Append the time of the `with` block, even if it raises or is cancelled."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.note(activity, start, time.monotonic(), turn, name)
+
+    def running_at(self, moment: float) -> Stretch | None:
+        """Return the recorded activity that ran the longest at this time of `time.monotonic()`; None if none did."""
+        at = self.seconds_until(moment)
+        running = [stretch for stretch in self._stretches if stretch.start <= at <= stretch.end + _LEAST_WAIT]
+        return min(running, key=lambda stretch: stretch.start, default=None)
+
+    def calls(self, make: Call, turn: int | None) -> Call:
+        """Wrap `make`, which runs one call, to record its times. A call's wait lasts from now until `make` starts."""
+        asked = time.monotonic()
+
+        async def measured(call: ToolCall, seconds: float | None) -> ToolResult:
+            if (began := time.monotonic()) - asked >= _LEAST_WAIT:
+                self.note(Activity.WAIT, asked, began, turn, call.name)
+            with self.measure(Activity.TOOL, turn, call.name):
+                return await make(call, seconds)
+
+        return measured
+
+
+@dataclass(frozen=True)
+class TurnBudget:
+    """Token limits: `turn` for the sampled tokens of a turn, `row` for the whole sequence, prompt included."""
+
+    turn: int
+    row: int
+
+    def left(self, length: int, sampled: int = 0) -> int:
+        """Return how many tokens a turn with `sampled` tokens may still sample after a sequence of `length` tokens.
+        Raise ContextOverflowError if none."""
+        if (left := min(self.turn - sampled, self.row - length)) < 1:
+            raise ContextOverflowError(f"no token is left after {length}; the row limit is {self.row}")
+        return left
 
 
 @dataclass(frozen=True)
@@ -45,6 +206,7 @@ class Episode:
         self.task = task
         self.sampling = sampling
         self.max_turns = setup.config.max_turns
+        self.budget = TurnBudget(setup.config.max_tokens, setup.config.max_total_tokens)
         self.limits = ChainLimits(setup.recipe.limits, setup.rates, setup.cut)
         self.timeline = Timeline(trajectory.timeline)
         self.counts: Counter[str] = Counter()

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Sequence
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn, TurnBudget
-from agentfactory.rollout.chains.context import Context, is_long, shortened
+from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn
+from agentfactory.rollout.chains.context import Context, is_long
 from agentfactory.rollout.chains.episode import Episode
-from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.chains.row_rendering import GrowingRows, append_turn, note_roles
 from agentfactory.rollout.chains.sampling import Sampler
 from agentfactory.rollout.chains.tool_loop import TakenTurn
@@ -32,12 +32,10 @@ class PolicyTurns:
         self.context = Context([])
 
     def begin(self, opening: list[Message]) -> None:
-        """See Turns."""
         self.context = Context(opening)
         self.rows.begin(self.rows.open(opening))
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        """See Turns."""
         turn, agent = self._turn(self.config.assistant_prefix), self.agent
         try:
             completion = await agent.generate(turn)
@@ -63,7 +61,6 @@ class PolicyTurns:
         return TakenTurn(parsed, completion.cut, sum(completion.mask))
 
     async def go_on(self, answers: list[Message]) -> None:
-        """See Turns."""
         fewer = self.context.with_images(self.config.context.keep_images)
         if len(fewer.turns) < len(self.context.turns):
             self.context = fewer
@@ -96,7 +93,7 @@ class PolicyTurns:
             renderer=self.renderer,
             first_call=episode.counts["tool_calls"],
             prefix=prefix,
-            budget=TurnBudget(self.config.max_tokens, self.config.max_total_tokens),
+            budget=episode.budget,
             generate=generate,
         )
 
@@ -112,14 +109,21 @@ class PolicyTurns:
             raise AgentError(f"{agent.__name__}.{hook}: {type(error).__name__}: {error}") from error
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
-        """Start a row with the context shortened by `rollout.context`. Return False if nothing can be left out."""
-        left = self.episode.max_turns - self.episode.trajectory.turns
-        found = await shortened(
-            self.context, self.config, length, left, self.rows.open, lambda: self._summarize(answers)
-        )
-        if found is None:
+        """Start a row with the context shortened by `rollout.context`; the current row has `length` tokens. Return
+        False if nothing can be left out."""
+        policy, keep = self.config.context.policy, self.config.context.options.keep_turns
+        if len(self.context.turns) <= keep:
             return False
-        self.context, piece = found
+        summary = None
+        if policy == "summarize":
+            if self.episode.max_turns - self.episode.trajectory.turns < 2:
+                return False  # the summary would be the chain's last turn
+            summary = await self._summarize(answers)
+        shorter = self.context.last_turns(keep, summary)
+        piece = self.rows.open(shorter.messages)
+        if policy == "truncate" and len(piece.ids) >= length:
+            return False
+        self.context = shorter
         self.rows.begin(piece)
         return True
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.base.messages import Message, ToolResult, ToolSpec, required_of
-from agentfactory.rollout.chains.opening import opening_messages
+from agentfactory.rollout.chains.opening_prompt import opening_messages
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.data.nulls import Nulls, drop_from_history
@@ -13,7 +13,7 @@ from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import Call, NativeParser
 from agentfactory.rollout.text.parsers.parser import parameters
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.tools.sessions.toolset import open_toolset
 
 _MADE: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}, "null": None}
@@ -47,7 +47,7 @@ async def describe_first_prompt(
 
 
 def describe_prompt(
-    renderer: TemplateRenderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
+    renderer: Renderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
 ) -> Iterator[str]:
     """Yield parts of a description of the first prompt of a chain that `messages` open: the tool-call format and the
     reasons for it, text and ids of the prompt, of a sample tool call and of its result. Each text and list of ids is
@@ -103,7 +103,7 @@ def _short(text: str, most: int | None) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[len(text) - half :]}"
 
 
-def _made_call(renderer: TemplateRenderer, specs: list[ToolSpec]) -> Call:
+def _made_call(renderer: Renderer, specs: list[ToolSpec]) -> Call:
     """Return a sample call of the first tool whose call the format can write. Raise ValueError if there is none."""
     problem: ValueError | None = None
     for spec in specs:
@@ -117,7 +117,7 @@ def _made_call(renderer: TemplateRenderer, specs: list[ToolSpec]) -> Call:
     raise ValueError(f"the format cannot write a call of any of these tools: {problem}")
 
 
-def _made_turn(renderer: TemplateRenderer, call: Call, specs: list[ToolSpec]) -> list[int]:
+def _made_turn(renderer: Renderer, call: Call, specs: list[ToolSpec]) -> list[int]:
     """Return the ids of a turn that makes `call`."""
     parser, behaviour = renderer.parser, renderer.behaviour
     calls = [call]

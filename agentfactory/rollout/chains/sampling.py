@@ -8,7 +8,7 @@ from typing import Any
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.image_intake import Images, ShownImages, TextOnly
 from agentfactory.rollout.images.image_requests import RequestImages
-from agentfactory.rollout.images.vision import BANNED_BIAS
+from agentfactory.rollout.images.image_tokens import BANNED_BIAS
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient
 from agentfactory.rollout.token_row import ImageSpan, Span

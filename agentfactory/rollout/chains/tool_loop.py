@@ -6,7 +6,7 @@ from typing import Protocol
 from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.context import Context
 from agentfactory.rollout.chains.episode import Episode
-from agentfactory.rollout.chains.opening import opening_messages
+from agentfactory.rollout.chains.opening_prompt import opening_messages
 from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import StopReason

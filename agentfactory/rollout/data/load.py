@@ -16,9 +16,18 @@ from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.base.user_code.extension import Extension, load_extension
 from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import DataConfig
-from agentfactory.rollout.data.conversations import HALF, Findings, Tools, clean_messages, has_half_surrogate, specs_of
+from agentfactory.rollout.data.conversations import (
+    HALF,
+    Findings,
+    Tools,
+    clean_messages,
+    fix_for_conversation,
+    fix_for_task,
+    has_half_surrogate,
+    is_messages,
+    specs_of,
+)
 from agentfactory.rollout.data.files import is_columnar, is_data_file, read_file, unreadable
-from agentfactory.rollout.data.layouts import fix_for_conversation, fix_for_task, is_messages
 from agentfactory.rollout.data.notices import tell_findings
 from agentfactory.rollout.images.parts import clean_row
 

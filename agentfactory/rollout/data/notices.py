@@ -29,17 +29,14 @@ def tell_findings(found: Sequence[Findings], section: str, columnar: bool) -> No
     if columnar:
         allowed = "kept in calls, because the tools allow them; in a table, they may be missing arguments"
         tell_nulls(section, "allowed", allowed, [each.nulls.allowed for each in found])
-    fields = sorted({name for each in found for name in each.fields})
-    keys = sorted({name for each in found for name in each.keys})
-    if keys:
-        text = f"{section}: tools have {', '.join(keys)}, which models do not get"
-        notify(logger, f"keys of tools of {section}", text, times=0)
-    if keys := sorted({name for each in found for name in each.call_keys}):
-        text = f"{section}: calls have {', '.join(keys)}, which models do not get"
-        notify(logger, f"keys of calls of {section}", text, times=0)
-    if fields:
-        text = f"{section}: messages have the fields {', '.join(fields)}, which only a chat template may read"
-        notify(logger, f"fields of messages of {section}", text, times=0)
+    for attribute, topic, having, readers in (
+        ("keys", "keys of tools", "tools have", "models do not get"),
+        ("call_keys", "keys of calls", "calls have", "models do not get"),
+        ("fields", "fields of messages", "messages have the fields", "only a chat template may read"),
+    ):
+        if names := sorted({name for each in found for name in getattr(each, attribute)}):
+            text = f"{section}: {having} {', '.join(names)}, which {readers}"
+            notify(logger, f"{topic} of {section}", text, times=0)
 
 
 def tell_nulls(section: str, topic: str, text: str, counts: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read, reads_call
 from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import Parser
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.rollout.trajectory import Activity, Group, Trajectory
 
 SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240

@@ -26,7 +26,7 @@ from agentfactory.base.messages import (
 )
 from agentfactory.base.processes.threads import run_on_loop
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
-from agentfactory.rollout.chains.timeline import Timeline
+from agentfactory.rollout.chains.episode import Timeline
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
 from agentfactory.tools.calls.limits import ChainLimits

@@ -24,7 +24,6 @@ from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.trajectory import Activity, StopReason
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset
@@ -217,7 +216,7 @@ class GatewayRunner(ChainRunner):
     def __init__(
         self,
         recipe: RolloutRecipe,
-        renderer: TemplateRenderer,
+        renderer: Renderer,
         client: InferenceClient,
         toolset: Toolset,
         rewards: Rewards,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfactory.base.run_notices import notify
-from agentfactory.rollout.chains.opening import MOST_CHARACTERS
+from agentfactory.rollout.chains.opening_prompt import MOST_CHARACTERS
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, assistant, wrong
 from agentfactory.rollout.gateway.turn_tree import ChainTree, Delivered, Node, Plan, content_text

@@ -19,13 +19,13 @@ from agentfactory.base.messages import Message, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.loading import UserCodeError, load_object
 from agentfactory.rollout.chains.chain_runner import ChainRunner, FirstVerdicts
-from agentfactory.rollout.chains.opening import add_text
+from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.chains.row_rendering import RowRenderer
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.groups.curriculum import successes
 from agentfactory.rollout.rewards.reward_spec import RewardError, RewardSpec
 from agentfactory.rollout.text.parsers import Parser
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.text.parsers.parser import call_of, split_reasoning
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.calls.limits import Deadline
 
@@ -151,9 +151,8 @@ def shown(turns: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec]) -
             lines.append(content)
             continue
         lines.append(split_reasoning(content, opened=False)[2].strip())
-        calls = [call["function"] for call in message.get("tool_calls") or []]
-        if calls:
-            lines.append(parser.write([(call["name"], _arguments(call["arguments"])) for call in calls], specs))
+        if calls := message.get("tool_calls"):
+            lines.append(parser.write([call_of(call) for call in calls], specs))
     return "\n".join(line for line in lines if line)
 
 
@@ -190,9 +189,3 @@ def _opening_length(chain: Trajectory) -> int:
     # the last turn has no message if a user's agent could not parse it
     first = max(0, len(turns) - chain.turns)
     return turns[first] if first < len(turns) else len(chain.messages)
-
-
-def _arguments(given: Any) -> dict[str, Any]:
-    # in OpenAI's API, arguments are JSON text
-    found: dict[str, Any] = json.loads(given) if isinstance(given, str) else given
-    return found

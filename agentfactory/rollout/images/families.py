@@ -1,7 +1,7 @@
 """Families of multimodal models, and the image processing of each.
 
 There are two kinds. Families of `patches` share one rule for image sizes, and images are resized once, here. All others
-use the model's own processor (own_processor), which the server also runs.
+use the model's own processor (OwnProcessor), which the server also runs.
 """
 
 import json
@@ -16,9 +16,7 @@ from transformers.utils.hub import cached_file
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.rollout.config import ModelConfig
-from agentfactory.rollout.images.own_processor import OwnProcessor, load_own_processor
-from agentfactory.rollout.images.patches import patch_vision
-from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.images.image_tokens import OwnProcessor, Vision, load_own_processor, patch_vision
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 
 BY_PATCHES = frozenset(

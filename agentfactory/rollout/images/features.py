@@ -10,8 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from agentfactory.rollout.images.own_processor import OwnProcessor
-from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.images.image_tokens import OwnProcessor, Vision
 
 Inputs = Mapping[str, Tensor]
 """The network's arguments for images: pixels and their description."""

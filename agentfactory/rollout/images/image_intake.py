@@ -13,19 +13,19 @@ from PIL import Image
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, text_of
-from agentfactory.rollout.images.files import is_file
+from agentfactory.rollout.images.image_tokens import Grid, Vision
 from agentfactory.rollout.images.parts import (
     data_url,
     has_images,
     image_part,
     image_urls,
     images_of_row,
+    map_parts,
     place_images,
     show_in_user_turns,
     text_part,
 )
-from agentfactory.rollout.images.store import ImageStore, stored_digest, url_of
-from agentfactory.rollout.images.vision import Grid, Vision
+from agentfactory.rollout.images.store import ImageStore, is_file, stored_digest, url_of
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.images.decode import content_of, decode, size_of
 
@@ -101,7 +101,7 @@ class ShownImages:
         the reason; other addresses are never fetched."""
         if not self.shows or not image_urls(messages):
             return list(messages)
-        return await asyncio.to_thread(self._take_messages, messages)
+        return await asyncio.to_thread(map_parts, messages, self._take_part)
 
     def _take_task(self, task: dict[str, Any]) -> dict[str, Any]:
         messages = place_images(task, lambda image: url_of(self._take(image)))
@@ -115,14 +115,6 @@ class ShownImages:
         if is_file(image):
             return str(image)
         return str(self.store.path(_stored(image) or self._take(image, fits=False)).absolute())
-
-    def _take_messages(self, messages: Sequence[Message]) -> list[Message]:
-        return [
-            {**message, "content": [self._take_part(part) for part in message["content"]]}
-            if isinstance(message.get("content"), list)
-            else message
-            for message in messages
-        ]
 
     def _take_part(self, part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] != "image_url":
@@ -221,19 +213,11 @@ class ShownImages:
         """Return messages with stored images as `data:` addresses."""
         if not image_urls(messages):
             return list(messages)
-        return await asyncio.to_thread(self._with_data, messages)
+        return await asyncio.to_thread(map_parts, messages, self._with_data)
 
-    def _with_data(self, messages: Sequence[Message]) -> list[Message]:
-        def part_of(part: dict[str, Any]) -> dict[str, Any]:
-            digest = stored_digest(part["image_url"]["url"]) if part["type"] == "image_url" else None
-            return part if digest is None else image_part(data_url(self.store.png(digest)))
-
-        return [
-            {**message, "content": [part_of(part) for part in message["content"]]}
-            if isinstance(message.get("content"), list)
-            else message
-            for message in messages
-        ]
+    def _with_data(self, part: dict[str, Any]) -> dict[str, Any]:
+        digest = stored_digest(part["image_url"]["url"]) if part["type"] == "image_url" else None
+        return part if digest is None else image_part(data_url(self.store.png(digest)))
 
 
 class TextOnly:

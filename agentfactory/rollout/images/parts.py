@@ -69,14 +69,19 @@ def parts_of(message: Message) -> list[dict[str, Any]]:
     return [text_part(content)] if content else []
 
 
+def map_parts(messages: Sequence[Message], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Message]:
+    """Return messages with each part of their contents changed."""
+    return [
+        {**message, "content": [change(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
 def for_template(messages: Sequence[Message]) -> list[Message]:
     """Return messages in the form for chat templates, with placeholder parts instead of images."""
-    return [
-        {**m, "content": [{"type": "image"} if part["type"] == "image_url" else part for part in m["content"]]}
-        if isinstance(m.get("content"), list)
-        else m
-        for m in messages
-    ]
+    return map_parts(messages, lambda part: {"type": "image"} if part["type"] == "image_url" else part)
 
 
 def image_urls(messages: Sequence[Message]) -> list[Any]:

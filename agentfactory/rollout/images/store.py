@@ -1,16 +1,18 @@
-"""The image store of a run: lossless files named by the digest of their pixels, each stored once for all chains."""
+"""The image store of a run: lossless files named by the digest of their pixels, each stored once for all chains; and
+the files of a row's images, which tools and rewards get."""
 
 import hashlib
 import os
 import re
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image
 
 from agentfactory.base.files.disk import writing
 from agentfactory.base.files.untrusted_files import open_file, read_file
+from agentfactory.tools.images.decode import decode, is_path
 
 _SCHEME = "image:"
 _IMAGE_BYTES = 256 << 20
@@ -89,3 +91,17 @@ def stored_digest(url: str) -> str | None:
     """Return the digest in an address that `url_of` returned; None for any other address."""
     digest = url.removeprefix(_SCHEME)
     return digest if digest != url and _DIGEST.fullmatch(digest) else None
+
+
+def is_file(image: Any) -> bool:
+    """Return whether an image of a row is the path of an existing file."""
+    return is_path(image) and Path(image).is_file()
+
+
+def with_files(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a row of data with `images` as paths: paths in the data stay, and images given as data become lossless
+    files in `folder`. Raise ValueError if an image cannot be decoded."""
+    if "images" not in task:
+        return task
+    store = ImageStore(folder)
+    return {**task, "images": [i if is_file(i) else str(store.path(store.put(decode(i)))) for i in task["images"]]}

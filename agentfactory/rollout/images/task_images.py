@@ -1,17 +1,17 @@
-"""Preparation of images and coordinates in rows of data for the recipe's model."""
+"""Preparation of rows of data for the recipe's model: their images, and the boxes and points in their text."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import ToolSpec
+from agentfactory.base.messages import ToolSpec, is_finite_number
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import view_of, why_no_images
 from agentfactory.rollout.images.image_intake import Images, ShownImages
-from agentfactory.rollout.images.parts import has_images
-from agentfactory.rollout.images.places_in_text import state_places, unknown_way
-from agentfactory.tools.images.coordinates import VIEW_FIELD, stating
+from agentfactory.rollout.images.parts import has_images, parts_of
+from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating
+from agentfactory.tools.images.decode import size_of
 
 Task = dict[str, Any]
 Takes = Callable[[str], bool]
@@ -69,3 +69,106 @@ class TaskImages:
             raise SettingError("model.chat_template", problem, "set null, to use the model's own, which does")
         problem = f"its rows have images, but {why_no_images(self._recipe.model.path)}"
         raise SettingError(section, problem, "use a vision-language model, or remove the column `images`")
+
+
+MARK = "<bbox>"
+"""Placeholder of a box or point in the text of a row with `objects` (ms-swift)."""
+
+
+def has_places(task: dict[str, Any]) -> bool:
+    """Return whether a row's text has placeholders of boxes or points."""
+    objects = task.get("objects")
+    return isinstance(objects, dict) and objects.get("bbox") is not None and any(map(_count, _texts(task)))
+
+
+def state_places(
+    task: dict[str, Any], view: ModelView | None, model: str, section: str, row: int | None = None
+) -> dict[str, Any]:
+    """Return a row of `section` with each MARK in its text replaced by the next of `objects.bbox`, in the model's
+    coordinates. An entry is a box or point in pixels of an image: the one whose number is at the same index in
+    `objects.image_id`, by default the first. With `objects.bbox_type: norm1`, entries are fractions of the image's
+    sides.
+
+    Raise SettingError, with the number of the `row`, if the numbers of marks and entries differ, if an entry is not a
+    box or point of an image of the row, or if the coordinate system of `model` is unknown.
+    """
+    if not has_places(task):
+        return task
+    if view is None:
+        raise unknown_way(model, "its rows state")
+    try:
+        return _stated(task, view)
+    except ValueError as error:
+        where = "" if row is None else f"row {row}: "
+        raise SettingError(section, f"{where}{error}", "correct it") from error
+
+
+def unknown_way(model: str, who: str) -> SettingError:
+    """Return the error for a model with an unknown coordinate system; `who` is the subject and verb that need it."""
+    problem = f"got auto, but {who} places in images, and the coordinate system of {model} is unknown"
+    fix = "set relative1000, relative1, resized or pixels; `agentfactory doctor RECIPE --coordinates` tests the model"
+    return SettingError("rollout.coordinates", problem, fix)
+
+
+def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
+    objects, images = task["objects"], task.get("images") or []
+    places, kind = objects["bbox"], objects.get("bbox_type") or "real"
+    if kind not in ("real", "norm1"):
+        raise ValueError(f"objects.bbox_type is {kind!r}; use real for pixels, or norm1 for fractions from 0 to 1")
+    numbers = objects.get("image_id") or [0] * len(places)
+    if len(numbers) != len(places):
+        raise ValueError(f"objects.image_id has {len(numbers)} numbers, but objects.bbox has {len(places)} places")
+    given = ModelView(Coordinates.PIXELS if kind == "real" else Coordinates.RELATIVE1)
+    said = [_said(place, number, images, given, view) for place, number in zip(places, numbers, strict=True)]
+    if (marks := sum(map(_count, _texts(task)))) != len(said):
+        raise ValueError(f"objects.bbox has {len(said)} places, but its text has {MARK} {marks} times")
+    field = _field(task)
+    return {**task, field: _filled(task[field], iter(said))}
+
+
+def _said(place: Any, number: Any, images: list[Any], given: ModelView, view: ModelView) -> str:
+    ends = place if isinstance(place, list) else ()
+    if len(ends) not in (2, 4) or not all(map(is_finite_number, ends)):
+        raise ValueError(f"objects.bbox has {place!r}; use [left, top, right, bottom] for a box, [x, y] for a point")
+    if len(ends) == 4 and (ends[0] > ends[2] or ends[1] > ends[3]):
+        raise ValueError(f"objects.bbox has {place!r}: left must be less than right, and top less than bottom")
+    if type(number) is not int or not 0 <= number < len(images):
+        raise ValueError(f"objects.image_id has {number!r}, but the row has {len(images)} images, numbered from 0")
+    size = size_of(images[number])
+    return str(view.stated(given.to_pixels(ends, size), size))
+
+
+def _filled(value: Any, said: Iterator[str]) -> Any:
+    """Return a text, or messages, with each MARK replaced."""
+    if isinstance(value, str):
+        first, *rest = value.split(MARK)
+        return first + "".join(next(said) + text for text in rest)
+    return [_filled_message(message, said) for message in value]
+
+
+def _filled_message(message: Any, said: Iterator[str]) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, str):
+        return {**message, "content": _filled(content, said)}
+    if not isinstance(content, list):
+        return message
+    parts = [{**part, "text": _filled(part["text"], said)} if part["type"] == "text" else part for part in content]
+    return {**message, "content": parts}
+
+
+def _field(task: dict[str, Any]) -> str:
+    """Return the name of the field with the chain's opening text."""
+    return "question" if task.get("messages") is None else "messages"
+
+
+def _texts(task: dict[str, Any]) -> Iterator[str]:
+    if _field(task) == "question":
+        yield str(task.get("question", ""))
+        return
+    for message in task["messages"]:
+        if isinstance(message, dict):
+            yield from (part["text"] for part in parts_of(message) if part["type"] == "text")
+
+
+def _count(text: str) -> int:
+    return text.count(MARK)

@@ -26,8 +26,7 @@ from agentfactory.rollout.inference.http_transport import (
     ServerUnreachableError,
 )
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.text.common_tokens import tokens_missing
-from agentfactory.rollout.text.tokenizer import load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer, tokens_missing
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB
 from agentfactory.rollout.trajectory import Group, Trajectory
 

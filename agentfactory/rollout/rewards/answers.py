@@ -1,14 +1,17 @@
-"""Rewards for short answers: exact match and F1, as in SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250)."""
+"""Rewards for short answers: exact match and F1, as in SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), and the
+metrics of benchmarks about images."""
 
 import re
 import string
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from agentfactory.rollout.rewards.decorator import reward
-from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
+from agentfactory.base.user_code.extras import check_extra
+from agentfactory.rollout.rewards.reward_spec import reward
+from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted, field_of
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -30,44 +33,219 @@ def token_f1(prediction: str, answer: str) -> float:
     return 2 * common / (len(predicted) + len(expected))
 
 
-@reward
 @dataclass(config=OPTIONS)
-class ExactMatch:
-    """1 if the normalised prediction is one of the row's normalised answers, else 0; metric `success`."""
-
+class _Answers:
     field: str = "answer"
     """Field of the row: a text or number, or a list of accepted ones."""
     extract: Pattern | None = None
     """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match."""
-    extract_answer: Pattern | None = None
-    """The part of the field to compare, such as `#### (.*)`."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no answer."""
-        accepted_answers(row, self.field, self.extract_answer)
+        self._accepted(row)
+
+    def _accepted(self, row: dict[str, Any]) -> list[str]:
+        return accepted_answers(row, self.field)
+
+
+@dataclass(config=OPTIONS)
+class _ShortAnswers(_Answers):
+    extract_answer: Pattern | None = None
+    """The part of the field to compare, such as `#### (.*)`."""
+
+    def _accepted(self, row: dict[str, Any]) -> list[str]:
+        return accepted_answers(row, self.field, self.extract_answer)
+
+
+@reward
+@dataclass(config=OPTIONS)
+class ExactMatch(_ShortAnswers):
+    """1 if the normalised prediction is one of the row's normalised answers, else 0; metric `success`."""
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
         found = normalize(extracted(self.extract, prediction))
-        hit = float(found in map(normalize, accepted_answers(row, self.field, self.extract_answer)))
+        hit = float(found in map(normalize, self._accepted(row)))
         return {"reward": hit, "success": hit}
 
 
 @reward
 @dataclass(config=OPTIONS)
-class F1:
+class F1(_ShortAnswers):
     """Word-level F1 of prediction and answer, from 0 to 1; with several answers, the highest."""
-
-    field: str = "answer"
-    """As in exact_match."""
-    extract: Pattern | None = None
-    """As in exact_match."""
-    extract_answer: Pattern | None = None
-    """As in exact_match."""
-
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no answer."""
-        accepted_answers(row, self.field, self.extract_answer)
 
     def __call__(self, prediction: str, **row: Any) -> float:
         found = extracted(self.extract, prediction)
-        return max(token_f1(found, answer) for answer in accepted_answers(row, self.field, self.extract_answer))
+        return max(token_f1(found, answer) for answer in self._accepted(row))
+
+
+def anls(prediction: str, answers: list[str], threshold: float = 0.5) -> float:
+    """Return the normalised Levenshtein similarity to the nearest answer (Biten et al., 2019, arXiv:1905.13648,
+    equation 1): 1 - NL if NL < `threshold`, else 0. Ignores case and the amount of whitespace."""
+    # of the extra `rewards`, which the other rewards here do not need
+    from rapidfuzz.distance import Levenshtein
+
+    nearest = min(Levenshtein.normalized_distance(_plain(prediction), _plain(answer)) for answer in answers)
+    return 1 - nearest if nearest < threshold else 0.0
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def relaxed_match(prediction: str, answer: str, tolerance: float = 0.05) -> bool:
+    """Return whether a number is within the relative `tolerance` of the answer, or a text equals it up to case
+    (ChartQA, Masry et al., 2022, arXiv:2203.10244, section 5.1). As in ChartQA's code, an answer of 0 counts as text,
+    and 5% as 0.05."""
+    said, wanted = _number(prediction), _number(answer)
+    if said is not None and wanted:
+        return abs(said - wanted) / abs(wanted) <= tolerance
+    return prediction.strip().lower() == answer.strip().lower()
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    try:
+        return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None
+
+
+_LETTER_ALONE = re.compile(r"\(?([A-Za-z])\)?[.:,]?|\(?([A-Za-z])(?:\)|[.:])\s.*", re.DOTALL)
+_LETTER_SAID = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!')")
+
+
+def chosen(prediction: str, options: dict[str, str] | None = None) -> str | None:
+    """Return the letter, in upper case, of the option that a text chooses: the text starts with the letter ("B", "(B)",
+    "B. red"), equals one of the `options` (letter -> text), or says "the answer is B". Return None if it chooses none.
+    """
+    text = prediction.strip()
+    if (alone := _LETTER_ALONE.fullmatch(text)) is not None:
+        return str(alone[1] or alone[2]).upper()
+    same = [letter for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
+    if len(same) == 1:
+        return same[0].upper()
+    said = _LETTER_SAID.findall(text)
+    return said[-1] if said else None
+
+
+def _bare(text: str) -> str:
+    return _plain(text).rstrip(".")
+
+
+_WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+_COUNT = re.compile(rf"(?<![\w.])(?:\d+(?:,\d{{3}})*(?:\.\d+)?|{'|'.join(_WORDS)})\b", re.IGNORECASE)
+
+
+def counted(prediction: str) -> float | None:
+    """Return the last number in a text, in digits, or in words up to twenty; None if there is none."""
+    found = _COUNT.findall(prediction)
+    if not found:
+        return None
+    last = found[-1].lower()
+    return float(_WORDS.index(last) if last in _WORDS else last.replace(",", ""))
+
+
+@reward
+@dataclass(config=OPTIONS)
+class Anls(_Answers):
+    """The similarity to the nearest answer as in DocVQA (ANLS), from 0 to 1; metric `success`: 1 if they are equal."""
+
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Normalised distance from which on the reward is 0."""
+
+    @model_validator(mode="after")
+    def _can_work(self) -> "Anls":
+        check_extra("rewards")
+        return self
+
+    def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
+        found = extracted(self.extract, prediction)
+        similarity = anls(found, self._accepted(row), self.threshold)
+        return {"reward": similarity, "success": float(similarity == 1)}
+
+
+@reward
+@dataclass(config=OPTIONS)
+class RelaxedAccuracy(_Answers):
+    """1 if the prediction matches the answer, numbers within `tolerance`, as in ChartQA, else 0; metric `success`."""
+
+    tolerance: Annotated[float, Field(ge=0)] = 0.05
+    """Maximum relative difference of a number from the answer."""
+
+    def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
+        found = extracted(self.extract, prediction)
+        hit = float(any(relaxed_match(found, answer, self.tolerance) for answer in self._accepted(row)))
+        return {"reward": hit, "success": hit}
+
+
+@reward
+@dataclass(config=OPTIONS)
+class MultipleChoice:
+    """1 if the prediction chooses the right option, by its letter or its text, else 0; metrics `success` and
+    `chose_none`."""
+
+    field: str = "answer"
+    """Field of the row: the letter of the right option."""
+    options: str | None = None
+    """Field of the row with the texts of the options: a list in the order of the letters, or letter -> text. Null: only
+    letters count."""
+    extract: Pattern | None = None
+    """As in exact_match."""
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raise ValueError if the row has no letter, or no such option."""
+        self._right(row)
+        if (options := self._options(row)) is not None and self._right(row) not in options:
+            raise ValueError(f"needs a letter of {', '.join(options)} in {self.field!r}, not {row[self.field]!r}")
+
+    def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
+        letter = chosen(extracted(self.extract, prediction), self._options(row))
+        hit = float(letter == self._right(row))
+        return {"reward": hit, "success": hit, "chose_none": float(letter is None)}
+
+    def _right(self, row: dict[str, Any]) -> str:
+        letter = str(field_of(row, self.field)).strip().strip("().").upper()
+        if not re.fullmatch("[A-Z]", letter):
+            raise ValueError(f"needs a letter in the field {self.field!r}, not {row[self.field]!r}")
+        return letter
+
+    def _options(self, row: dict[str, Any]) -> dict[str, str] | None:
+        if self.options is None:
+            return None
+        given = field_of(row, self.options)
+        if isinstance(given, dict):
+            return {str(letter).upper(): str(text) for letter, text in given.items() if text is not None}
+        if not isinstance(given, list):
+            raise ValueError(f"needs a list or a mapping in the field {self.options!r}, not {given!r}")
+        return {chr(ord("A") + number): str(text) for number, text in enumerate(given)}
+
+
+@reward
+@dataclass(config=OPTIONS)
+class Count:
+    """1 if the last number of the prediction, in digits or in words up to twenty, is the answer, else 0; metric
+    `success`."""
+
+    field: str = "answer"
+    """Field of the row: a number."""
+    extract: Pattern | None = None
+    """As in exact_match."""
+
+    def check(self, row: dict[str, Any]) -> None:
+        """Raise ValueError if the row has no number."""
+        self._wanted(row)
+
+    def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
+        hit = float(counted(extracted(self.extract, prediction)) == self._wanted(row))
+        return {"reward": hit, "success": hit}
+
+    def _wanted(self, row: dict[str, Any]) -> float:
+        try:
+            return float(field_of(row, self.field))
+        except (TypeError, ValueError, OverflowError) as error:
+            if self.field not in row:
+                raise
+            raise ValueError(f"needs a number in the field {self.field!r}, not {row[self.field]!r}") from error

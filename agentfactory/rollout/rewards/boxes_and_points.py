@@ -9,8 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from agentfactory.base.messages import is_finite_number
-from agentfactory.rollout.rewards.decorator import reward
-from agentfactory.rollout.rewards.reward_spec import RewardError
+from agentfactory.rollout.rewards.reward_spec import RewardError, reward
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, extracted, field_of
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.images.decode import size_of

@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from agentfactory.rollout.rewards import call_harness
-from agentfactory.rollout.rewards.decorator import reward
+from agentfactory.rollout.rewards.reward_spec import reward
 from agentfactory.rollout.rewards.text import OPTIONS, field_of
 from agentfactory.tools.sandbox.session import ScriptResult, run_script
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agentfactory.base.messages import text_of
-from agentfactory.rollout.rewards.decorator import reward
+from agentfactory.rollout.rewards.reward_spec import reward
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, matches
 from agentfactory.rollout.trajectory import Trajectory
 

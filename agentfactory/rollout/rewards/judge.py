@@ -22,8 +22,7 @@ from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.rollout.images.parts import data_url, image_part, parts_of, text_part
 from agentfactory.rollout.images.store import stored_digest
 from agentfactory.rollout.inference.http_transport import authorization
-from agentfactory.rollout.rewards.decorator import reward
-from agentfactory.rollout.rewards.reward_spec import RewardError
+from agentfactory.rollout.rewards.reward_spec import RewardError, reward
 from agentfactory.rollout.rewards.scoring import prediction_of
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, field_of, last_match
 from agentfactory.rollout.trajectory import Trajectory

@@ -7,8 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from agentfactory.base.processes.killable import KillableProcesses
 from agentfactory.base.user_code.extras import check_extra
-from agentfactory.rollout.rewards.decorator import reward
-from agentfactory.rollout.rewards.reward_spec import RewardError
+from agentfactory.rollout.rewards.reward_spec import RewardError, reward
 from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
 from agentfactory.tools.sandbox.program import start_confined
 

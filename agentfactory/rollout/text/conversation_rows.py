@@ -9,8 +9,8 @@ from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.dialogue import Line
 from agentfactory.rollout.text.encoding import MARK, Encoder, map_strings
 from agentfactory.rollout.text.parsers import Parser
-from agentfactory.rollout.text.probing.behaviour import Behaviour
-from agentfactory.rollout.text.templates import ChatTemplate, RenderError, Tools, cached, shared_length
+from agentfactory.rollout.text.parsers.parser import call_of
+from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError, Tools, cached, shared_length
 from agentfactory.rollout.token_row import Row
 
 Spans = list[tuple[int, int, float]]
@@ -59,26 +59,23 @@ class ConversationRows:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
             if not prompt.startswith(text):
                 raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
-            closing = self.behaviour.closings.of(plain[turn].get("tool_calls"))
-            if not (closed.startswith(prompt) and closed.endswith(closing.text)):
-                raise RenderError(
-                    f"message {lines[turn].index}: the chat template does not render it after the generation prompt"
-                )
-            if plain[turn].get("tool_calls") and plain[turn]["content"] and not self.behaviour.words_with_calls:
-                raise RenderError(
-                    f"message {lines[turn].index}: the chat template has no text beside a tool call: empty its content"
-                )
-            self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
+            message, calls = plain[turn], plain[turn].get("tool_calls")
+            closing = self.behaviour.closings.of(calls)
             said = closed[len(prompt) : len(closed) - len(closing.text)] + closing.before
-            thought = plain[turn].get("reasoning_content") or ""
-            if weights[turn] and thought.strip() not in said:
-                raise RenderError(
-                    f"message {lines[turn].index}: the chat template does not render its reasoning_content: write it "
-                    "into the content, in the model's tags"
-                )
-            if calls := plain[turn].get("tool_calls"):
-                self._check_calls(said, calls, lines[turn].index, specs)
-            end = self._ends[bool(plain[turn].get("tool_calls"))]
+            problem = None
+            if not (closed.startswith(prompt) and closed.endswith(closing.text)):
+                problem = "the chat template does not render it after the generation prompt"
+            elif calls and message["content"] and not self.behaviour.words_with_calls:
+                problem = "the chat template has no text beside a tool call: empty its content"
+            elif weights[turn] and (message.get("reasoning_content") or "").strip() not in said:
+                fix = "write it into the content, in the model's tags"
+                problem = f"the chat template does not render its reasoning_content: {fix}"
+            elif calls:
+                problem = self._fault(said, calls, specs)
+            if problem is not None:
+                raise RenderError(f"message {lines[turn].index}: {problem}")
+            self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
+            end = self._ends[bool(calls)]
             ids = [*self._ids(said, False), *([] if end is None else [end])]
             _add(row, ids, [weights[turn]] * len(ids))
             text = prompt + said + closing.end
@@ -90,19 +87,17 @@ class ConversationRows:
             self._add_context(row, whole, len(text), _spans(rendered, start, len(plain), whole, weights))
         return row
 
-    def _check_calls(self, said: str, calls: list[dict[str, Any]], index: int, specs: list[ToolSpec]) -> None:
-        """Raise RenderError for calls that a chain could not parse, for example if a template does not escape quotes in
-        a string."""
+    def _fault(self, said: str, calls: list[dict[str, Any]], specs: list[ToolSpec]) -> str | None:
+        """Return why a chain could not parse these calls, for example if a template does not escape quotes in a string;
+        None if it could."""
         words = self.parser.split(said.replace(MARK, ""), self.behaviour.opens_reasoning, self.behaviour.tags)[2]
         found = self.parser.parse(words, specs)
         if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
-            reason = found.error or "it has other calls"
-            raise RenderError(f"message {index}: rollout.parser does not read what the chat template writes: {reason}")
+            return f"rollout.parser does not read what the chat template writes: {found.error or 'it has other calls'}"
         for (name, read), call in zip(found.calls, calls, strict=True):
-            written = call["function"]["arguments"]
-            written = json.loads(written) if isinstance(written, str) else written
-            if problem := _difference(read, written):
-                raise RenderError(f"message {index}: in the call of {name}, {problem}")
+            if problem := _difference(read, call_of(call)[1]):
+                return f"in the call of {name}, {problem}"
+        return None
 
     def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
         """Add text[begin:], tokenised as in `open` and `extend`, with the weights of the spans."""

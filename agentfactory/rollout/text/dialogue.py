@@ -1,15 +1,13 @@
 """The dialogue part of a renderer: messages in a tool-call format, with instructions, results and format errors."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from agentfactory.base.messages import Content, Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.images.parts import show_in_user_turns
-from agentfactory.rollout.text.parsers import Call, Parser
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+from agentfactory.rollout.text.parsers import Parser
+from agentfactory.rollout.text.parsers.parser import call_of, split_reasoning
 from agentfactory.rollout.text.templates import RenderError
 
 
@@ -114,7 +112,7 @@ def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
     """Return an assistant message as plain text."""
     message = {key: value for key, value in line.message.items() if key != "tool_calls"}
     _, thought, words = split_reasoning(message.get("content") or "", opened=False)
-    calls = [_call(call) for call in line.message.get("tool_calls") or []]
+    calls = [call_of(call) for call in line.message.get("tool_calls") or []]
     try:
         if calls:
             text = "\n".join(part for part in (words.strip(), parser.write(calls, specs)) if part)
@@ -128,12 +126,6 @@ def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
             f"message {line.index}: rollout.parser cannot write it: {text!r} is read as {found.error or found.calls}"
         )
     return {**message, "content": thought + text}
-
-
-def _call(call: dict[str, Any]) -> Call:
-    arguments = call["function"]["arguments"]
-    # in OpenAI's API, arguments are JSON text
-    return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _instruct(lines: list[Line], instructions: str | None, system: bool) -> list[Line]:

@@ -1,10 +1,11 @@
-"""The construction of a model's renderer, with a template and tool-call format chosen by probes."""
+"""The construction of a model's renderer, with a template and tool-call format chosen by probes, and the tokens that
+these need."""
 
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,66 @@ from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.text.format_tokens import format_tokens
 from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.template_and_format import Reasoning, Use, choose_template, recognise
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
+
+
+@dataclass(frozen=True)
+class FormatTokens:
+    """Added tokens (special ones and tags such as `<tool_call>`) by text."""
+
+    written: dict[str, int]
+    """Tokens of calls, reasoning tags, and tokens that end turns."""
+    ends: list[int]
+    """The written tokens that end turns: no other tool-call format avoids them."""
+    read: dict[str, int] = field(default_factory=dict)
+    """Tokens that frame the messages of others."""
+
+    def check(self, rows: int) -> None:
+        """Raise SettingError if a token is beyond the `rows` of a network's embedding."""
+        beyond = [f"{text} ({number})" for text, number in (self.written | self.read).items() if number >= rows]
+        if beyond:
+            problem = f"the chat template needs {', '.join(beyond[:5])}, and the network has {rows} tokens"
+            fix = "resize its embeddings and save it, or set model.chat_template to a template without them"
+            raise SettingError("model.path", problem, fix)
+
+    @classmethod
+    def of_info(cls, info: dict[str, Any]) -> "FormatTokens | None":
+        """Return the tokens in a renderer's `info`; None in checkpoints of earlier versions."""
+        return cls(**info["tokens"]) if "tokens" in info else None
+
+
+def format_tokens(renderer: Renderer) -> FormatTokens:
+    """Return the tokens that a renderer's template and format need."""
+    tokenizer, behaviour = renderer.tokenizer, renderer.behaviour
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    ends = sorted({end for calls in (False, True) if (end := renderer.end_of(calls)) is not None})
+    written = {text: number for text, number in added.items() if text in behaviour.turns}
+    written |= {str(tokenizer.convert_ids_to_tokens(end)): end for end in ends}
+    read = {text: number for text, number in added.items() if text in behaviour.whole_frame + behaviour.frame}
+    return FormatTokens(written, ends, {text: number for text, number in read.items() if text not in written})
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of an added token's text, written as ordinary tokens."""
+    # without its first character, the text is no added token
+    parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text[:1], text[1:])]
+    return [number for part in parts for number in part]
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Return the id of a token of model.lora.trainable_tokens. Raises SettingError if there is none."""
+    found: Any = tokenizer.get_vocab().get(text)
+    if found is None:
+        known = ", ".join(sorted(tokenizer.get_added_vocab())[:5])
+        problem, fix = f"got {text!r}, which is no token of the vocabulary", f"use auto, or tokens such as {known}"
+        raise SettingError("model.lora.trainable_tokens", problem, fix)
+    return int(found)
+
 
 logger = logging.getLogger(__name__)
 _PAGE = "docs/tool-call-formats.md"
@@ -41,7 +95,7 @@ def make_renderer(
     base: Path = Path(),
     log: Log | None = None,
     images: ShownImages | None = None,
-) -> TemplateRenderer:
+) -> Renderer:
     """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
     template.
 
@@ -73,9 +127,7 @@ def make_renderer(
     }
     if images is not None:
         images.shows = choice.behaviour.images
-    renderer = TemplateRenderer(
-        tokenizer, choice.template, choice.behaviour, named, info, eos_token_ids, images, choice.use
-    )
+    renderer = Renderer(tokenizer, choice.template, choice.behaviour, named, info, eos_token_ids, images, choice.use)
     info = renderer.info
     if not choice.behaviour.end:
         info["reasons"].append("closes turns with plain text: a turn ends with the tokenizer's end-of-sequence token")
@@ -110,7 +162,7 @@ def load_renderer(
     tools: bool = True,
     base: Path = Path(),
     images: Path | None = None,
-) -> TemplateRenderer:
+) -> Renderer:
     """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder. `images` is
     the folder for the run's images, for vision-language models; None converts images to text.
 

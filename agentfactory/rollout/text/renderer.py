@@ -1,12 +1,24 @@
-"""The interface of renderers, which convert messages to token ids and back, and never tokenise sampled text again."""
+"""The renderer, which converts messages to token ids and back, and never tokenises sampled text again."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from agentfactory.base.messages import Message, ToolCall, ToolSpec
-from agentfactory.rollout.images.image_intake import Images
-from agentfactory.rollout.text.dialogue import Dialogue
+from transformers import PreTrainedTokenizerBase
+
+from agentfactory.base.messages import Message, ToolCall, ToolSpec, text_of
+from agentfactory.rollout.images.image_intake import Images, TextOnly
+from agentfactory.rollout.images.parts import for_template, image_urls
+from agentfactory.rollout.text.conversation_rows import ConversationRows
+from agentfactory.rollout.text.dialogue import Dialogue, Line, as_lines
+from agentfactory.rollout.text.encoding import Encoder, map_strings, skip_marked
+from agentfactory.rollout.text.parsers import Parser, Reading
+from agentfactory.rollout.text.parsers.parser import split_reasoning
+from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
+from agentfactory.rollout.text.template_and_format import Use
+from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError, cached
+from agentfactory.rollout.text.token_roles import TokenLengths, turn_roles
 from agentfactory.rollout.token_row import Row
 
 
@@ -23,28 +35,79 @@ class Parsed:
     roles: str = ""
 
 
-class Renderer(Protocol):
-    """A converter of conversations to token ids, and of sampled ids to messages.
+class Renderer:
+    """A renderer of any chat template, by differences of renders.
 
-    The caller concatenates the pieces for the server: `open`, then sampled ids and `extend` alternately. `dialogue`
-    writes messages in the tool-call format, without token ids.
+    Sampled ids are kept unchanged. The text after them is the difference of two renders of a short dummy conversation,
+    tokenised separately. `info["choice"]` is the use of the template:
 
-    A turn ends with one of `stop_token_ids`, or with the token that completes one of `stops` outside its reasoning.
-    `images` prepares images for the model. Ids have one token per image, which the caller expands.
+    - `append`: the template leaves earlier turns unchanged; `extend` returns ids.
+    - `training variant`: the same, with TRL's variant of a template that rewrites earlier turns.
+    - `keep`: the template rewrites earlier turns, but `extend` returns ids anyway.
+    - `fork`: the template rewrites history. `extend` returns ids only if the re-rendered conversation begins exactly
+      with the text of `ids` and the closing of the turn; otherwise None.
+    - `drop`: the same, but the reasoning of earlier turns is removed from the conversation before rendering.
+
+    A turn that was cut before its end-of-turn token gets the template's closing, as context.
+
+    The caller concatenates the pieces for the server: `open`, then sampled ids and `extend` alternately. Ids have one
+    token per image, which the caller expands. A turn ends with one of `stop_token_ids`, or with the token that
+    completes one of `stops` outside its reasoning.
     """
 
-    dialogue: Dialogue
-    stop_token_ids: list[int]
-    stops: tuple[str, ...]
-    info: dict[str, Any]
-    images: Images
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        behaviour: Behaviour,
+        parser: Parser,
+        info: dict[str, Any],
+        eos_token_ids: Sequence[int] = (),
+        images: Images | None = None,
+        use: Use = Use.APPEND,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.use = use
+        self.template = template
+        self.behaviour = behaviour
+        self.parser = parser
+        self.dialogue = Dialogue(
+            parser, behaviour.system, behaviour.shows_tools, behaviour.images_of_tools, behaviour.complains_as_tool
+        )
+        self.images = images or TextOnly()
+        # tokens that only the template may write, even in an assistant's text
+        self._banned = frozenset(() if self.images.vision is None else self.images.vision.banned_token_ids)
+        frame = behaviour.frame + "".join(tokenizer.convert_ids_to_tokens(sorted(self._banned)))
+        self._encoder = Encoder(tokenizer, behaviour.end, frame)
+        self._lengths = TokenLengths(tokenizer)
+        # without an end-of-turn token in the template, turns end with the tokenizer's own, which the template does not
+        # write
+        closings = (behaviour.closings.words, behaviour.closings.calls)
+        self._ends: list[Any] = [
+            tokenizer.convert_tokens_to_ids(c.end) if c.end else tokenizer.eos_token_id for c in closings
+        ]
+        """The token that ends a text turn, and the one for a turn with calls."""
+        ends: tuple[Any, ...] = (*self._ends, tokenizer.eos_token_id, *eos_token_ids)
+        self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
+        self.stops = parser.stops
+        self._foreign = self._foreign_tokens()
+        self.info = {**info, "stop_token_ids": self.stop_token_ids, "stops": list(self.stops)}
+        self._specs: list[ToolSpec] = []
+        self._tools = "[]"
+        # the cached functions take JSON, which is hashable and cheaper than a render
+        self._opening = cached(1024, self._render_opening)
+        self._following = cached(4096, self._render_following)
+        self._rows = ConversationRows(template, behaviour, parser, self._encoder, self._ends)
 
     @property
     def chat_template(self) -> str:
-        """The Jinja source in use, which checkpoints and exports include."""
+        """The Jinja source in use, which exports include."""
+        return self.template.source
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
-        """Return the ids of a conversation, ending with the generation prompt."""
+        """Return the ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
+        plain = self._plain(self._history(messages))
+        return self._counted(list(self._opening(json.dumps(plain), self._json(specs))), messages)
 
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
@@ -52,33 +115,253 @@ class Renderer(Protocol):
         """Return the ids to append to `ids`, which end with a sampled turn, for the messages `new` and the next turn.
 
         `messages` is the whole conversation, `new` included. None means that the template rewrites history here: the
-        caller must begin a new row with `open(messages, specs)`.
+        caller must begin a new row with `open(messages, specs)`. For templates that append, never None in the cases
+        that the probes cover.
         """
+        tools = self._json(specs)
+        messages = self._history(messages)
+        missing = self._missing(ids, calls=new[0]["role"] == "tool")
+        following: Sequence[int] | None
+        if self.use in (Use.FORK, Use.DROP):
+            text = self._encoder.decode([*ids, *missing])
+            whole = self.template.render(self._plain(messages), json.loads(tools), prompt=True)
+            rest = skip_marked(whole, text)
+            following = None if rest is None else self._encoder.encode(rest, follows=True)
+        else:
+            following = self._following(json.dumps(self._plain(new)), tools)
+            closing = self.behaviour.closings.of(new[0]["role"] == "tool")
+            before = len(self._encoder.encode(closing.before)) if closing.opens_next else 0
+            if following and ids and ids[-1] in self.stop_token_ids and ids[-1] in following[before : before + 1]:
+                following = following[before + 1 :]  # the model has already sampled the token, as GLM does
+        return None if following is None else self._counted([*missing, *following], new)
+
+    def end_of(self, calls: bool) -> int:
+        """Return the token that ends a text turn, or a turn with calls."""
+        end: int = self._ends[calls]
+        return end
+
+    def _missing(self, ids: list[int], calls: bool) -> list[int]:
+        """Return the missing part of a sampled turn's closing, if it was cut or ended with another token. `calls`: tool
+        results follow."""
+        closing, end = self.behaviour.closings.of(calls), self._ends[calls]
+        if closing.opens_next or not closing.end or ids[-1:] == [end]:
+            return []
+        return [*self._encoder.encode(closing.before), end]
+
+    def _history(self, messages: list[Message]) -> list[Message]:
+        """Return messages, without the reasoning of assistant turns if it must be dropped."""
+        if self.use is not Use.DROP:
+            return messages
+        return [_without_reasoning(m, self.behaviour.tags) if m["role"] == "assistant" else m for m in messages]
+
+    def _foreign_tokens(self) -> dict[int, str]:
+        """Return the tokens that frame other turns, by id, which the model must not write. Reasoning tags and
+        end-of-turn tokens are not among them."""
+        behaviour = self.behaviour
+        tokens = {
+            number: token.content
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.content in behaviour.frame or (token.special and token.content in behaviour.whole_frame)
+        }
+        own = {number for number, text in tokens.items() if text in behaviour.turns or text in behaviour.tags}
+        return {number: text for number, text in tokens.items() if number not in own | set(self.stop_token_ids)}
+
+    def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return `ids` unchanged. Raises RenderError if their number of image tokens is not the number of the messages'
+        images."""
+        if self.images.vision is None:
+            return ids
+        written, given = ids.count(self.images.vision.image_token_id), len(self._shown(messages))
+        if written != given:
+            raise RenderError(f"the chat template writes {written} image tokens for messages with {given} images")
+        return ids
+
+    def _shown(self, messages: Sequence[Message]) -> list[Any]:
+        """Return the images of messages that the template gets."""
+        return image_urls(messages) if self.behaviour.images else []
 
     def parse(
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
     ) -> Parsed:
         """Parse a sampled turn into a message; its calls are numbered from `first_call` (the chain's calls so far).
-        `prefix` is the forced beginning of the turn, and part of the message. Text formats get the types of arguments
-        from `specs`."""
+        `prefix` is the forced beginning of the turn, and part of the message. Reasoning goes to `reasoning_content` if
+        the template supports it. In a text format, the message is the text, without `tool_calls`, and `specs` give the
+        types of arguments."""
+        text = prefix + self.decode(sampled_ids)
+        reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
+        stop = find_stop(rest, self.stops)
+        found = self.parser.parse(rest if stop is None else rest[: stop[0]], specs)
+        if error := self._misplaced(sampled_ids, reasoning, rest, found, specs):
+            found = Reading(rest.strip(), error=error)
+        message: Message = {"role": "assistant", "content": found.content if self.parser.native else rest}
+        if not self.behaviour.reasoning:
+            message["content"] = thought + message["content"]
+        elif reasoning:
+            message["reasoning_content"] = reasoning
+        arguments = [given for _, given in found.calls]
+        roles = turn_roles(
+            self._lengths.of(sampled_ids),
+            text.removeprefix(prefix),
+            (reasoning or "", found.content),
+            arguments,
+            found.error is not None,
+        )
+        if found.error is not None:
+            return Parsed(message, error=found.error, roles=roles)
+        ids = found.ids or [self.parser.call_id(name, first_call + n) for n, (name, _) in enumerate(found.calls)]
+        calls = [ToolCall(identity, *call) for identity, call in zip(ids, found.calls, strict=True)]
+        if calls and self.parser.native:
+            message["tool_calls"] = [call.to_openai() for call in calls]
+        return Parsed(message, calls, answer=found.answer, roles=roles)
+
+    def _misplaced(
+        self, sampled_ids: list[int], reasoning: str, rest: str, found: Reading, specs: Sequence[ToolSpec]
+    ) -> str | None:
+        """Return an error about a turn beyond its calls, written for the model; None if there is none."""
+        if token := next((self._foreign[i] for i in sampled_ids[:-1] if i in self._foreign), None):
+            return (
+                f"The turn has {token}, which only others' turns begin with: end your turn and wait for what follows."
+            )
+        if len(found.calls) > 1 and not self.behaviour.parallel_calls:
+            return f"This turn has {len(found.calls)} tool calls: write one at a time, and wait for its result."
+        if (
+            reasoning
+            and not rest.strip()
+            and (thought := self.parser.parse(reasoning, specs)).calls
+            and not thought.error
+        ):
+            return f"The tool call is inside the reasoning: write {self.behaviour.tags[1]} before it."
+        return None
 
     def parse_text(self, sampled_ids: list[int]) -> Parsed:
         """Parse a sampled turn without tools into a message, even if its text looks like a call."""
+        text = self.decode(sampled_ids)
+        reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
+        found = self.parser.parse(rest)
+        framed = not found.calls and not found.error and found.content != rest.strip()
+        words = found.content if framed else rest  # some formats also write marks around text
+        message: Message = {"role": "assistant", "content": words if self.behaviour.reasoning else thought + words}
+        if reasoning and self.behaviour.reasoning:
+            message["reasoning_content"] = reasoning
+        roles = turn_roles(self._lengths.of(sampled_ids), text, (reasoning or "", words), [], False)
+        return Parsed(message, roles=roles)
 
     def continuation(self, text: str) -> list[int]:
         """Return the ids of text from others that follows a turn without an end-of-turn token."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without a final end-of-turn token."""
+        return self._encoder.encode(self._encoder.mark(text, "assistant"), follows=True)
 
     def stopped(self, ids: list[int]) -> int | None:
         """Return the number of a turn's ids up to the one that completes a stop string; None without a stop string."""
+        if not self.stops:
+            return None
+        text = self.decode(ids)
+        thought = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)[1]
+        found = find_stop(text, self.stops, len(thought))
+        return None if found is None else tokens_of(found[0] + len(found[1]), ids, self.decode)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, without a final end-of-turn token."""
+        ends = bool(ids) and ids[-1] in self.stop_token_ids
+        return self._encoder.decode(ids[:-1] if ends else ids)
 
     def encode(self, prefix: str) -> list[int]:
-        """Return the ids of the forced beginning of each turn (`rollout.assistant_prefix`)."""
+        """Return the ids of the forced beginning of each turn (`rollout.assistant_prefix`). Raises RenderError (a
+        ValueError) for a prefix that opens the reasoning a second time or contains an image token."""
+        opening = self.behaviour.tags[0].strip()
+        if self.behaviour.opens_reasoning and prefix.lstrip().startswith(opening):
+            raise RenderError(
+                f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
+                f"{opening} already; leave it out"
+            )
+        ids = self._encoder.encode(prefix, follows=True)
+        if not self._banned.isdisjoint(ids):
+            raise RenderError(f"the prefix of a turn, {prefix!r:.100}, must not contain an image token")
+        return ids
 
     def cut(self, text: str, max_tokens: int) -> str | None:
         """Cut the middle of `text`, leaving at most `max_tokens` tokens and a marker; None if it fits."""
+        return self._encoder.cut(text, max_tokens)
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
-        """Return a whole conversation as one row for supervised training; its images are expanded."""
+        """Return a whole conversation as one row, tokenised in exactly the pieces of a chain with these messages.
+
+        `weight` of a message (OpenAI's fine-tuning convention) is the weight of its tokens: by default 1 for an
+        assistant message with its end-of-turn token, 0 for any other. The mask is 1 where the weight is not 0. The
+        generation prompt and the rest of a turn's closing have weight 0. The row ends with the last turn's end-of-turn
+        token, or with the messages after it. Raises RenderError, naming the message's index, if the template cannot
+        render the conversation or rewrites it, or if the tool-call format cannot express it.
+        """
+        lines = self.dialogue.lines(messages, specs)
+        row = self._row(lines, specs)
+        if isinstance(self.images, TextOnly) or not self.behaviour.images:
+            return row
+        given = [line.message for line in lines]
+        self._counted(row.token_ids, given)
+        return self.images.expand_row(row, given)
+
+    def _row(self, lines: list[Line], specs: list[ToolSpec]) -> Row:
+        plain = self._plain([line.message for line in lines])
+        self._check_system(plain)
+        return self._rows.row(lines, plain, json.loads(self._json(specs)), specs)
+
+    def tokens_agree(self, specs: list[ToolSpec]) -> bool:
+        """Return whether tokenising the probe conversations in pieces gives the tokens of the whole text."""
+        for conversation in self.behaviour.conversations:
+            ids = self._row(as_lines(conversation), specs).token_ids
+            if not self.behaviour.end:  # the template does not write the end-of-turn token
+                ids = [i for i in ids if i != self._ends[False]]
+            plain = for_template(conversation)
+            whole = self._encoder.encode(self.template.render(plain, json.loads(self._json(specs))))
+            closing = self.behaviour.closings.of(conversation[-1].get("tool_calls"))
+            if closing.opens_next:
+                ids = ids[: -1 - len(self._encoder.encode(closing.before))]
+            if ids != whole[: len(ids)]:
+                return False
+        return True
+
+    def _json(self, specs: list[ToolSpec]) -> str:
+        """Return the tools as JSON for the chat template; computed only when they change."""
+        if specs != self._specs:
+            shown = [map_strings(spec.to_openai(), self._encoder.mark) for spec in specs if self.parser.native]
+            self._specs, self._tools = list(specs), json.dumps(shown)
+        return self._tools
+
+    def _plain(self, messages: list[Message]) -> list[Message]:
+        """Return messages for the chat template: text, and images if it supports them, without unsupported fields and
+        without control tokens."""
+        return [self._plain_message(message) for message in messages]
+
+    def _plain_message(self, message: Message) -> Message:
+        known = {key: value for key, value in message.items() if key not in ("info", "weight")}
+        if isinstance(known.get("content"), list):
+            if self._shown([message]):
+                known = for_template([known])[0]
+            else:
+                known["content"] = text_of(known["content"])
+        return map_strings(known, lambda text: self._encoder.mark(text, message["role"]))
+
+    def _render_opening(self, messages: str, tools: str) -> tuple[int, ...]:
+        conversation = json.loads(messages)
+        self._check_system(conversation)
+        return tuple(self._encoder.encode(self.template.render(conversation, json.loads(tools), prompt=True)))
+
+    def _render_following(self, new: str, tools: str) -> tuple[int, ...] | None:
+        loose = self.use is Use.KEEP
+        text = self.template.continuation(json.loads(new), json.loads(tools), self.behaviour.closings, loose=loose)
+        return None if text is None else tuple(self._encoder.encode(text, follows=True))
+
+    def _check_system(self, messages: list[Message]) -> None:
+        if not self.behaviour.system and any(message["role"] == "system" for message in messages):
+            raise RenderError(
+                "the chat template has no system messages: leave out rollout.system_prompt, or put its text into the "
+                "first user message"
+            )
+
+
+def _without_reasoning(message: Message, tags: tuple[str, str]) -> Message:
+    """Return an assistant message without its reasoning, unless it contains nothing else: many templates refuse an
+    empty turn."""
+    left = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if isinstance(left.get("content"), str):
+        left["content"] = split_reasoning(left["content"], False, tags)[2]
+    return left if left.get("content") or left.get("tool_calls") else message

@@ -9,11 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.rollout.images.parts import for_template
 from agentfactory.rollout.text.parsers import PARSERS, NativeParser, Parser, load_parser
-from agentfactory.rollout.text.probing.behaviour import Behaviour
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
 from agentfactory.rollout.text.probing.probe import probe
 from agentfactory.rollout.text.probing.tool_probe import USE, reads_call
-from agentfactory.rollout.text.templates import ChatTemplate, RenderError
+from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
 """Templates shipped with AgentFactory."""

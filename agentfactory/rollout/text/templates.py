@@ -1,8 +1,8 @@
-"""Chat templates, which render conversations as text."""
+"""Chat templates, which render conversations as text, and their behaviour as found by the probes."""
 
 import json
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise, takewhile
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.messages import Message, ToolCall
+from agentfactory.rollout.text.parsers.parser import with_json_arguments
 
 Tools = list[dict[str, Any]] | None
 _Calls = tuple[tuple[str, str], ...]
@@ -115,7 +116,7 @@ class ChatTemplate:
         if self.null_content and message.get("tool_calls") and message.get("content") == "":
             changed = {**changed, "content": None}
         if self.arguments_as_text and message.get("tool_calls"):
-            changed = {**changed, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+            changed = {**changed, "tool_calls": [with_json_arguments(call) for call in message["tool_calls"]]}
         return changed
 
     def continuation(
@@ -228,13 +229,6 @@ def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Me
     return [{**system, "tools": functions}, *messages]
 
 
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as JSON text."""
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
 def _dummy(calls: _Calls) -> list[Message]:
     """Return a conversation that ends with a turn of these calls."""
     turn: Message = {"role": "assistant", "content": "" if calls else "dummy"}
@@ -248,3 +242,56 @@ def shared_length(a: str, b: str) -> int:
     if b.startswith(a):
         return len(a)
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+
+
+@dataclass
+class Behaviour:
+    """A template's behaviour, as found by the probes.
+
+    `rewrites` describes how the template rewrites history (None: it appends); `notes` are harmless findings.
+    """
+
+    closings: Closings
+    generation_prompt: str
+    reasoning: bool
+    """True if it renders reasoning from a separate message field; otherwise reasoning stays in the content."""
+    tags: tuple[str, str]
+    """The tags that open and close reasoning in a turn."""
+    system: bool
+    """True if it renders system messages."""
+    frame: str
+    """A rendered question, answer and question, with the tokens that frame turns."""
+    whole_frame: str = ""
+    """Text with all tokens that frame turns, including system and tool messages."""
+    turns: str = ""
+    """Rendered assistant turns, with the tokens that the assistant may write."""
+    shows_tools: bool = True
+    """True if it describes the tools; otherwise the system message must."""
+    complains_as_tool: bool = True
+    """True if it renders a tool message without a call; otherwise a user message reports a malformed call."""
+    questions_after_results: bool = True
+    """True if it renders a user message directly after a tool result."""
+    parallel_calls: bool = True
+    """True if it renders several calls in one turn."""
+    words_with_calls: bool = True
+    """True if it renders text next to tool calls."""
+    images: bool = False
+    """True if it renders images in user messages."""
+    images_of_tools: bool = True
+    """True if it renders images in tool messages, or never gets any."""
+    misprint: str | None = None
+    """The beginning of a call as the instructions show it, if the template's own calls begin differently."""
+    rewrites: str | None = None
+    notes: list[str] = field(default_factory=list)
+    conversations: list[list[Message]] = field(default_factory=list)
+    """The probe conversations that the template rendered."""
+
+    @property
+    def end(self) -> str:
+        """The token that ends a text turn; empty if the template closes turns with plain text."""
+        return self.closings.words.end
+
+    @property
+    def opens_reasoning(self) -> bool:
+        """True if the generation prompt opens the reasoning, so the sampled text contains only its end."""
+        return self.generation_prompt.rstrip().endswith(self.tags[0].rstrip())

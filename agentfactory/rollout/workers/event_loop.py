@@ -19,7 +19,6 @@ class _FewEvents(selectors.EpollSelector):
     """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See BaseSelector."""
         wait = -1.0 if timeout is None else max(timeout, 0.0)
         keys = self.get_map()
         ready = []

@@ -61,7 +61,6 @@ class _UnjudgedRecipe(RolloutRecipe):
 
     @property
     def needs_rewards(self) -> bool:
-        """See RolloutRecipe."""
         return False
 
 

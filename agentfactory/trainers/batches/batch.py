@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch import distributed as dist
 
-from agentfactory.rollout.images.vision import Vision
+from agentfactory.rollout.images.image_tokens import Vision
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.trainers.batches.image_batches import merge_keys
 from agentfactory.trainers.batches.packing import Tree, deal, fill, grow, merge, stack

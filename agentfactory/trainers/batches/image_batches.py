@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from agentfactory.rollout.images.features import Inputs, PixelMaker, join
+from agentfactory.rollout.images.image_tokens import Grid, Vision
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import Grid, Vision
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.images.lru_cache import ByteCache
 

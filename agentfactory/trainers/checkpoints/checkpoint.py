@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.text.format_tokens import FormatTokens
+from agentfactory.rollout.text.load_renderer import FormatTokens
 from agentfactory.trainers.checkpoints.checkpoint_folder import (
     AUTO,
     ONLY_BEST,

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.images.vision import BANNED_BIAS
+from agentfactory.rollout.images.image_tokens import BANNED_BIAS
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.run_notices import inform, notify
-from agentfactory.rollout.text.format_tokens import FormatTokens, pieces_of, token_id
+from agentfactory.rollout.text.load_renderer import FormatTokens, pieces_of, token_id
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.lora import POLICY_ADAPTER, rows_of
 

@@ -14,9 +14,8 @@ from torch import nn
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.families import BY_PATCHES, load_vision, supports_images
 from agentfactory.rollout.images.families import banned_token_ids as banned_in
-from agentfactory.rollout.images.own_processor import OwnProcessor
+from agentfactory.rollout.images.image_tokens import BANNED_BIAS, OwnProcessor
 from agentfactory.rollout.images.store import ImageStore, digest_of
-from agentfactory.rollout.images.vision import BANNED_BIAS
 from agentfactory.trainers.batches.image_batches import ImageLoader
 
 _LANGUAGE = ("language_model", "text_model")

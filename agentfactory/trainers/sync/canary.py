@@ -23,8 +23,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from agentfactory.rollout.images.image_tokens import BANNED_BIAS, Vision
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.images.vision import BANNED_BIAS, Vision
 from agentfactory.rollout.inference.routing import Replica
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader

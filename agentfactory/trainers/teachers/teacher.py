@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.sequence_lengths import position_limit
-from agentfactory.rollout.text.common_tokens import tokens_missing
-from agentfactory.rollout.text.tokenizer import load_tokenizer
+from agentfactory.rollout.text.tokenizer import load_tokenizer, tokens_missing
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
 from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.frozen_policy import CurrentPolicy, FrozenPolicy, freeze

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.images.places_in_text import state_places
+from agentfactory.rollout.images.task_images import state_places
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from tests.seeing_chains import seeing

@@ -2,7 +2,6 @@
 own Chromium, whose screenshots the model gets."""
 
 import asyncio
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from PIL import Image
 
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Outcome
+from tests.scripted_chains import call
 from tests.seeing_chains import seeing
 from tests.third_party_servers import playwright
 from tests.vision_models import KINDS, make_vision_model
@@ -76,10 +76,6 @@ def pages() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def turns(address: str, number: int) -> list[str]:

@@ -24,6 +24,7 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates
 from agentfactory.tools.sessions.toolset import open_toolset
+from tests.scripted_chains import call
 from tests.seeing_chains import seeing
 from tests.seeing_server import SeeingServer
 from tests.vision_models import KINDS, make_vision_model, vision_template
@@ -35,8 +36,7 @@ def model(request, tmp_path_factory) -> str:
 
 
 def look(width: int, height: int, seed: int = 0, count: int = 1) -> str:
-    arguments = {"width": width, "height": height, "seed": seed, "count": count}
-    return f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': arguments})}\n</tool_call>"
+    return call("look", width=width, height=height, seed=seed, count=count)
 
 
 def picture(seed: int, size: tuple[int, int] = (90, 60), mode: str = "RGB") -> Image.Image:
@@ -305,10 +305,6 @@ async def test_a_template_without_images_of_tools_shows_them_in_a_user_turn(tmp_
     assert len(chain.rows[0].images) == 2
 
 
-def zoom(box: list[float]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'zoom', 'arguments': {'bbox_2d': box}})}\n</tool_call>"
-
-
 @pytest.mark.parametrize("coordinates", ["auto", *Coordinates])
 async def test_one_box_of_a_task_is_zoomed_and_judged_in_any_coordinates(tmp_path, model, coordinates):
     picture(1, (300, 200)).save(tmp_path / "wide.png")
@@ -323,7 +319,7 @@ async def test_one_box_of_a_task_is_zoomed_and_judged_in_any_coordinates(tmp_pat
         "rewards": ["box_iou"],
         "rollout": {"max_total_tokens": 9000, "coordinates": coordinates},
     }
-    async with seeing(model, tmp_path, [zoom(places), f"It is at {places}."], **fields) as seen:
+    async with seeing(model, tmp_path, [call("zoom", bbox_2d=places), f"It is at {places}."], **fields) as seen:
         await seen.runner.check([{"question": "?", "images": [str(tmp_path / "wide.png")], "box": box}])
         task = {"question": "Where?", "images": [str(tmp_path / "wide.png")], "box": box}
         taken = await seen.runner.take(task)

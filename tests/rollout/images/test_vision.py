@@ -16,7 +16,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision, view_of_model, why_no_images
 from agentfactory.rollout.images.features import PixelMaker
-from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.images.image_tokens import PatchVision
 from agentfactory.tools.images.coordinates import SizeRule
 from tests.vision_models import KINDS, make_vision_model
 

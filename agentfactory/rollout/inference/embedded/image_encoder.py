@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import Features, PixelMaker, compute_features, encoder_outputs, join
-from agentfactory.rollout.images.patches import PatchVision
+from agentfactory.rollout.images.image_tokens import Grid, PatchVision
 from agentfactory.rollout.images.store import digest_of
-from agentfactory.rollout.images.vision import Grid
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.images.decode import decode

@@ -1,11 +1,11 @@
 """Shared parsing of formats with opening and closing tags: calls between tags, and their JSON."""
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Reading
 from agentfactory.rollout.text.parsers.values import KINDS, read_json, skip_space
 
 
@@ -68,49 +68,28 @@ def read_call_object(call: object, *keys: str, name_key: str = "name") -> Call:
     return name, arguments
 
 
-class JsonList(NativeParser):
-    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list.
-    Subclasses set the two tags; `CLOSE` may be empty."""
+class Fenced(NamedTuple):
+    """A fenced block: its fences are [begin, code) and [stop, end), and `language` is the word after the first. A block
+    without an end has no second fence."""
 
-    OPEN: ClassVar[str]
-    CLOSE: ClassVar[str]
-    LONE: ClassVar[bool] = False
-    """True if a call may be written without the list."""
-    CLOSE_ENDS_TURN: ClassVar[bool] = False
-    """True if `CLOSE` is the turn's end-of-turn token, which a turn's text does not include."""
+    begin: int
+    code: int
+    stop: int
+    end: int
+    language: str
 
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
 
-        def read_list(position: int) -> tuple[list[Call], int]:
-            value, end = read_json(text, skip_space(text, position))
-            if self.LONE and isinstance(value, dict):
-                value = [value]
-            if not isinstance(value, list):
-                raise ValueError(f"expected a JSON list of calls, not {KINDS[type(value)]}")
-            if not value:
-                raise ValueError("the list of calls is empty")
-            calls = [self.read_call(call) for call in value]
-            if not self.CLOSE or (self.CLOSE_ENDS_TURN and skip_space(text, end) == len(text)):
-                return calls, end
-            return calls, expect(text, end, self.CLOSE, "the list of calls")
+_FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 
-        return read_blocks(text, self.OPEN, self.CLOSE, read_list)
 
-    def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
-        objects = [self.write_call(*call) for call in calls]
-        return f"{self.OPEN}{json.dumps(objects, ensure_ascii=False)}{self.CLOSE}"
-
-    def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
-        call = json.dumps(self.write_call("tool_name", {})).replace("{}", "{...}")
-        return f"Write the calls as {self.OPEN}[{call}]{self.CLOSE}"
-
-    def read_call(self, call: object) -> Call:
-        """Parse an element of the list. Raises ValueError with a message for the model."""
-        return read_call_object(call, "arguments", "parameters")
-
-    def write_call(self, name: str, arguments: Arguments) -> dict[str, Any]:
-        """Return an element of the list."""
-        return {"name": name, "arguments": arguments}
+def fenced_blocks(text: str) -> Iterator[Fenced]:
+    """Yield the blocks of a text between lines of at least three backquotes."""
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif not fence[2] and len(fence[1]) >= len(opened[1]):
+            yield Fenced(opened.start(), opened.end(), fence.start(), fence.end(), opened[2].lower())
+            opened = None
+    if opened is not None:
+        yield Fenced(opened.start(), opened.end(), len(text), len(text), opened[2].lower())

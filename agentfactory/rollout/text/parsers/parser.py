@@ -1,4 +1,5 @@
-"""The interface of tool-call formats: parse and write calls, and present tools and results to the model."""
+"""The interface of tool-call formats: parse and write calls, and present tools and results to the model; and the tags
+around reasoning."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +7,47 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentfactory.base.messages import Content, Message, ToolCall, ToolResult, ToolSpec, properties_of, required_of
-from agentfactory.rollout.text.parsers.reasoning_tags import split_reasoning
+
+THINK = ("<think>", "</think>")
+REASONING_TAGS = (
+    THINK,
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<think:opensource>", "</think:opensource>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+)
+"""Opening and closing tags."""
+
+
+def reasoning_tags(text: str) -> tuple[str, str]:
+    """Return the tags around the reasoning `wordreason` in a rendered text, or the tags in a template's source; by
+    default `<think>`."""
+    before, found, after = text.partition("wordreason")
+    if found:
+        for tags in REASONING_TAGS:
+            if before.rstrip().endswith(tags[0].rstrip()) and after.lstrip().startswith(tags[1]):
+                return tags
+    return next((tags for tags in REASONING_TAGS if tags[0].strip() in text), THINK)
+
+
+def split_reasoning(text: str, opened: bool, tags: tuple[str, str] = THINK) -> tuple[str, str, str]:
+    """Split text into the reasoning, the reasoning as written with its tags, and the text after it, which is empty
+    if the reasoning was cut.
+
+    `opened`: the text begins inside the reasoning.
+    """
+    opening, closing = tags
+    inside = text.lstrip()
+    if inside.startswith(opening):
+        inside = inside.removeprefix(opening)
+    elif not opened:
+        return "", "", text
+    reasoning, _, rest = inside.partition(closing)
+    rest = rest.lstrip()
+    return reasoning.strip(), text[: len(text) - len(rest)], rest
+
 
 Arguments = dict[str, Any]
 Call = tuple[str, Arguments]
@@ -128,6 +169,19 @@ class NativeParser(Parser):
     def complaint(self, text: str) -> list[Message]:
         """Return a tool message that answers no call. The renderer converts it to a user message if necessary."""
         return [{"role": "tool", "content": text}]
+
+
+def call_of(call: dict[str, Any]) -> Call:
+    """Return the name and arguments of a call in OpenAI's format, whose arguments may be JSON text."""
+    arguments = call["function"]["arguments"]
+    return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call in OpenAI's format with its arguments as JSON text."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def parameters(spec: ToolSpec) -> dict[str, Any]:

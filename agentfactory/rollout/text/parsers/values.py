@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 KINDS = {
@@ -43,6 +44,30 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error})") from error
     return value, end
+
+
+def whole_object(text: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the JSON object that `text` is, or None and what is wrong, for the model."""
+    if not text.startswith("{"):
+        return None, "expected a JSON object"
+    try:
+        value, end = read_json(text)
+    except ValueError as error:
+        return None, str(error)
+    return (value, "") if end == len(text) else (None, f"text follows the JSON object at character {end}")
+
+
+def read_number(text: str, problem: str) -> int | float:
+    """Return a finite number. Raises ValueError with the beginning of `text` and `problem` for any other text."""
+    try:
+        return int(text)
+    except ValueError:
+        value = math.nan
+    with suppress(ValueError):
+        value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]}{problem}")
+    return value
 
 
 def check_depth(value: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.images.parts import image_part, show_in_user_turns
 from agentfactory.rollout.text.parsers import Call, Parser
-from agentfactory.rollout.text.probing.behaviour import Behaviour
+from agentfactory.rollout.text.templates import Behaviour
 
 _TURNS, _CHARACTERS = 24, 20_000
 """Length of the longest probe conversation, and of its longest text."""

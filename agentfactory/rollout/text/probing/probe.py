@@ -6,17 +6,23 @@ from datetime import timedelta
 from agentfactory.base.messages import Message
 from agentfactory.rollout.images.parts import for_template
 from agentfactory.rollout.text.parsers import Parser
-from agentfactory.rollout.text.parsers.reasoning_tags import reasoning_tags
-from agentfactory.rollout.text.probing.behaviour import Behaviour
+from agentfactory.rollout.text.parsers.parser import reasoning_tags
 from agentfactory.rollout.text.probing.conversations import (
     PROBE_TOOLS,
     long_conversations,
     make_call,
     short_conversations,
 )
-from agentfactory.rollout.text.probing.tool_probe import check_tools, fit_tools, shows_tools
-from agentfactory.rollout.text.probing.turn_probe import closing_of_words, find_reasoning, shows, turn_start
-from agentfactory.rollout.text.templates import ChatTemplate, Closings, RenderError, Tools, shared_length
+from agentfactory.rollout.text.probing.tool_probe import (
+    check_tools,
+    closing_of_words,
+    find_reasoning,
+    fit_tools,
+    shows,
+    shows_tools,
+    turn_start,
+)
+from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, Closings, RenderError, Tools, shared_length
 
 _RENDERS = 5
 """Number of renders of one conversation that check that the text is deterministic."""

@@ -1,25 +1,23 @@
-"""Probes of tools: the template's description of them, and its format of calls and results."""
+"""Probes of tools and turns: the template's description of tools, its format of calls and results, and the parts of an
+assistant's turn."""
 
-import json
 import re
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 from agentfactory.base.messages import Message
 from agentfactory.rollout.text.parsers import PARSERS, Call, NativeParser, Parser, load_parser
-from agentfactory.rollout.text.parsers.reasoning_tags import reasoning_tags
-from agentfactory.rollout.text.probing.behaviour import Behaviour
+from agentfactory.rollout.text.parsers.parser import call_of, reasoning_tags
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS, probe_calls, results_of
-from agentfactory.rollout.text.probing.turn_probe import (
-    closing_of_calls,
-    closing_of_words,
-    find_reasoning,
-    said,
-    shows,
-    turn_start,
+from agentfactory.rollout.text.templates import (
+    Behaviour,
+    ChatTemplate,
+    Closing,
+    Closings,
+    RenderError,
+    Tools,
+    shared_length,
 )
-from agentfactory.rollout.text.templates import ChatTemplate, Closing, Closings, RenderError, Tools
 
 _TAG = re.compile(r"<[^<>/\s][^<>\s]*>|\[[A-Z_]+\]")
 _EXAMPLE = re.compile(r"\s*(?:[{\[(]|<[^/])")
@@ -43,8 +41,8 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     try:
         text = fit_calls(template, parser, specs)
     except RenderError as error:
-        fit = _fitting_formats(template)
-        named = RenderError(f"{error}; {_use(fit)}") if fit else error
+        fix = _use(_fitting_formats(template))
+        named = RenderError(f"{error}; {fix}") if fix else error
         raise (unseen if ignores else named) from error
     turn = text.rpartition("wordask")[2]
     words = behaviour.closings.words
@@ -53,7 +51,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
             raise unseen
         raise RenderError(
             f"the chat template writes tool calls in a format that rollout.parser does not read: {turn!r}; "
-            f"{_formats_that_read(template)}"
+            f"{_use(_fitting_formats(template)) or 'no native format does'}"
         )
     told = results_of(messages[1]["tool_calls"])
     try:
@@ -177,7 +175,7 @@ def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
         reason = reason or RenderError("it leaves them out")
     template.arguments_as_text = template.null_content = False
     if isinstance(parser, NativeParser) and parser.marks and _has(template, parser.marks):
-        template.write_calls = lambda calls: parser.write_as_content([_as_call(call) for call in calls], PROBE_TOOLS)
+        template.write_calls = lambda calls: parser.write_as_content([call_of(call) for call in calls], PROBE_TOOLS)
         return template.render(messages, specs)
     if str(reason) == "it leaves them out":
         raise RenderError("the chat template cannot render a tool call: it leaves them out")
@@ -188,11 +186,6 @@ def _has(template: ChatTemplate, tokens: tuple[str, ...]) -> bool:
     """Return whether the tokenizer has all these tokens."""
     added = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
     return added.issuperset(tokens)
-
-
-def _as_call(call: dict[str, Any]) -> Call:
-    arguments = call["function"]["arguments"]
-    return call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]] | None:
@@ -214,22 +207,101 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
     return None
 
 
-def _formats_that_read(template: ChatTemplate) -> str:
-    """Suggest formats for a template whose calls the chosen parser cannot read."""
-    fit = _fitting_formats(template)
-    return _use(fit) if fit else "no native format does"
-
-
 def _fitting_formats(template: ChatTemplate) -> list[str]:
     """Return the native formats that read a call as the template writes it."""
-    return [
-        n for n, parser in _native().items() if reads_call(ChatTemplate(template.tokenizer, template.source), parser)
-    ]
-
-
-def _native() -> dict[str, Parser]:
-    return {name: parser for name in PARSERS if (parser := load_parser(name)).native}
+    native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
+    return [n for n, p in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), p)]
 
 
 def _use(formats: list[str]) -> str:
-    return f"{USE}{' or '.join(formats)}"
+    return f"{USE}{' or '.join(formats)}" if formats else ""
+
+
+_TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
+
+
+def shows(template: ChatTemplate, messages: list[Message], specs: Tools, word: str) -> bool:
+    try:
+        return word in template.render(messages, specs, prompt=True)
+    except RenderError:
+        return False
+
+
+def find_reasoning(template: ChatTemplate, messages: list[Message], specs: Tools) -> str | None:
+    """Find the message field from which the template renders reasoning, and return a turn with reasoning; None if there
+    is none."""
+    *question, answer = messages
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        template.reasoning_field = name
+        try:
+            text = template.render([*question, {**answer, "reasoning_content": "wordreason"}], specs)
+        except RenderError:
+            continue
+        if "wordreason" in text:
+            return text
+    template.reasoning_field = "reasoning_content"
+    return None
+
+
+def closing_of_words(template: ChatTemplate, closed: str, specs: Tools) -> Closing:
+    """Return the closing of the text turn at the end of `closed`."""
+    tail = closed.rpartition("wordanswer")[2]
+    if tail:
+        return template.closing_of(tail)
+    question: Message = {"role": "user", "content": "wordask"}
+    answer: Message = {"role": "assistant", "content": "wordanswer"}
+    following = template.render([question, answer, question], specs)
+    return _opening_of_next(template, following.rpartition("wordanswer")[2])
+
+
+def _opening_of_next(template: ChatTemplate, following: str) -> Closing:
+    """Return the closing of turns that end with a token which is only written before the next message."""
+    rest = following.lstrip()
+    token = template.leading_token(rest)
+    return Closing(following.removesuffix(rest), token, opens_next=True) if token else Closing()
+
+
+def closing_of_calls(
+    template: ChatTemplate, text: str, after: str, words: Closing, reads: Callable[[Closing], bool]
+) -> Closing:
+    """Return the closing of the turn with a call at the end of `text`; `after` continues with its result."""
+    if words.text and text.endswith(words.text):
+        return words
+    shorter = template.closing_of(words.after)  # Cohere's text has a closing token of its own
+    if shorter.end and text.endswith(shorter.text) and reads(shorter):
+        return shorter
+    token = template.trailing_token(text)
+    ending = Closing(end=token, after=text.rpartition(token)[2] if token else "")
+    if token and reads(ending):
+        return ending
+    if after.startswith(text) and (token := template.leading_token(after[len(text) :])):
+        closing = Closing(end=token, opens_next=True)
+        if reads(closing):
+            return closing
+    if words.opens_next and reads(words):
+        return words
+    turn = text.rpartition("wordask")[2]
+    how = "differently from a text turn" if template.trailing_token(text) else "without an end-of-turn token"
+    raise RenderError(f"the chat template closes a turn with calls {how}: {turn!r}")
+
+
+def turn_start(opened: str, *turns: str) -> int:
+    """Return where the assistant's own text begins, given a generation prompt and texts with turns. If they differ
+    within a tag, it begins with the tag: `<think>` and `<tool_call>` share two characters."""
+    at = min(shared_length(opened, text) for text in turns)
+    for text in (opened, *turns):
+        window = max(0, at - 70)
+        for found in _TAG.finditer(text, window, at + 70):
+            if found.start() < at < found.end():
+                at = found.start()
+    return at
+
+
+def said(text: str, opened: str, tags: tuple[str, str], parser: Parser, closing: Closing) -> str:
+    """Return the text after the reasoning of the turn at the end of `text`, as `parser` gets it. `opened` is the
+    conversation before the turn, with the generation prompt."""
+    turn = text[turn_start(opened, text) :].rstrip() if not closing.text else text[turn_start(opened, text) :]
+    turn = turn.removesuffix(closing.text)
+    opens = opened.rstrip().endswith(tags[0].rstrip())
+    within = opens and (text.startswith(opened) or turn.lstrip().startswith(tags[1]))
+    return parser.split(turn, within, tags)[2]

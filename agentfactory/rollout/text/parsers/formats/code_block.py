@@ -1,14 +1,13 @@
 """Code as actions (Wang et al., 2024, arXiv:2402.01030): the recipe's code tool runs a turn's Python blocks."""
 
-import re
 from collections.abc import Sequence
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec, required_of
+from agentfactory.rollout.text.parsers.blocks import fenced_blocks
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, join_results, parameters
 
 CODE = "code"
-_FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 
 
 class CodeBlock(Parser):
@@ -20,40 +19,34 @@ class CodeBlock(Parser):
     stops = ("```\nOutput:\n", "```\n\nOutput:\n")
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Blocks in other languages are ordinary text."""
+        """Blocks in other languages are ordinary text."""
         outside: list[str] = []
         blocks: list[str] = []
         position = 0
-        opened: re.Match[str] | None = None
-        for fence in _FENCE.finditer(text):
-            language = fence[2].lower()
-            if opened is None:
-                opened = fence
-            elif not language and len(fence[1]) >= len(opened[1]):
-                if opened[2].lower() in ("python", "py"):
-                    outside.append(text[position : opened.start()])
-                    blocks.append(text[opened.end() + 1 : max(opened.end() + 1, fence.start() - 1)])
-                    position = fence.end()
-                opened = None
-        if opened is not None and opened[2].lower() in ("python", "py"):
-            raise FormatError("The turn has a Python block without its closing line ```")
+        for block in fenced_blocks(text):
+            if block.language not in ("python", "py"):
+                continue
+            if block.stop == block.end:
+                raise FormatError("The turn has a Python block without its closing line ```")
+            outside.append(text[position : block.begin])
+            blocks.append(text[block.code + 1 : max(block.code + 1, block.stop - 1)])
+            position = block.end
         outside.append(text[position:])
         words = "\n".join(part.strip() for part in outside if part.strip())
         return Reading(words, [(_code_tool(specs), {CODE: "\n\n".join(blocks)})] if blocks else [])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Raises ValueError unless there is one call, of the code tool."""
+        """Raises ValueError unless there is one call, of the code tool."""
         name = _code_tool(specs)
         if len(calls) != 1 or calls[0][0] != name or list(calls[0][1]) != [CODE]:
             raise ValueError(f"code_block has one call of {name}({CODE}) a turn, not {list(calls)}")
         return f"```python\n{calls[0][1][CODE]}\n```"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "To run code, write\n```python\nprint(6 * 7)\n```"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser. Raises ValueError if no tool runs code."""
+        """Raises ValueError if no tool runs code."""
         if not specs:
             return None
         name = _code_tool(specs)
@@ -64,7 +57,7 @@ class CodeBlock(Parser):
         )
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: `Output:` and the code's output."""
+        """`Output:` and the code's output."""
         return [join_results([("Output:\n", result, "") for result in results])]
 
 

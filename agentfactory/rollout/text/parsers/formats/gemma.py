@@ -5,7 +5,6 @@ Gemma 3's chat template does not support tools: use a text format.
 """
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from typing import Any, ClassVar
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
-from agentfactory.rollout.text.parsers.values import MAX_DEPTH, skip_space
+from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_number, skip_space
 
 _NAME = re.compile(r"\s*call:([^\s{}:]+)\s*(?=\{)")
 _KEY = re.compile(r"\s*([^\s:,{}\[\]]+)\s*:")
@@ -29,8 +28,6 @@ class Gemma4(NativeParser):
     QUOTE: ClassVar[str] = '<|"|>'
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
-
         def read_call(position: int) -> tuple[list[Call], int]:
             name = _NAME.match(text, position)
             if name is None:
@@ -41,11 +38,9 @@ class Gemma4(NativeParser):
         return read_blocks(text, self.OPEN, self.CLOSE, read_call)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "".join(f"{self.OPEN}call:{name}{self._write(arguments)}{self.CLOSE}" for name, arguments in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write each call as {self.write([('tool_name', {'argument_name': 'value'})], specs)}"
 
     def _write(self, value: Any) -> str:
@@ -96,7 +91,9 @@ class Gemma4(NativeParser):
         found = _PLAIN.match(text, position)
         if found is None:
             raise ValueError(f"expected a value at {text[position : position + 20]!r}")
-        return _WORDS[found[0]] if found[0] in _WORDS else _number(found[0], self.QUOTE), found.end()
+        if found[0] in _WORDS:
+            return _WORDS[found[0]], found.end()
+        return read_number(found[0], f" is no number; text stands between {self.QUOTE}"), found.end()
 
     def _string(self, text: str, position: int) -> tuple[str, int]:
         start = position + len(self.QUOTE)
@@ -119,17 +116,3 @@ class FunctionGemma(Gemma4):
     """`<start_function_call>call:search{query:<escape>rain<escape>,limit:3}<end_function_call>`, once per call."""
 
     OPEN, CLOSE, QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
-
-
-def _number(text: str, quote: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]!r} is no number; text stands between {quote}")
-    return value

@@ -26,7 +26,7 @@ class Harmony(NativeParser):
     analysis and text may come before it."""
 
     def split(self, text: str, opened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
-        """See Parser. The reasoning is in the analysis channel; `read` gets the whole text."""
+        """The reasoning is in the analysis channel; `read` gets the whole text."""
         try:
             messages = list(_messages(text))
         except FormatError:
@@ -35,7 +35,6 @@ class Harmony(NativeParser):
         return "\n".join(thought.strip() for thought in thoughts), "", text
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
         words: list[str] = []
         calls: list[Call] = []
         for channel, recipient, body in _messages(text):
@@ -57,7 +56,6 @@ class Harmony(NativeParser):
         return Reading("\n".join(part for part in words if part), calls)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         written = [
             f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}{json.dumps(given, ensure_ascii=False)}"
             for name, given in calls
@@ -65,7 +63,6 @@ class Harmony(NativeParser):
         return f"<|call|>{START}assistant".join(written)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return (
             f"Write a call as {CHANNEL}commentary to=functions.tool_name {CONSTRAIN}json{MESSAGE}{{...}}, "
             f"and an answer as {CHANNEL}final{MESSAGE}"

@@ -4,10 +4,10 @@ chat template describes."""
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.text.parsers.blocks import read_call_object
+from agentfactory.rollout.text.parsers.blocks import fenced_blocks, read_call_object
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec, join_results
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
 
@@ -20,7 +20,6 @@ _OBJECT = re.compile(
 long as the text before it, so beginnings that cannot go on must not be read."""
 _CALL = re.compile(r'\{\s*+"name"\s*+:\s*+"[^"\n]*+"\s*+,\s*+"(?:arguments|parameters)"\s*+:')
 """The beginning of a call; if it continues as anything else, the turn is malformed."""
-_FENCE = re.compile(r"^[ \t]*+(`{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 _LANGUAGES = ("", "json", "tool_call", "tool_code")
 _AFTER = re.compile(r"[\s\],;]*+(?:(?<=\n)[ \t]*+`{3,}+[ \t]*+(?=\n|\Z))?")
 
@@ -35,7 +34,6 @@ class JsonCalls(Parser):
     stops = (f"\n{_RESULT}",)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
         if any(line.startswith(_RESULT) for line in text.splitlines()):
             raise FormatError(f"The turn has {_RESULT.strip()}: results come from the tools, after the turn")
         calls: list[Call] = []
@@ -50,24 +48,22 @@ class JsonCalls(Parser):
         return Reading("\n".join(part.strip() for part in outside if part.strip()), calls)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         objects = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
         return "\n".join(f"```json\n{call}\n```" for call in objects)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser."""
         told = super().instructions(specs)
         return told and f"{told}\nThen wait: you are told the result. A turn without a call is your answer."
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: `[result of search]` and the result."""
+        """`[result of search]` and the result."""
         told = zip(calls, results, strict=True)
         return [join_results([(f"{_RESULT}{call.name}]\n", result, "") for call, result in told])]
 
 
 def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Call]]:
     """Yield the calls of a turn, each with its begin and end. Raises FormatError."""
-    blocks = _blocks(text)
+    blocks = fenced_blocks(text)
     block = next(blocks, None)
     position = last = 0
     while found := _OBJECT.search(text, position):
@@ -108,24 +104,3 @@ def _is_call(value: dict[str, Any], specs: Sequence[ToolSpec]) -> bool:
     if not isinstance(name, str):
         return False
     return not value.keys().isdisjoint(_KEYS) or (len(value) == 1 and find_spec(name, specs) is not None)
-
-
-class _Block(NamedTuple):
-    """A fenced block; the text between `begin` and `code` is its opening fence."""
-
-    begin: int
-    code: int
-    end: int
-    language: str
-
-
-def _blocks(text: str) -> Iterator[_Block]:
-    opened: re.Match[str] | None = None
-    for fence in _FENCE.finditer(text):
-        if opened is None:
-            opened = fence
-        elif not fence[2] and len(fence[1]) >= len(opened[1]):
-            yield _Block(opened.start(), opened.end(), fence.end(), opened[2].lower())
-            opened = None
-    if opened is not None:
-        yield _Block(opened.start(), opened.end(), len(text), opened[2].lower())

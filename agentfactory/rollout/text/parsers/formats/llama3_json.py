@@ -19,7 +19,7 @@ from agentfactory.rollout.text.parsers.parser import (
     find_spec,
     sole_parameter,
 )
-from agentfactory.rollout.text.parsers.values import read_json, skip_space
+from agentfactory.rollout.text.parsers.values import read_json, skip_space, whole_object
 
 TAG = "<|python_tag|>"
 _ALONE = "Malformed tool call: a turn with a call has nothing beside it"
@@ -32,7 +32,7 @@ class Llama3Json(NativeParser):
     """`{"name": "search", "parameters": {"query": "rain"}}`."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. JSON that is not a call is an answer."""
+        """JSON that is not a call is an answer."""
         words = text.strip()
         tagged = words.startswith(TAG)
         if not tagged and not words.startswith("{"):
@@ -59,11 +59,9 @@ class Llama3Json(NativeParser):
         return Reading("", calls)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "; ".join(json.dumps({"name": n, "parameters": a}, ensure_ascii=False) for n, a in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return 'Write a call as {"name": "tool_name", "parameters": {...}} and nothing else'
 
 
@@ -78,8 +76,6 @@ class Functionary(NativeParser):
     OPEN, CLOSE = "<function=", "</function>"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
-
         def read_call(position: int) -> tuple[list[Call], int]:
             name = _NAME.match(text, position)
             if name is None:
@@ -94,21 +90,16 @@ class Functionary(NativeParser):
         return replace(found, content=words.rstrip(), calls=[*found.calls, _python_call(code.strip(), specs)])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "".join(f"{self.OPEN}{n}>{json.dumps(given, ensure_ascii=False)}{self.CLOSE}" for n, given in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return f"Write each call as {self.OPEN}tool_name>{{...}}{self.CLOSE}, with the arguments as a JSON object"
 
 
 def _python_call(text: str, specs: Sequence[ToolSpec]) -> Call:
     """Parse a call of the tool `python` from its arguments as JSON, as the template writes them, or from its code."""
-    try:
-        arguments, end = read_object(text, 0)
-        if end == len(text):
-            return "python", arguments
-    except ValueError:
-        pass
+    arguments, _ = whole_object(text)
+    if arguments is not None:
+        return "python", arguments
     spec = find_spec("python", specs)
     return "python", {(spec and sole_parameter(spec)) or "code": text}

@@ -5,7 +5,6 @@ turn. LFM2 can also write the list as JSON. Values are Python literals or JSON. 
 time, because Python's own parser can exhaust time and stack on model output.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, NativeParser, Reading
-from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_json, skip_space
+from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_json, read_number, skip_space
 
 TAGS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
 _NAME = r"[A-Za-z_][\w./-]*"
@@ -36,11 +35,10 @@ class Pythonic(NativeParser):
     marks = TAGS[0]
 
     def write_as_content(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See NativeParser."""
         return f"{TAGS[0][0]}{self.write(calls, specs)}{TAGS[0][1]}"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. A bare list counts as calls only if it is the whole turn."""
+        """A bare list counts as calls only if it is the whole turn."""
         tags = next((tags for tags in TAGS if tags[0] in text or tags[1] in text), None)
         if tags is None:
             words = text.strip()
@@ -66,7 +64,7 @@ class Pythonic(NativeParser):
         return read_blocks(text, opening, closing, read_list)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Writes a bare list."""
+        """Writes a bare list."""
         for name in [name for name, _ in calls] + [key for _, arguments in calls for key in arguments]:
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} cannot be the name of a function or an argument")
@@ -74,7 +72,6 @@ class Pythonic(NativeParser):
         return f"[{', '.join(written)}]"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return 'Write calls as a list, [tool_name(argument="value", other=1)]'
 
 
@@ -153,7 +150,7 @@ class _Reader:
             return _CONSTANTS[token]
         if self.kind == "number":
             self.advance()
-            return _number(token)
+            return read_number(token, " is no number, or too large")
         return _unquote(self.take("string"))
 
     def mapping(self, depth: int) -> dict[str, Any]:
@@ -167,20 +164,6 @@ class _Reader:
                 self.take(",")
         self.advance()
         return items
-
-
-def _number(token: str) -> int | float:
-    try:
-        return int(token)
-    except ValueError:
-        pass
-    try:
-        value = float(token)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{token[:20]} is no number, or too large")
-    return value
 
 
 def _unquote(token: str) -> str:

@@ -18,7 +18,7 @@ from agentfactory.rollout.text.parsers.parser import (
     parameters,
     sole_parameter,
 )
-from agentfactory.rollout.text.parsers.values import convert, read_json
+from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 _LABEL = re.compile(r"^[ \t]*+(Thought|Action Input|Action|Observation|Final Answer)[ \t]*+:", re.MULTILINE)
 _ANSWER_FORM = "Thought: ...\nFinal Answer: the answer"
@@ -30,7 +30,7 @@ class React(Parser):
     stops = ("\nObservation:",)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. An input that is not a JSON object is the value of the tool's only parameter, or its only
+        """An input that is not a JSON object is the value of the tool's only parameter, or its only
         required one."""
         found = list(_LABEL.finditer(text))
         labels = [match[1] for match in found]
@@ -58,46 +58,35 @@ class React(Parser):
         return Reading(content, [(name, _arguments(name, bodies[-1], specs))])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser. Raises ValueError for several calls."""
+        """Raises ValueError for several calls."""
         if len(calls) != 1:
             raise ValueError(f"react has one action a turn, not {len(calls)}")
         name, arguments = calls[0]
         return f"Action: {name}\nAction Input: {json.dumps(arguments, ensure_ascii=False)}"
 
     def write_answer(self, text: str) -> str:
-        """See Parser."""
         return f"Final Answer: {text.strip()}"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         call = 'Thought: ...\nAction: tool_name\nAction Input: {"argument": "value"}'
         return f"Write either\n{call}\nor\n{_ANSWER_FORM}" if specs else f"Write\n{_ANSWER_FORM}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser."""
         if not specs:
             return self.form(specs)
         return f"{describe(specs)}\n\n{self.form(specs)}\nAfter an action you are told its result as Observation: ..."
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: `Observation: ...`."""
+        """`Observation: ...`."""
         return [join_results([("Observation: ", result, "") for result in results])]
 
 
 def _arguments(name: str, text: str, specs: Sequence[ToolSpec]) -> Arguments:
     spec = find_spec(name, specs)
     sole = None if spec is None else sole_parameter(spec)
-    problem = "expected a JSON object"
-    if text.startswith("{"):
-        try:
-            value, end = read_json(text)
-        except ValueError as error:
-            problem = str(error)
-        else:
-            if end == len(text):
-                assert isinstance(value, dict)
-                return value
-            problem = f"text follows the JSON object at character {end}"
+    value, problem = whole_object(text)
+    if value is not None:
+        return value
     if spec is None or sole is None:
         raise FormatError(f"Action Input of {name}: {problem}")
     return {sole: convert(text, parameters(spec).get(sole, {}), spec.parameters)}

@@ -19,7 +19,7 @@ from agentfactory.rollout.text.parsers.parser import (
     parameters,
     sole_parameter,
 )
-from agentfactory.rollout.text.parsers.values import convert, read_json
+from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 ANSWER, RESULT = "answer", "information"
 
@@ -30,7 +30,7 @@ class Tags(Parser):
     stops = (f"<{RESULT}>",)
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser. Tags other than tools, the answer and results are ordinary text."""
+        """Tags other than tools, the answer and results are ordinary text."""
         by_name = {spec.name: spec for spec in specs}
         names = "|".join(map(re.escape, sorted([*by_name, ANSWER, RESULT], key=len, reverse=True)))
         tag = re.compile(f"<(/?)({names})>")
@@ -62,21 +62,18 @@ class Tags(Parser):
         return Reading("\n".join(part.strip() for part in outside if part.strip()), calls, answer=answer)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return "\n".join(f"<{name}>{_body(arguments, find_spec(name, specs))}</{name}>" for name, arguments in calls)
 
     def write_answer(self, text: str) -> str:
-        """See Parser."""
         return f"<{ANSWER}>{text.strip()}</{ANSWER}>"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         given: list[Call] = [(spec.name, {name: "..." for name in parameters(spec)}) for spec in specs]
         tags = [self.write([call], specs) for call in given] + [self.write_answer("the final answer")]
         return f"Write {' or '.join(tags)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """See Parser. Raises ValueError for a tool whose name the format reserves."""
+        """Raises ValueError for a tool whose name the format reserves."""
         if taken := [spec.name for spec in specs if spec.name in (ANSWER, RESULT)]:
             raise SettingError(
                 "rollout.parser", f"tags has <{taken[0]}> for itself", f"give the tool {taken[0]} another name"
@@ -86,7 +83,7 @@ class Tags(Parser):
         return f"{describe(specs)}\n\n{self.form(specs)}\nAfter a call you are told its result in <{RESULT}>."
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """See Parser: each result in `<information>`."""
+        """Each result in `<information>`."""
         return [join_results([(f"<{RESULT}>", result, f"</{RESULT}>") for result in results])]
 
 
@@ -107,18 +104,11 @@ def _arguments(body: str, spec: ToolSpec) -> Arguments:
     known = parameters(spec)
     sole = sole_parameter(spec)
     body = body.strip()
-    problem = "expected a JSON object"
-    if body.startswith("{"):
-        try:
-            value, end = read_json(body)
-        except ValueError as error:
-            problem = str(error)
-        else:
-            # an object that does not match the tool's arguments is itself the single argument
-            if end == len(body) and (sole is None or value.keys() <= known.keys()):
-                assert isinstance(value, dict)
-                return value
-    elif not body and not known:
+    value, problem = whole_object(body)
+    # an object that does not match the tool's arguments is itself the single argument
+    if value is not None and (sole is None or value.keys() <= known.keys()):
+        return value
+    if not body and not known:
         return {}
     if sole is None:
         raise FormatError(f"<{spec.name}>: {problem} with {', '.join(known) or 'no arguments'}")

@@ -1,4 +1,4 @@
-"""The order of tasks, and positions in it."""
+"""The order of tasks, the mixture of several sources, and positions in them."""
 
 import random
 import re
