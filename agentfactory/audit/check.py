@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from agentfactory.audit.finding import Evidence, Finding, Severity, Unchecked
 from agentfactory.audit.opened import Opened
 from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.reports import Unchecked
+from agentfactory.base.findings import Evidence, Finding, Severity
 
 Parts = dict[tuple[bool, str], Opened]
 """(whether for held-out tasks, name of the source) -> the part of the recipe."""

@@ -9,13 +9,12 @@ from typing import Any
 from pydantic_core import to_json
 
 from agentfactory.viewer.app import SCRIPTS, names_of, page_file, plotly_script
-from agentfactory.viewer.charts import charts
+from agentfactory.viewer.charts import charts, series_of
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.query import MOST_ROWS, Query
 from agentfactory.viewer.runs.run_data import Run, ViewError
 from agentfactory.viewer.runs.saved_groups import task_text, texts_of
-from agentfactory.viewer.runs.series import series_of
-from agentfactory.viewer.trajectories.chain_images import data_url
+from agentfactory.viewer.trajectories.image_marks import data_url
 from agentfactory.viewer.trajectories.trajectory_page import NotThere, find_chain, page_of
 
 MOST_TRAJECTORIES = 200

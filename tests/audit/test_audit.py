@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from agentfactory.audit.audit import audit
-from agentfactory.audit.finding import Evidence, Finding, Report, Severity
+from agentfactory.audit.reports import Report
 from agentfactory.audit.run_record import records_of
+from agentfactory.base.findings import Evidence, Finding, Severity
 from agentfactory.commands.main import main
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory

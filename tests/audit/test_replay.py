@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from agentfactory.audit.replay import pairs
-from agentfactory.audit.replay.continuations import ReplayError, Results, continuations, results_of
-from agentfactory.audit.replay.decisive_turns import TurnEffect, ranked, turn_effects
+from agentfactory.audit.replay.continuations import (
+    ReplayError,
+    Results,
+    TurnEffect,
+    continuations,
+    ranked,
+    results_of,
+    turn_effects,
+)
 from agentfactory.audit.replay.prefix import Change
 from agentfactory.audit.replay.saved_chain import SavedChain, find_chain
 from agentfactory.audit.run_record import records_of

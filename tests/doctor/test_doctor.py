@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -15,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.base.findings import Finding, Severity
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
-from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout import model_hub
+from agentfactory.rollout.inference import concurrency
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
 
@@ -37,14 +37,14 @@ def load(*overrides: str) -> Recipe:
 
 def the_problem(findings: Iterable[Finding]) -> str:
     """What the only problem says, and its fix."""
-    problems = [finding for finding in findings if finding.level is Level.PROBLEM]
+    problems = [finding for finding in findings if finding.severity is Severity.PROBLEM]
     assert len(problems) == 1, problems
     assert problems[0].fix
-    return f"{problems[0].subject}: {problems[0].text}; {problems[0].fix}"
+    return f"{problems[0].topic}: {problems[0].text}; {problems[0].fix}"
 
 
-def levels(findings: Iterable[Finding]) -> set[Level]:
-    return {finding.level for finding in findings}
+def levels(findings: Iterable[Finding]) -> set[Severity]:
+    return {finding.severity for finding in findings}
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_a_machine_without_problems(project: Path, agentfactory: Command, warm_s
 def test_the_first_prompt_is_shown(project: Path) -> None:
     make_tokenizer(trl_template("qwen2_5")).save_pretrained(project / "model")
     form, prompt = doctor_recipe.check_format(load())
-    assert form.level is prompt.level is Level.OK
+    assert form.severity is prompt.severity is Severity.OK
     assert form.text.startswith("hermes: rollout.parser=auto: hermes reads the calls that the template writes; rows: ")
     assert "<|im_start|>user\n         1 + 1?<|im_end|>\n" in prompt.text
     assert "a sample call of " in prompt.text
@@ -149,7 +149,7 @@ def test_problems_are_the_exit_status(project: Path, agentfactory: Command) -> N
 
 
 def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert levels(doctor_machine.check_versions()) <= {Level.OK, Level.WARNING}
+    assert levels(doctor_machine.check_versions()) <= {Severity.OK, Severity.WARNING}
     plant_distribution(tmp_path, "peft", "0.19.1")
     monkeypatch.syspath_prepend(tmp_path)
     said = the_problem(doctor_machine.check_versions())
@@ -168,7 +168,7 @@ def test_packages_of_the_former_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     points = "[agentfactory.worlds]\ngarden = garden:Garden\n"
     (tmp_path / "agentfactory-0.0.0.dist-info" / "entry_points.txt").write_text(points)
     (older,) = (finding for finding in doctor_machine.check_versions() if "agentfactory 0.0.0" in finding.text)
-    assert older.level is Level.WARNING
+    assert older.severity is Severity.WARNING
     assert older.text.endswith("is an AgentFactory from before the name agentfactory-rl")
 
 
@@ -176,13 +176,13 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     driver = tmp_path / "driver"
     seen = {"build": "cpu", "gpus": [], "error": "", "torchvision": ""}
-    assert levels(doctor_machine.check_devices(seen, (str(driver),))) == {Level.OK}
+    assert levels(doctor_machine.check_devices(seen, (str(driver),))) == {Severity.OK}
     driver.touch()
     assert "torch is built for the CPU" in the_problem(doctor_machine.check_devices(seen, (str(driver),)))
     seen |= {"build": "cuda 13.0", "error": "The NVIDIA driver on your system is too old"}
     assert "too old; update the GPU's driver" in the_problem(doctor_machine.check_devices(seen, (str(driver),)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert levels(doctor_machine.check_devices(seen, (str(driver),))) == {Level.WARNING}
+    assert levels(doctor_machine.check_devices(seen, (str(driver),))) == {Severity.WARNING}
 
 
 def test_gpus_are_told_with_their_room() -> None:
@@ -192,7 +192,7 @@ def test_gpus_are_told_with_their_room() -> None:
         "GPU 0: A Card, 23.0 GiB of 24.0 GiB free"
     ]
     seen["gpus"] = [{**gpu, "free": 12 << 30}]
-    assert levels(doctor_machine.check_devices(seen)) == {Level.WARNING}
+    assert levels(doctor_machine.check_devices(seen)) == {Severity.WARNING}
 
 
 @pytest.mark.extended
@@ -214,7 +214,7 @@ def test_a_taken_port(project: Path) -> None:
         port = taken.getsockname()[1]
         said = the_problem(doctor_recipe.check_address(load(f"server.port={port}")))
         assert said.startswith(f"port: nothing can listen on 127.0.0.1:{port}: Address already in use; server.port=0")
-    assert levels(doctor_recipe.check_address(load())) == {Level.OK}
+    assert levels(doctor_recipe.check_address(load())) == {Severity.OK}
 
 
 def test_a_server_that_is_not_there(project: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_server_that_cannot_sleep(project: Path) -> None:
     recipe = load("server.url=http://127.0.0.1:1", "model.lora.rank=8")
     routes = [*NEEDED_ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     with answering(described(recipe.model.path, routes)) as url:
-        assert levels(doctor_recipe.check_servers(load(f"server.url={url}", "model.lora.rank=8"))) == {Level.OK}
+        assert levels(doctor_recipe.check_servers(load(f"server.url={url}", "model.lora.rank=8"))) == {Severity.OK}
         sleeps = load(f"server.url={url}", "model.lora.rank=8", "placement.mode=time_share")
         assert "lacks /sleep, /wake_up, /is_sleeping" in the_problem(doctor_recipe.check_servers(sleeps))
 
@@ -249,14 +249,14 @@ def test_a_server_that_wants_a_key(project: Path, monkeypatch: pytest.MonkeyPatc
         assert "server.api_key_env" in said
         monkeypatch.setenv("THE_KEY", "secret")
         with_key = load(f"server.url={url}", "model.lora.rank=8", "server.api_key_env=THE_KEY")
-        assert levels(doctor_recipe.check_servers(with_key)) == {Level.OK}
+        assert levels(doctor_recipe.check_servers(with_key)) == {Severity.OK}
 
 
 def test_a_server_of_another_model(project: Path) -> None:
     routes = [*NEEDED_ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     with answering(described("Other/Model", routes)) as url:
         findings = list(doctor_recipe.check_servers(load(f"server.url={url}", "model.lora.rank=8")))
-    assert levels(findings) == {Level.WARNING}
+    assert levels(findings) == {Severity.WARNING}
     assert "serves Other/Model" in findings[0].text
 
 
@@ -283,14 +283,14 @@ def test_a_vllm_of_another_version(project: Path) -> None:
     assert "is 0.20.1, but AgentFactory needs <0.33,>=0.32" in said
     (project / "packages" / "vllm-0.20.1.dist-info").rename(project / "packages" / "vllm-0.32.0.dist-info")
     (project / "packages" / "vllm-0.32.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.0\n")
-    assert levels(doctor_recipe.check_vllm(recipe, 1)) == {Level.OK}
+    assert levels(doctor_recipe.check_vllm(recipe, 1)) == {Severity.OK}
     # vLLM's own build computes on GPUs only
     assert "built for GPUs, but there is none" in the_problem(doctor_recipe.check_vllm(recipe, 0))
 
 
 @pytest.mark.processes
 def test_no_bubblewrap(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert levels(doctor_machine.check_sandbox(used=True)) == {Level.OK}
+    assert levels(doctor_machine.check_sandbox(used=True)) == {Severity.OK}
     from agentfactory.tools.sandbox import bubblewrap
 
     (project / "bwrap").write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
@@ -301,7 +301,7 @@ def test_no_bubblewrap(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bubblewrap.find_bwrap.cache_clear()
     try:
         assert "install bubblewrap 0.8 or newer" in the_problem(doctor_machine.check_sandbox(used=True))
-        assert levels(doctor_machine.check_sandbox(used=False)) == {Level.WARNING}
+        assert levels(doctor_machine.check_sandbox(used=False)) == {Severity.WARNING}
     finally:
         bubblewrap.find_bwrap.cache_clear()
 
@@ -319,7 +319,7 @@ def test_a_hub_without_the_model_or_out_of_reach(project: Path, monkeypatch: pyt
     recipe = load(f"model.path={model}")
     with answering({f"/api/models/{model}": about}) as url:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
-        assert levels(doctor_recipe.check_hub(recipe)) == {Level.OK}
+        assert levels(doctor_recipe.check_hub(recipe)) == {Severity.OK}
         misspelt = load("model.path=an-organisation/a-modle")
         said = the_problem(doctor_recipe.check_hub(misspelt))
         assert said.startswith("hub: model.path: an-organisation/a-modle is not on the hub")
@@ -336,7 +336,7 @@ def test_a_hub_without_the_model_or_out_of_reach(project: Path, monkeypatch: pyt
 
 def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
     recipe = load("train.checkpoint_every=2")
-    assert levels(doctor_recipe.check_fit(recipe, 2**30)) <= {Level.OK}
+    assert levels(doctor_recipe.check_fit(recipe, 2**30)) <= {Severity.OK}
     with (project / "model" / "model.safetensors").open("wb") as file:
         file.truncate(2**43)  # of nothing but holes
     room = memory_room()
@@ -350,27 +350,21 @@ def test_a_run_folder_that_is_there_or_cannot_be(project: Path) -> None:
     (project / "runs" / "recipe").mkdir(parents=True)
     (project / "runs" / "recipe" / "summary.json").write_text("{}")
     findings = list(doctor_recipe.check_output(load()))
-    assert levels(findings) == {Level.WARNING}
+    assert levels(findings) == {Severity.WARNING}
     assert "--resume" in findings[0].fix
     (project / "file").touch()
     assert "is a file" in the_problem(doctor_machine.check_disk(project / "file" / "run"))
 
 
-def test_too_few_open_files(project: Path) -> None:
-    recipe = load("rollout.concurrency=4000")
-    needed = doctor_recipe.open_files(recipe)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        assert f"about {needed} may be needed" in the_problem(doctor_machine.check_open_files(needed))
-        assert levels(doctor_machine.check_open_files()) == {Level.OK}
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "raise_open_files", lambda: 1024)
+    assert "4000 chains at a time each need a connection" in the_problem(doctor_machine.check_open_files(4000))
+    assert levels(doctor_machine.check_open_files()) == {Severity.OK}
 
 
 def test_little_memory() -> None:
-    assert levels(doctor_machine.check_memory(2**30)) == {Level.WARNING}
-    assert levels(doctor_machine.check_memory(8 * 2**30)) == {Level.OK}
+    assert levels(doctor_machine.check_memory(2**30)) == {Severity.WARNING}
+    assert levels(doctor_machine.check_memory(8 * 2**30)) == {Severity.OK}
     assert 0 < memory_room() < 2**50
 
 

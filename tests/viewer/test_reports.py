@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from agentfactory.audit.saved_reports import REPLAYS, save_replay
+from agentfactory.audit.reports import REPLAYS, save_replay
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
 from tests.viewer.browsing import api, asking, opened, run_id, viewing, when_read
 

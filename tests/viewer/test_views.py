@@ -18,11 +18,11 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.groups.group_files import arrays_file, encode_group, read_groups
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch
 from agentfactory.viewer.app import page_file
+from agentfactory.viewer.charts import series_of
 from agentfactory.viewer.html_export import export
 from agentfactory.viewer.runs.chain_index import Index, rows_of
 from agentfactory.viewer.runs.query import Query
 from agentfactory.viewer.runs.recipe_difference import difference
-from agentfactory.viewer.runs.series import series_of
 from tests.saved_groups import old_line, write_groups
 from tests.viewer.browsing import api, asking, opened, run_id, viewing
 from tests.viewer.viewer_runs import NASTY, called, chain, credit, many_chains, sampled_row, tokenizer

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places
-from agentfactory.audit.record import METRICS, TRAINED, Record, Seen
+from agentfactory.audit.record import METRICS, TRAINED, Places, Record, Seen
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.trainers.loop.health import Health, ordered_by
 
@@ -30,7 +30,6 @@ class MetricCheck(Check):
         self._steps = [line for line in record.metrics if "grad_norm" in line]
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         if seen.held_out and seen.step is not None and seen.file.startswith("trajectories/eval/"):
             found = self._held_out[seen.step, seen.held_out]
             for chain in seen.group.trajectories:
@@ -45,7 +44,6 @@ class MetricCheck(Check):
         self._rewards[seen.step] += [chain.reward for chain in chains if chain.reward is not None]
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         numbers = [line["step"] for line in self._steps if "step" in line]
         jumps = [(before, after) for before, after in pairwise(numbers) if after != before + 1]
         if jumps:
@@ -64,7 +62,7 @@ class MetricCheck(Check):
         health = Health(alike=recipe is not None and ordered_by(recipe) is None)
         for line in self.record.metrics:
             for symptom in health.note(line):
-                yield self.warning(f"{symptom.symptom}: {symptom.text}", "read the page that it names")
+                yield self.warning(f"{symptom.topic}: {symptom.text}", "read the page that it names")
         still = [line for line in self._steps if line.get("grad_norm") == 0.0]
         if len(self._steps) > 3 and len(still) == len(self._steps):
             yield self.wrong(
@@ -116,6 +114,5 @@ class MetricCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         compared = f", the rewards of {len(self._rewards)} compared with their chains" if self._rewards else ""
         return f"{len(self._steps):,} steps{compared}" if self._steps else ""

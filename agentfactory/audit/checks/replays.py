@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from agentfactory.audit.check import Check, Parts
 from agentfactory.audit.checks.rewards import MODELS
-from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
-from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
+from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Places, Record, Seen
+from agentfactory.audit.reports import Unchecked
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
@@ -37,7 +38,6 @@ class ReplayCheck(Check):
         self._why_not: str | None = None
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         opened = self.part_of(seen)
         runner = opened.runner
         if self._slow or not runner.toolset.environments or opened.recipe.rollout.agent is not None:
@@ -93,7 +93,6 @@ class ReplayCheck(Check):
             self._rewards.add(Evidence(text, *place))
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         if places := self._rewards:
             text = f"{places.total} of {self._same} chains have another reward when they are played again"
             fix = "compare the environment's code with that of the run; if a reward draws, seed it by the task"
@@ -120,5 +119,4 @@ class ReplayCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         return f"{self._same} of {self._played} chains, with the same results" if self._played else ""

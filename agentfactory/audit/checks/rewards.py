@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
 from agentfactory.audit.opened import Opened
-from agentfactory.audit.record import RECIPE, REWARDS, Record, Seen
+from agentfactory.audit.record import RECIPE, REWARDS, Places, Record, Seen
+from agentfactory.audit.reports import Unchecked
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.trajectory import Trajectory
 
 MOST_CHAINS = 600
@@ -37,7 +38,6 @@ class RewardCheck(Check):
             self.unchecked.append(Unchecked("rewards computed again", record.lacks.get(RECIPE, "no recipe of ours")))
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
         opened = self.part_of(seen) if self.parts else None
         why_not = None if opened is None else _why_not(opened)
@@ -79,7 +79,6 @@ class RewardCheck(Check):
             self._differ.add(Evidence(f"saved is {chain.reward:g}, computed again {first:g}", *place))
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         if places := self._of_failed:
             text = f"{places.total} chains that failed have a reward, so failures count as behaviour of the policy"
             yield self.wrong(text, "give failed chains no reward: they say nothing about the policy", places.kept)
@@ -98,7 +97,6 @@ class RewardCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         again = f", {self._compared:,} computed again" if self._compared else ""
         return f"{self._all:,} chains{again}" if self._all else ""
 

@@ -56,9 +56,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     something else when it is played again."""
     _check(options)
     # these take seconds to import
+    from agentfactory.audit.replay.replay_runner import own_messages
     from agentfactory.audit.replay.saved_chain import find_chain
-    from agentfactory.audit.replay.saved_turns import own_messages
-    from agentfactory.audit.runs import records_at
+    from agentfactory.audit.run_record import records_at
     from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.base.processes.interruption import run_interruptibly
     from agentfactory.launching.child_processes import ChildFailed
@@ -139,9 +139,8 @@ async def _rank(
     options: argparse.Namespace, saved: "SavedChain", tell: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
     from agentfactory.audit.replay import pairs
-    from agentfactory.audit.replay.continuations import ReplayError
-    from agentfactory.audit.replay.decisive_turns import ranked, turn_effects
-    from agentfactory.audit.saved_reports import save_replay
+    from agentfactory.audit.replay.continuations import ReplayError, ranked, turn_effects
+    from agentfactory.audit.reports import save_replay
 
     async with _opened(saved, saved.checkpoint(), tell) as (runner, model):
         try:
@@ -172,7 +171,7 @@ async def _try(
     from agentfactory.audit.replay import pairs
     from agentfactory.audit.replay.continuations import ReplayError, continuations
     from agentfactory.audit.replay.saved_chain import check_same_tokens
-    from agentfactory.audit.saved_reports import save_replay
+    from agentfactory.audit.reports import save_replay
 
     chain, turns = saved.chain, options.turn - 1
     change, played = _change(options, turns)

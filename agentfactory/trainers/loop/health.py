@@ -8,7 +8,9 @@ from math import exp, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
+from agentfactory.base.findings import Finding, warning
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.evaluation.rules import EQUAL_STEPS, UNREADABLE, UNREADABLE_RISE, fix_equal_rewards
 from agentfactory.trainers.config import Symptom
 
 Figures = Mapping[str, Any]
@@ -18,7 +20,6 @@ WINDOW = 20
 """Number of previous steps that the current one is compared with."""
 SETTLED = 4
 """Number of steps needed before there is anything to compare with."""
-NO_GRADIENT_STEPS = 5
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
 MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
@@ -35,27 +36,19 @@ UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 """Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
 while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
 tasks."""
-FORMAT_RISE, CALLS_FALL = 0.15, 0.5
-"""Symptom: the share of turns that could not be parsed, averaged over SUCCESS_STEPS, is this much above its lowest; or
-the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best. Turns that were
-cut at rollout.max_tokens count only if the calls have fallen so far: calls that are too long are no lost format."""
+CALLS_FALL = 0.5
+"""Symptom: the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best.
+Turns that were cut at rollout.max_tokens count as unreadable only if the calls have fallen so far: calls that are too
+long are no lost format."""
 LATE_CHAINS, LATE_TOKENS, LATE_SUCCESS = 0.05, 0.2, 0.25
 """Symptom: over SUCCESS_STEPS, this share of the chains was cancelled at the staleness bound, or this share of the
 sampled tokens was too old to train, or the cancelled chains are more than this share of those that succeeded."""
-CAUSE_RISE, MOST = 0.1, 0.5
+CAUSE_RISE = 0.1
 """Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
 nothing, if they are most turns."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 LATE_PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A symptom, and the message about it: metrics, the likely cause, and the page to read."""
-
-    symptom: Symptom
-    text: str
 
 
 def ordered_by(recipe: RolloutRecipe) -> str | None:
@@ -95,7 +88,8 @@ class Health:
     _told: set[Symptom] = field(default_factory=set)
 
     def note(self, figures: Figures) -> list[Finding]:
-        """Check one line of metrics.jsonl and return new findings. Lines of evaluations are ignored."""
+        """Check one line of metrics.jsonl and return new findings, whose topics are symptoms. Lines of evaluations are
+        ignored."""
         if figures.get("step") == 0:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
@@ -116,9 +110,8 @@ class Health:
             elif symptom not in self._told:
                 self._told.add(symptom)
                 page = {Symptom.UNSTABLE: RATES_PAGE, Symptom.LATE_CHAINS: LATE_PAGE}.get(symptom, PAGE)
-                found.append(
-                    Finding(symptom, f"step {figures['step']}: {text}; {self._cause(symptom, figures)}; see {page}")
-                )
+                told = f"step {figures['step']}: {text}; {self._cause(symptom, figures)}; see {page}"
+                found.append(warning(symptom, told))
         return found
 
     def _looks(self) -> dict[Symptom, Callable[[Figures], str | None]]:
@@ -137,7 +130,7 @@ class Health:
         solved = figures.get("success", 0.0) == 1.0
         taught = "teacher/kl" in figures and figures.get("teacher/graded", 1.0) > 0.0
         steps = self._lasts("no gradient", figures["groups/equal_rewards"] == 1.0 and not solved and not taught)
-        if steps < NO_GRADIENT_STEPS:
+        if steps < EQUAL_STEPS:
             return None
         return (
             f"nothing was learned in {steps} steps: in every group all chains have the same reward "
@@ -205,7 +198,7 @@ class Health:
         unreadable, malformed = self._recent(_UNREADABLE), self._recent(_MALFORMED)
         if unreadable is not None and malformed is not None:
             rise = unreadable - self._least[_UNREADABLE]
-            if rise > max(FORMAT_RISE, self._chance(_UNREADABLE)):
+            if rise > max(UNREADABLE_RISE, self._chance(_UNREADABLE)):
                 parsed = f"from {1 - self._least[_MALFORMED]:.0%} to {1 - malformed:.0%}"
                 return f"the turns that could be parsed fell {parsed}; the format has been lost"
         calls, level = self._recent(_CALLS), self._recent(_goal(figures))
@@ -269,12 +262,10 @@ class Health:
         if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
             return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
         if symptom is Symptom.NO_GRADIENT:
-            if max(last.get(_MALFORMED, 0.0), last.get(_CUT, 0.0)) > MOST:
+            if max(last.get(_MALFORMED, 0.0), last.get(_CUT, 0.0)) > UNREADABLE:
                 return f"the calls of {malformed} cannot be read, and {cut} are cut at rollout.max_tokens"
-            rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
-            return (
-                f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
-            )
+            alike = figures.get("reward_std") == 0.0
+            return f"fix: {fix_equal_rewards(figures['reward'] if alike else None)}; read trajectories"
         cause = f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
         return f"{cause}, or a reward that pays for this" if symptom is Symptom.FORMAT else cause
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.audit.finding import Severity
 from agentfactory.audit.record import METRICS, REWARDS
+from agentfactory.base.findings import Severity
 from tests.audit.foreign.reading import audited, groups_of, record_of
 
 pytestmark = [
