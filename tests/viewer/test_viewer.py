@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, read_groups
+from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints.best_checkpoint import find_best
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.charts import charts
@@ -29,7 +28,7 @@ from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.growing_file import GrowingFile
 from agentfactory.viewer.trajectories import trajectory_page
 from tests.saved_groups import old_line
-from tests.viewer.browsing import api, ask, asking, opened, run_id, viewing
+from tests.viewer.browsing import api, ask, asking, command, opened, run_id, viewing
 from tests.viewer.viewer_runs import (
     BEST,
     IMAGES,
@@ -45,8 +44,6 @@ from tests.viewer.viewer_runs import (
     write_checkpoint,
 )
 from tests.waiting import wait_for
-
-MANY = 20_000
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
@@ -64,7 +61,7 @@ def viewer(folders: list[Path]) -> Iterator[str]:
     """One viewer for most tests, which has read everything."""
     saved = (file for folder in folders for file in folder.rglob("trajectories/**/*.jsonl"))
     held = sum(file.stat().st_size for file in saved if file.name != CREDIT_FILE)
-    with viewing(*folders) as url:
+    with command(*folders) as url:
         wait_for(lambda: api(url, "/api/state")["progress"] == {"read": held, "total": held}, 60)
         yield url
 
@@ -73,9 +70,9 @@ def viewer(folders: list[Path]) -> Iterator[str]:
 def exported(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The same runs as one file, and what the command said."""
     file = tmp_path_factory.mktemp("exported") / "page.html"
-    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, folders), "--export", str(file)]
+    arguments = [sys.executable, "-m", "agentfactory.viewer", *map(str, folders), "--export", str(file)]
     before = {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     # nothing is written into a run's folder
     assert before == {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
     return file, done.stdout
@@ -268,44 +265,6 @@ def test_text_is_found_wherever_it_was_said_and_however_it_is_written(viewer: st
     assert found("iVBORw0KGgo") == set()
 
 
-@pytest.mark.long
-def test_twenty_thousand_trajectories_list_without_stalling(
-    page: "Page", tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with viewing(many_chains(tmp_path / "many", MANY // 8).path) as url:
-        started = time.monotonic()
-        page.goto(f"{url}#/trajectories")
-        page.locator("table.list tbody tr").first.wait_for()
-        first = time.monotonic() - started
-        # the longest time in which the page could not answer a click, while everything is read
-        page.evaluate("""() => { window.longest = 0; let last = performance.now();
-            setInterval(() => { const now = performance.now(); window.longest = Math.max(window.longest, now - last);
-            last = now; }, 10); }""")
-        page.wait_for_function(
-            "() => document.querySelector('.count')?.textContent?.endsWith('of 20,000 trajectories')", timeout=60_000
-        )
-        complete = time.monotonic() - started
-
-        def filtered(label: str, change: Callable[[Any], None], total: str) -> float:
-            begun = time.monotonic()
-            change(page.get_by_label(label, exact=True))
-            page.wait_for_function("text => document.querySelector('.count')?.textContent?.endsWith(text)", arg=total)
-            return time.monotonic() - begun
-
-        tool = filtered("any tool", lambda choice: choice.select_option("tool3"), "of 2,500 trajectories")
-        text = filtered("text", lambda field: field.fill("word 02499 done"), "of 1 trajectories")
-        longest = page.evaluate("window.longest") / 1000
-    with capsys.disabled():
-        print(
-            f"\n20,000 trajectories: first page {first:.2f} s, all read {complete:.2f} s, filter by tool {tool:.2f} s, "
-            f"text search {text:.2f} s, page busy at most {longest:.2f} s"
-        )
-    # many times what a machine of its own takes
-    assert first < 5
-    assert tool < 3
-    assert longest < 1
-
-
 # ---- a trajectory
 
 
@@ -451,25 +410,6 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
     assert "difference" not in told
 
 
-def test_real_chains_have_their_texts_and_say_that_no_credit_is_saved(
-    viewer: str, page: "Page", quickstart_run: Path
-) -> None:
-    from tokenizers import Tokenizer
-
-    first = next(iter(read_groups(quickstart_run / "grpo" / "trajectories" / "train.jsonl")))
-    ids = Tokenizer.from_file(str(next(quickstart_run.glob("grpo/checkpoints/*/tokenizer.json"))))
-    run = run_id(viewer, f"{quickstart_run.name}/grpo")
-    page.goto(f"{viewer}#/trajectory/{run}/train.jsonl/0/0?tab=tokens")
-    page.wait_for_selector(".tokens span")
-    row = first.trajectories[0].rows[0]
-    text = "".join(page.locator(".tokens").first.locator("span").all_text_contents()).replace("⏎", "")
-    assert text == ids.decode(row.token_ids, skip_special_tokens=False)
-    assert page.locator(".tokens").first.locator("span.sampled").count() == sum(row.mask)
-    if not (quickstart_run / "grpo" / "trajectories" / "credit.jsonl").exists():
-        page.get_by_label("colour tokens by").select_option("advantage")
-        assert "credit.jsonl" in page.locator(".legend .missing").inner_text()
-
-
 # ---- a run
 
 
@@ -509,18 +449,6 @@ def test_the_best_checkpoint_is_that_of_now(tmp_path: Path) -> None:
     assert best() is None
 
 
-def test_a_figure_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "run", "")
-    run.checkpoints.mkdir(exist_ok=True)
-    figures = {10: math.nan, 20: 0.5, 30: 0.9, 40: math.inf, 50: math.nan, 60: 0.1}
-    for step, figure in figures.items():
-        write_checkpoint(run, step, {BEST: figure})
-    paths = sorted(run.checkpoints.iterdir())
-    for order in (paths, paths[::-1]):
-        assert find_best(order, BEST).step == 30
-    assert find_best(paths[:1], BEST) is None
-
-
 def test_an_answer_that_comes_late_stays_off_the_page_that_is_shown_by_then(viewer: str, page: "Page") -> None:
     page.goto(f"{viewer}#/trajectories?outcome=timeout")
     page.locator("tbody tr", has_text=NASTY).wait_for()
@@ -538,21 +466,6 @@ def test_an_answer_that_comes_late_stays_off_the_page_that_is_shown_by_then(view
         answer.value.finished()
         page.wait_for_timeout(100)
         assert page.locator("tbody tr", has_text=NASTY).count() == 1
-
-
-def test_what_is_typed_last_changes_no_other_page(viewer: str, page: "Page") -> None:
-    page.goto(f"{viewer}#/trajectories")
-    page.locator("tbody tr").first.wait_for()
-    page.evaluate("""() => {
-        const field = document.querySelector('input[name=text]');
-        field.value = 'north';
-        field.dispatchEvent(new Event('input', { bubbles: true }));
-        location.hash = '#/curves';
-    }""")
-    page.get_by_label("find or add a metric").wait_for()
-    # which waits for a shorter time
-    page.evaluate("new Promise((done) => setTimeout(done, 400))")
-    assert page.url == f"{viewer}#/curves"
 
 
 def test_a_fault_of_the_server_is_told_in_words(viewer: str, page: "Page") -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from PIL import Image, ImageColor
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.groups.group_files import arrays_file, encode_group, read_groups
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch
-from agentfactory.viewer.app import page_file
 from agentfactory.viewer.charts import series_of
 from agentfactory.viewer.html_export import export
 from agentfactory.viewer.runs.chain_index import Index, rows_of
@@ -166,13 +163,6 @@ def test_a_sign_tells_that_curves_are_being_loaded_until_they_are_there(viewer: 
         route.continue_()
     page.locator('[data-chart="reward"] .trace').first.wait_for(state="attached")
     assert sign.count() == 0
-
-
-def test_a_sign_is_there_before_the_server_has_said_anything(viewer: str, page: "Page") -> None:
-    page.route("**/api/**", lambda route: None)
-    page.goto(viewer, wait_until="commit")
-    page.locator(".loading", has_text="Loading").wait_for()
-    page.unroute("**/api/**")
 
 
 def test_metrics_are_sent_by_name_and_read_before_trajectories(tmp_path: Path) -> None:
@@ -464,15 +454,6 @@ def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Pa
         for place in (0, 3):
             open_at(page, url, address(url, "run", place) + "?tab=time")
             page.locator(".bars .stretch.model").wait_for()
-
-
-def test_pictures_of_the_docs_show_runs_in_their_own_colours() -> None:
-    colours = re.search(r"COLOURS = (\[.*?\])", page_file("elements.js"))
-    second = ImageColor.getrgb(json.loads(colours[1])[1])
-    for file in sorted((Path(__file__).parents[2] / "docs").glob("viewer-*.png")):
-        picture = Image.open(file).convert("RGB")
-        assert file.stat().st_size < 200_000, file
-        assert second in {colour for _, colour in picture.getcolors(picture.width * picture.height)}, file
 
 
 # ---- the rewards of a step
