@@ -451,9 +451,6 @@ def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Pa
         page.goto(url + address(url, "run", 2) + "?tab=time")
         page.get_by_role("button", name="show 400 more rows of 2,600").click()
         assert page.locator(".waterfall tbody tr").count() == 800
-        for place in (0, 3):
-            open_at(page, url, address(url, "run", place) + "?tab=time")
-            page.locator(".bars .stretch.model").wait_for()
 
 
 # ---- the rewards of a step

@@ -138,8 +138,7 @@ async def _opened(
 async def _rank(
     options: argparse.Namespace, saved: "SavedChain", tell: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
-    from agentfactory.audit.replay import continuations as rows
-    from agentfactory.audit.replay.continuations import ReplayError, ranked, turn_effects
+    from agentfactory.audit.replay.continuations import ReplayError, credit, ranked, turn_effects
     from agentfactory.audit.reports import save_replay
 
     async with _opened(saved, saved.checkpoint(), tell) as (runner, model):
@@ -154,7 +153,7 @@ async def _rank(
     if not save_replay(saved.record.folder, told):
         tell(f"{saved.record.folder} cannot be written: the viewer will not show this replay")
     if options.save is not None:
-        _append(options.save, rows.credit(saved.chain, effects, specs))
+        _append(options.save, credit(saved.chain, effects, specs))
     if options.json:
         say(json.dumps(told))
         return
@@ -168,8 +167,7 @@ async def _rank(
 async def _try(
     options: argparse.Namespace, saved: "SavedChain", tell: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
-    from agentfactory.audit.replay import continuations as rows
-    from agentfactory.audit.replay.continuations import ReplayError, continuations
+    from agentfactory.audit.replay.continuations import ReplayError, continuations, preference, transcript
     from agentfactory.audit.replay.saved_chain import check_same_tokens
     from agentfactory.audit.reports import save_replay
 
@@ -204,9 +202,7 @@ async def _try(
     if options.save is not None:
         every = [one for _, found in results for one in found.chains]
         try:
-            row = (
-                rows.transcript(every, specs) if options.kind == "sft" else rows.preference(chain, turns, every, specs)
-            )
+            row = transcript(every, specs) if options.kind == "sft" else preference(chain, turns, every, specs)
         except ValueError as error:
             raise SettingError("--save", str(error), "raise --samples, or change something else") from None
         _append(options.save, row)
