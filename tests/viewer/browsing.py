@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from starlette.testclient import TestClient
 
 from agentfactory.base.http import http_server
+from agentfactory.commands.main import main
 from agentfactory.viewer.access import PrivatePath
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.runs.follower import Follower
@@ -46,7 +47,7 @@ def viewing(*runs: Path) -> Iterator[str]:
 @contextmanager
 def command(*runs: Path) -> Iterator[str]:
     """The address of a viewer of these runs: the command, as a process."""
-    arguments = [sys.executable, "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
+    arguments = [sys.executable, "-m", "agentfactory", "view", *map(str, runs), "--port", "0"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -66,6 +67,11 @@ def opened(context: "BrowserContext") -> "Iterator[Page]":
     yield page
     page.close()
     assert faults == []
+
+
+def view(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit status."""
+    return main(["view", *arguments])
 
 
 def asking(*runs: Path) -> tuple[Follower, TestClient]:

@@ -22,14 +22,13 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint_path
-from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.access import Guard, PrivatePath
 from agentfactory.viewer.html_export import export
 from agentfactory.viewer.runs import growing_file
 from agentfactory.viewer.trajectories import trajectory_page
 from agentfactory.viewer.trajectories.token_texts import TokenTexts
 from tests.saved_groups import write_groups
-from tests.viewer.browsing import asking
+from tests.viewer.browsing import asking, view
 from tests.viewer.viewer_runs import BEST, chain, credit, credited, tokenizer
 
 SECRET = "of-another-user-7731"
@@ -178,7 +177,7 @@ def test_a_recipe_that_would_take_all_memory_or_time_ends_view_with_an_error(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder.create(tmp_path / "run", text)
-    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 2
+    assert view((str(run.path), "--export", str(tmp_path / "page.html"))) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"agentfactory: {run.recipe} cannot be read: {_UNUSABLE[text]}")
     assert told.endswith("; fix: put back the recipe that the run has written\n")
@@ -192,7 +191,7 @@ def test_a_recipe_that_is_no_regular_file_ends_view_with_an_error(
     private = tmp_path / "private"
     private.write_text(SECRET)
     attacked(run.recipe, kind, private)
-    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 2
+    assert view((str(run.path), "--export", str(tmp_path / "page.html"))) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"agentfactory: {run.recipe} ")
     assert "; fix: " in told
@@ -286,7 +285,7 @@ def test_chains_that_no_run_saves_cost_only_themselves(tmp_path: Path) -> None:
     run, _ = full_run(tmp_path / "run", "mine")
     file = run.trajectories / "train.jsonl"
     file.write_text("".join(f"{line}\n" for line in _ODD) + file.read_text())
-    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
+    assert view((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
     assert "the tower" in (tmp_path / "page.html").read_text()
     follower, client = asking(run.path)
     assert all(all_answers(client))
@@ -305,7 +304,7 @@ def test_chains_that_no_run_saves_cost_only_themselves(tmp_path: Path) -> None:
 def test_credit_that_no_trainer_saves_costs_only_itself(chains: Any, tmp_path: Path) -> None:
     run, _ = full_run(tmp_path / "run", "mine")
     run.credit.write_text(json.dumps({"group": "credited", "step": 4, "chains": chains}) + "\n")
-    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
+    assert view((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
     _, client = asking(run.path)
     assert all(all_answers(client))
 

@@ -21,14 +21,13 @@ from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.metrics import METRICS
-from agentfactory.viewer.__main__ import main
 from agentfactory.viewer.charts import charts
 from agentfactory.viewer.html_export import export
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.growing_file import GrowingFile
 from agentfactory.viewer.trajectories import trajectory_page
 from tests.saved_groups import old_line
-from tests.viewer.browsing import api, ask, asking, command, opened, run_id, viewing
+from tests.viewer.browsing import api, ask, asking, command, opened, run_id, view, viewing
 from tests.viewer.viewer_runs import (
     BEST,
     IMAGES,
@@ -70,7 +69,7 @@ def viewer(folders: list[Path]) -> Iterator[str]:
 def exported(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The same runs as one file, and what the command said."""
     file = tmp_path_factory.mktemp("exported") / "page.html"
-    arguments = [sys.executable, "-m", "agentfactory.viewer", *map(str, folders), "--export", str(file)]
+    arguments = [sys.executable, "-m", "agentfactory", "view", *map(str, folders), "--export", str(file)]
     before = {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     # nothing is written into a run's folder
@@ -940,10 +939,10 @@ def test_errors_are_one_line_that_says_what_to_do(
         (str(run.path), "--port", port): f"--port {port}: Address already in use; fix: --port 0 takes a free one",
         (str(run.path), "--export", str(tmp_path / "no" / "file.html")): "is not a folder; fix: create it first",
     }.items():
-        assert main(arguments) == 2
+        assert view(arguments) == 2
         told = capsys.readouterr().err
         assert len(told.splitlines()) == 1
         assert said in told
     # a run that has just begun can be looked at
-    assert main((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
+    assert view((str(run.path), "--export", str(tmp_path / "page.html"))) == 0
     assert "page.html: 1 run, 0 of 0 trajectories" in capsys.readouterr().out
