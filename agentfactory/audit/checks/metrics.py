@@ -5,13 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.check import Check, Parts, differ
 from agentfactory.audit.record import METRICS, TRAINED, Places, Record, Seen
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.trainers.loop.health import Health, ordered_by
 
-NEAR = 1e-6
 _FINITE = ("loss", "grad_norm", "reward", "entropy")
 
 
@@ -78,7 +77,7 @@ class MetricCheck(Check):
             if not rewards or "reward" not in line or self._groups[line["step"]] < self.record.trained[line["step"]]:
                 continue
             mean = math.fsum(rewards) / len(rewards)
-            if abs(mean - line["reward"]) > NEAR * max(1.0, abs(mean)):
+            if differ(mean, line["reward"]):
                 text = f"step {line['step']} reports {line['reward']:.6g}; its {len(rewards)} chains have {mean:.6g}"
                 places.add(Evidence(text, file="metrics.jsonl"))
         if places:
@@ -95,13 +94,12 @@ class MetricCheck(Check):
                     if line.get("step") != step or logged is None or not values:
                         continue
                     mean = math.fsum(values) / len(values)
-                    if abs(mean - logged) > NEAR * max(1.0, abs(mean)):
+                    if differ(mean, logged):
                         text = f"step {step}, {mode}: {name} {logged:.6g}, and its {len(values)} chains have {mean:.6g}"
                         places.add(Evidence(text, file="metrics.jsonl"))
         summary, chains = self.record.summary, self._held_out.get((last, "sampled"), {}).get("success")
         after = summary.get("success_after") if summary.get("evaluated_step") == last else None
-        if chains and after is not None and abs(math.fsum(chains) / len(chains) - after) > NEAR:
-            mean = sum(chains) / len(chains)
+        if chains and after is not None and differ(mean := math.fsum(chains) / len(chains), after):
             text = f"success_after {after:.6g}, and {len(chains)} chains of step {last} have {mean:.6g}"
             places.add(Evidence(text, file="summary.json"))
         if places:

@@ -51,17 +51,11 @@ class TokenCheck(Check):
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
         self._found = {kind: Places() for kind in self._FIXES}
-        self._chains = self._tokens = self._own = self._seen = 0
+        self._chains = self._tokens = self._own = 0
 
     async def note(self, seen: Seen) -> None:
         opened = self.part_of(seen)
-        every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
-        for chain in seen.group.trajectories:
-            self._seen += 1
-            if self._seen % every and not seen.held_out:
-                continue
-            if seen.held_out and self._seen % 10:
-                continue
+        for chain in self.some_of(seen, MOST_CHAINS):
             if opened.recipe.rollout.agent is not None:
                 # an agent writes its own prompts, and its hooks may insert tokens
                 self._own += 1

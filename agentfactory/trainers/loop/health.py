@@ -47,8 +47,10 @@ CAUSE_RISE = 0.1
 """Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
 nothing, if they are most turns."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
-LATE_PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
-RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
+_PAGES = {
+    Symptom.UNSTABLE: "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'",
+    Symptom.LATE_CHAINS: "docs/staleness.md (Asynchronous training), 'Late chains'",
+}
 
 
 def ordered_by(recipe: RolloutRecipe) -> str | None:
@@ -64,11 +66,8 @@ def ordered_by(recipe: RolloutRecipe) -> str | None:
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
-    it was gone.
-
-    `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success that falls is a
-    sign of trouble.
-    """
+    it was gone. `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success
+    that falls is a sign of trouble."""
 
     alike: bool = True
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
@@ -102,28 +101,14 @@ class Health:
         for name, share in shares.items():
             least, recent = self._least.get(name, share), self._recent(name)
             self._least[name] = least if recent is None else min(least, recent)
-        found: list[Finding] = []
-        for symptom, look in self._looks().items():
-            text = look(figures)
-            if text is None:
-                self._told.discard(symptom)
-            elif symptom not in self._told:
-                self._told.add(symptom)
-                page = {Symptom.UNSTABLE: RATES_PAGE, Symptom.LATE_CHAINS: LATE_PAGE}.get(symptom, PAGE)
-                told = f"step {figures['step']}: {text}; {self._cause(symptom, figures)}; see {page}"
-                found.append(warning(symptom, told))
-        return found
-
-    def _looks(self) -> dict[Symptom, Callable[[Figures], str | None]]:
-        return {
-            Symptom.NO_GRADIENT: self._no_gradient,
-            Symptom.ENTROPY: self._entropy,
-            Symptom.MISMATCH: self._mismatch,
-            Symptom.SUCCESS: self._success,
-            Symptom.UNSTABLE: self._unstable,
-            Symptom.FORMAT: self._format,
-            Symptom.LATE_CHAINS: self._late_chains,
-        }
+        texts = {symptom: look(self, figures) for symptom, look in _LOOKS.items()}
+        new = [symptom for symptom, text in texts.items() if text is not None and symptom not in self._told]
+        self._told = {symptom for symptom, text in texts.items() if text is not None}
+        where = f"step {figures['step']}"
+        return [
+            warning(one, f"{where}: {texts[one]}; {self._cause(one, figures)}; see {_PAGES.get(one, PAGE)}")
+            for one in new
+        ]
 
     def _no_gradient(self, figures: Figures) -> str | None:
         # if every chain succeeds, there is nothing left to learn
@@ -182,7 +167,6 @@ class Health:
         return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
 
     def _unstable(self, figures: Figures) -> str | None:
-        # checked after _success, which notes the best
         level, entropy, entropy_then = self._recent("success"), self._recent("entropy"), self._best_entropy
         best = max(self._best, self._before)
         if not self.alike or level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
@@ -194,7 +178,6 @@ class Health:
         return f"success fell from {best:.2f} to {level:.2f} while {grew}"
 
     def _format(self, figures: Figures) -> str | None:
-        # checked after _success, which notes the best
         unreadable, malformed = self._recent(_UNREADABLE), self._recent(_MALFORMED)
         if unreadable is not None and malformed is not None:
             rise = unreadable - self._least[_UNREADABLE]
@@ -305,6 +288,16 @@ class Health:
         return self._run[sign]
 
 
+_LOOKS: dict[Symptom, Callable[[Health, Figures], str | None]] = {
+    Symptom.NO_GRADIENT: Health._no_gradient,
+    Symptom.ENTROPY: Health._entropy,
+    Symptom.MISMATCH: Health._mismatch,
+    Symptom.SUCCESS: Health._success,
+    Symptom.UNSTABLE: Health._unstable,
+    Symptom.FORMAT: Health._format,
+    Symptom.LATE_CHAINS: Health._late_chains,
+}
+"""In this order: _unstable and _format use the best that _success notes."""
 _MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
 _CALLS = "trajectory/tool_calls"
 _TINY = 1e-9
