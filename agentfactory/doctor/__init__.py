@@ -113,8 +113,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     if not stages:
         yield from _safely("open files", check_open_files)
     yield from _safely(
-        "sandbox",
-        partial(check_sandbox, any(runs_code(part.recipe) for stage in stages for part in parts_of(stage))),
+        "sandbox", partial(check_sandbox, any(runs_code(part.recipe) for stage in stages for part in parts_of(stage)))
     )
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):

@@ -39,12 +39,7 @@ def test_saved_groups_follow_the_recipes_policies(
         }
     )
     tasks = load_tasks(DataConfig(path=str(quickstart_run / "prepared" / "train.jsonl"), limit=12))
-    run_rollout(
-        recipe,
-        tmp_path,
-        lambda record: None,
-        opening(recipe, tasks, QUICKSTART, warm_server),
-    )
+    run_rollout(recipe, tmp_path, lambda record: None, opening(recipe, tasks, QUICKSTART, warm_server))
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
     assert len(chains) == 24
     called = [chain for chain in chains if chain.outcome is Outcome.MAX_TURNS]
@@ -179,12 +174,7 @@ def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
         }
     )
     logged: list[dict[str, float]] = []
-    found = run_eval(
-        recipe,
-        tmp_path / "eval",
-        logged.append,
-        opening(recipe, rows, QUICKSTART, warm_server),
-    )
+    found = run_eval(recipe, tmp_path / "eval", logged.append, opening(recipe, rows, QUICKSTART, warm_server))
     assert logged == [{f"eval/{name}": value for name, value in found.figures().items()}]
     assert found.chains == 10 * 5
     assert not found.failures

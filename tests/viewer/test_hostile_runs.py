@@ -260,22 +260,12 @@ def _called(arguments: Any, call_id: Any = "1") -> str:
 
 
 _ODD = [
-    *(
-        _row(token_ids=[-1, 2, 3]),
-        _row(token_ids=[2**40, 2, 3]),
-        _row(mask=[1]),
-        _row(mask="x"),
-        _row(versions=["x"]),
-    ),
+    *(_row(token_ids=[-1, 2, 3]), _row(token_ids=[2**40, 2, 3]), _row(mask=[1]), _row(mask="x"), _row(versions=["x"])),
     *(_row(versions=[{"version": "1", "start": "a", "end": []}]), _row(turn_ends="x"), _row(logprobs=None)),
     *(_said({"role": "user", "content": ["a", 5, None]}), _said({"role": "user", "content": {"a": 1}})),
     *(_said({"role": {"a": 1}, "content": 10**400}), _said({"role": "user", "content": [{"type": []}]})),
     _said({"role": "user", "content": [{"type": "image_url", "image_url": "here"}]}),
-    *(
-        _said(turns="1.5"),
-        _said(turns=10**400),
-        _said(timeline=[{"activity": "model", "start": 0, "end": 10**400}]),
-    ),
+    *(_said(turns="1.5"), _said(turns=10**400), _said(timeline=[{"activity": "model", "start": 0, "end": 10**400}])),
     *(_said(turn_rewards="x"), _said(workspaces=5), _said(metrics=[]), _said(reward="inf")),
     *(_called({"bbox_2d": [0, 0, 10**400, 1]}), _called({"x": 10**400, "y": 1}), _called({"x": 1, "y": 1}, ["1"])),
 ]

@@ -236,21 +236,6 @@ def test_a_click_on_a_step_shows_its_trajectories(viewer: str, page: "Page") -> 
     assert page.locator(".count").inner_text() == "1–4 of 4 trajectories"
 
 
-def test_a_run_has_one_colour_and_its_stages_have_dashes(tmp_path: Path, page: "Page") -> None:
-    whole = RunFolder.create(tmp_path / "whole", yaml.safe_dump({"stages": [{"name": "first"}, {"name": "second"}]}))
-    other = RunFolder.create(tmp_path / "other", yaml.safe_dump(RECIPE))
-    stages = [RunFolder.create(whole.path / name, yaml.safe_dump(RECIPE)) for name in ("first", "second")]
-    for run in (*stages, other):
-        for step in (1, 2):
-            run.log({"step": step, "reward": 0.5 * step})
-    with viewing(whole.path, other.path) as url:
-        page.goto(url)
-        plot = page.locator('[data-chart="reward"] .plot')
-        plot.locator(".trace").first.wait_for(state="attached")
-        lines = plot.evaluate("plot => plot.data.map(t => [t.name, COLOURS.indexOf(t.line.color), t.line.dash])")
-    assert lines == [["whole/first", 0, "solid"], ["whole/second", 0, "dash"], ["other", 1, "solid"]]
-
-
 def test_groups_of_equal_rewards_say_that_they_have_no_gradient(tmp_path: Path, page: "Page") -> None:
     ids, run = tokenizer(), RunFolder.create(tmp_path / "equal", yaml.safe_dump(RECIPE))
     row = lambda: sampled_row([("Where?", False), ("north", True)], ids, ["1"])  # noqa: E731
@@ -469,11 +454,7 @@ def test_a_histogram_shows_the_rewards_of_a_step(viewer: str, page: "Page") -> N
     page.wait_for_function("() => document.querySelectorAll('#rewards button.bin').length === 3")
     assert head.locator(".unit").inner_text() == "step 5"
     assert head.locator(".note").inner_text() == "3 chains, mean 0.4167, 1 without a reward"
-    assert bins_of(page) == {
-        "reward 0 to below 0.05": 1,
-        "reward 0.25 to below 0.3": 1,
-        "reward 0.95 to 1": 1,
-    }
+    assert bins_of(page) == {"reward 0 to below 0.05": 1, "reward 0.25 to below 0.3": 1, "reward 0.95 to 1": 1}
     # step by step, by keyboard too
     labels = page.locator("#rewards .axis span")
     assert labels.all_inner_texts() == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
