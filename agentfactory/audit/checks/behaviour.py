@@ -11,7 +11,7 @@ from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.chains.outcome_warnings import FIXES, SHARE
 from agentfactory.rollout.evaluation import rules
-from agentfactory.rollout.evaluation.rules import UNREADABLE, UNREADABLE_RISE, fix_unreadable
+from agentfactory.rollout.evaluation.rules import UNREADABLE, fix_unreadable
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 ENOUGH_CALLS = 32
@@ -174,50 +174,34 @@ def _alike(error: str) -> str:
     return "".join("0" if char.isdigit() else char for char in error)[:200]
 
 
-PARTS, ENOUGH_TURNS = 4, 200
-"""Parts of the run of which the first and the last are compared, and turns that each needs."""
+ENOUGH_TURNS = 200
 
 
 class FormatCheck(Check):
-    """The share of turns that the tool-call format cannot read must not rise."""
+    """The tool-call format must be able to read most turns. That fewer can be read than before is a symptom of the
+    metrics."""
 
     topic = "format"
     needs = (MALFORMED,)
 
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
-        self._turns: list[tuple[int, int]] = []
-        self._last: Evidence | None = None
+        self._turns = 0
+        self._malformed = Places()
 
     async def note(self, seen: Seen) -> None:
-        if seen.held_out:
-            return
-        turns = sum(chain.turns for chain in seen.group.trajectories)
-        malformed = sum(len(chain.malformed_turns) for chain in seen.group.trajectories)
-        self._turns.append((turns, malformed))
-        for chain in seen.group.trajectories:
-            if chain.malformed_turns:
-                text = f"turn {chain.malformed_turns[0] + 1}: {chain.errors[0] if chain.errors else ''}"
-                self._last = Evidence(text[:200], seen.group.id, chain.id, file=seen.file)
+        for chain in seen.group.trajectories if not seen.held_out else ():
+            self._turns += chain.turns
+            for turn in chain.malformed_turns:
+                text = f"turn {turn + 1}: {chain.errors[0] if chain.errors else ''}"
+                self._malformed.add(Evidence(text[:200], seen.group.id, chain.id, file=seen.file))
 
     def findings(self) -> Iterator[Finding]:
-        size = len(self._turns) // PARTS
-        shares = []
-        for part in (self._turns[:size], self._turns[-size:]) if size else ():
-            turns, malformed = (sum(column) for column in zip(*part, strict=True))
-            if turns < ENOUGH_TURNS:
-                return
-            shares.append(malformed / turns)
-        if not shares:
-            return
-        places = [self._last] if self._last is not None else []
-        if shares[1] - shares[0] > UNREADABLE_RISE:
-            text = f"unreadable turns rose from {shares[0]:.0%} of the first quarter to {shares[1]:.0%} of the last"
-            yield self.warning(text, "set train.advantage.malformed_turns, or lower the learning rate", places)
-        elif min(shares) > UNREADABLE:
-            text = f"most turns cannot be read: {shares[0]:.0%} in the first quarter, {shares[1]:.0%} in the last"
-            yield self.warning(text, fix_unreadable(), places)
+        places = self._malformed
+        if self._turns >= ENOUGH_TURNS and places.total > UNREADABLE * self._turns:
+            text = f"most turns cannot be read: {places.total:,} of {self._turns:,} ({places.total / self._turns:.0%})"
+            yield self.warning(text, fix_unreadable(), places.kept)
 
     @property
     def looked_at(self) -> str:
-        return f"{sum(turns for turns, _ in self._turns):,} turns" if self._turns else ""
+        return f"{self._turns:,} turns" if self._turns else ""
