@@ -1,6 +1,6 @@
 """Rules of diagnosis that several of its parts apply: the look at the first chains, alarms and symptoms of a training,
 and the audit of a saved run. Each of these thresholds, texts and fixes stands here once; those of bad outcomes stand in
-`rollout.chains.outcome_warnings`."""
+`agentfactory.rollout.chains.outcome_warnings`."""
 
 from collections.abc import Mapping, Sequence
 
