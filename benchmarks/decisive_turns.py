@@ -22,7 +22,7 @@ from typing import Any
 
 from training_runs import only_checkpoint, train_once
 
-from agentfactory.audit.replay.decisive_turns import ranked, turn_effects
+from agentfactory.audit.replay.continuations import ranked, turn_effects
 from agentfactory.audit.replay.prefix import tokens_of
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.launching.served_weights import what_is_served

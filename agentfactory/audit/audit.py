@@ -5,24 +5,21 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.checks.behaviour import FormatCheck, OutcomeCheck, ToolCallCheck
 from agentfactory.audit.checks.ending import EndingCheck
-from agentfactory.audit.checks.formats import FormatCheck
-from agentfactory.audit.checks.greedy import GreedyCheck
 from agentfactory.audit.checks.groups import GroupCheck
 from agentfactory.audit.checks.lengths import LengthCheck
 from agentfactory.audit.checks.metrics import MetricCheck
-from agentfactory.audit.checks.outcomes import OutcomeCheck
 from agentfactory.audit.checks.replays import ReplayCheck
 from agentfactory.audit.checks.rewards import RewardCheck
 from agentfactory.audit.checks.tasks import TaskCheck
-from agentfactory.audit.checks.tokens import TokenCheck
-from agentfactory.audit.checks.tool_calls import ToolCallCheck
-from agentfactory.audit.checks.trained import TrainedCheck
+from agentfactory.audit.checks.tokens import GreedyCheck, TokenCheck, TrainedCheck
 from agentfactory.audit.checks.weights import WeightCheck
-from agentfactory.audit.finding import READ, Evidence, Finding, Places, Report, Severity, Unchecked
 from agentfactory.audit.opened import Opened, open_part
-from agentfactory.audit.record import RECIPE, Record
+from agentfactory.audit.record import READ, RECIPE, Places, Record
+from agentfactory.audit.reports import Report, Unchecked
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Evidence, Finding, Severity
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.schema import Recipe

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from agentfactory.audit.finding import Report, Severity
+from agentfactory.audit.reports import Report
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Severity
 
 ABOUT = "check what a run did against its own files: tokens, masks, rewards, weights, tasks"
 EXAMPLES = ["audit runs/mine", "audit runs/mine --html mine.html", "audit runs/mine --json"]
@@ -30,13 +31,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     file cannot be written."""
     # these take a second to import
     from agentfactory.audit.audit import audit
-    from agentfactory.audit.reports.as_json import to_json
-    from agentfactory.audit.reports.conclusion import conclude
-    from agentfactory.audit.reports.html import page_of
-    from agentfactory.audit.reports.text import lines_of
-    from agentfactory.audit.run_record import KIND
-    from agentfactory.audit.runs import records_at
-    from agentfactory.audit.saved_reports import save_audit
+    from agentfactory.audit.reports import conclude, page_of, save_audit, text_lines, to_json
+    from agentfactory.audit.run_record import KIND, records_at
 
     if options.html is not None and not options.html.absolute().parent.is_dir():
         raise SettingError("--html", f"{options.html.parent} is not a folder", "create it first")
@@ -51,7 +47,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         if options.json:
             say(json.dumps(to_json(report, conclusion), ensure_ascii=False))
         else:
-            say("\n".join([*([""] if found else []), *lines_of(report, conclusion)]))
+            say("\n".join([*([""] if found else []), *text_lines(report, conclusion)]))
         found.append((report, conclusion))
     if options.html is not None:
         try:

@@ -4,10 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from agentfactory.audit.finding import Evidence, Finding, Severity, Unchecked
 from agentfactory.audit.opened import Opened
 from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.reports import Unchecked
+from agentfactory.base.findings import Evidence, Finding, Severity
+from agentfactory.rollout.trajectory import Trajectory
 
+NEAR = 1e-6
 Parts = dict[tuple[bool, str], Opened]
 """(whether for held-out tasks, name of the source) -> the part of the recipe."""
 
@@ -27,6 +30,7 @@ class Check(ABC):
         self.parts = parts
         self.unchecked: list[Unchecked] = []
         """Subjects that the check could not compare, known after all groups."""
+        self._counted = 0
 
     @abstractmethod
     async def note(self, seen: Seen) -> None:
@@ -40,6 +44,15 @@ class Check(ABC):
     @abstractmethod
     def looked_at(self) -> str:
         """Number of compared chains, tokens or files, such as "1,200 chains"; empty if there was nothing to compare."""
+
+    def some_of(self, seen: Seen, most: int) -> Iterator[Trajectory]:
+        """Yield the chains of a group to look at, if all would take too long: of those of training about `most`, evenly
+        over the run, and every tenth held-out one."""
+        every = 10 if seen.held_out else max(1, self.record.size * len(seen.group.trajectories) // most)
+        for chain in seen.group.trajectories:
+            self._counted += 1
+            if self._counted % every == 0:
+                yield chain
 
     def part_of(self, seen: Seen) -> Opened:
         """Return the part of the recipe whose chains these are."""
@@ -56,3 +69,8 @@ class Check(ABC):
     def remark(self, text: str, fix: str = "", evidence: Sequence[Evidence] = ()) -> Finding:
         """Return a finding of severity NOTE."""
         return Finding(Severity.NOTE, self.topic, text, fix, evidence)
+
+
+def differ(found: float, saved: float) -> bool:
+    """Return whether two figures differ by more than rounding."""
+    return abs(found - saved) > NEAR * max(1.0, abs(found))

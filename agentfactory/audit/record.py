@@ -5,9 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.finding import Finding
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Group
+
+READ = "its files"
+"""Topic of findings about files that cannot be read."""
+MOST_EVIDENCE = 5
+"""Places of a finding that are kept; the text has the number of all."""
 
 TOKENS = "tokens"
 """Token ids and masks of the rows."""
@@ -67,3 +72,20 @@ class Record:
     trained: Mapping[int, int] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     problems: list[Finding] = field(default_factory=list)
+
+
+@dataclass
+class Places:
+    """Evidence as it is found: the first MOST_EVIDENCE places, and the number of all."""
+
+    total: int = 0
+    kept: list[Evidence] = field(default_factory=list)
+
+    def add(self, evidence: Evidence) -> None:
+        """Note a place."""
+        self.total += 1
+        if len(self.kept) < MOST_EVIDENCE:
+            self.kept.append(evidence)
+
+    def __bool__(self) -> bool:
+        return self.total > 0

@@ -1,4 +1,5 @@
-"""The records of AgentFactory's own runs: one for each stage that has chains."""
+"""The records of the runs at a path: of AgentFactory's own, one for each stage that has chains, or of another
+project's."""
 
 import json
 import os
@@ -9,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.finding import READ, Evidence, Finding, Severity
-from agentfactory.audit.record import HELD_OUT, METRICS, RECIPE, TRAINED, Record, Seen
+from agentfactory.audit.foreign.formats import read as read_foreign
+from agentfactory.audit.record import HELD_OUT, METRICS, READ, RECIPE, TRAINED, Record, Seen
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import lines_of, open_file
+from agentfactory.base.findings import Evidence, Finding, Severity
 from agentfactory.launching.run_folder import RECIPE as RECIPE_FILE
-from agentfactory.launching.run_folder import RunFolder, is_run
+from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_run_of, is_run
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups, train_files
@@ -230,3 +232,23 @@ def _ends_in_a_line(file: Path) -> bool:
 def _unreadable(name: str, error: Exception) -> Finding:
     fix = "copy the run folder again, or remove the damaged line"
     return Finding(Severity.WRONG, READ, f"{name} cannot be read", fix, [Evidence(str(error), file=name)])
+
+
+def records_at(path: Path) -> list[Record]:
+    """Return the records of the run at `path`, one for each of its stages. Raises SettingError if there is none, if
+    another project's files are damaged, or if the folder of the run has links or other special files."""
+    if not path.exists():
+        raise SettingError("RUN", f"there is no {path}", "name the folder of a run, such as runs/quickstart")
+    # first, because a folder with `logs` looks like a run of ours
+    if (foreign := read_foreign(path)) is not None:
+        return [foreign]
+    try:
+        check_run_of(path / RECIPE_FILE)
+        found = records_of(path)
+    except RunFolderError as error:
+        problem, _, fix = str(error).partition("; fix: ")
+        raise SettingError("RUN", problem, fix or "name another folder") from None
+    if not found:
+        fix = "name a folder that `agentfactory train` has written, or files of one of the projects in docs/audit.md"
+        raise SettingError("RUN", f"{path} is no run", fix)
+    return found

@@ -317,12 +317,11 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _view(options: argparse.Namespace) -> int:
     from agentfactory.base.errors import SettingError
-    from agentfactory.viewer.runs.run_data import ViewError
     from agentfactory.viewer.view_command import run
 
     try:
         run(options, _say)
-    except (SettingError, ViewError) as error:
+    except SettingError as error:
         return _refuse(error)
     return OK
 

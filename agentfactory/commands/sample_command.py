@@ -7,9 +7,9 @@ from pathlib import Path
 from textwrap import indent
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Finding, ok, problem
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.commands.server_commands import acting, schedule_of
-from agentfactory.doctor.finding import Finding, ok, problem, warning
 from agentfactory.launching.child_processes import ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
@@ -60,8 +60,8 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         # these import transformers
         from agentfactory.rollout.evaluation.advice import advise
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
-        from agentfactory.rollout.evaluation.first_look import plural
-        from agentfactory.rollout.evaluation.look_text import describe
+        from agentfactory.rollout.evaluation.first_look import describe
+        from agentfactory.rollout.evaluation.rules import plural
         from agentfactory.rollout.sources import load_all
 
         used = served.recipe
@@ -78,5 +78,4 @@ def _look(kept: Recipe | StagedRecipe, aside: Recipe | StagedRecipe, chains: int
         if (lost := look.chains - len(look.rewards)) > look.chains / 2:
             text = f"{lost} of {plural(look.chains, 'chain')}{of} have no reward"
             yield problem(_SUBJECT, text, "correct the cause above")
-        for advice in advise(look):
-            yield warning(advice.topic, advice.text, advice.fix)
+        yield from advise(look)

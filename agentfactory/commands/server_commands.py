@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from agentfactory.rollout.evaluation.evaluate import Evaluation
-    from agentfactory.rollout.evaluation.first_look import Look
-    from agentfactory.rollout.evaluation.look_text import Schedule
+    from agentfactory.rollout.evaluation.first_look import Look, Schedule
     from agentfactory.rollout.evaluation.side_by_side import OtherEvaluation
     from agentfactory.rollout.sources import Loaded, Source
 
@@ -199,7 +198,7 @@ def _report(
 def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say) -> None:
     """Print the looks of the chains of each source, `running` of which were to run at a time."""
     from agentfactory.rollout.evaluation.advice import advise
-    from agentfactory.rollout.evaluation.look_text import describe
+    from agentfactory.rollout.evaluation.first_look import describe
 
     for name, look in looks.items():
         of = f" of source {name}" if name else ""
@@ -212,7 +211,7 @@ def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say
 def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
     """Return the chains of a step of `recipe`, for a look at `running` chains that ran at a time as far as they may;
     None if its training runs no chains."""
-    from agentfactory.rollout.evaluation.look_text import Schedule
+    from agentfactory.rollout.evaluation.first_look import Schedule
 
     if not runs_chains(recipe, "train"):
         return None

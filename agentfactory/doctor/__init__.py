@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Finding, Severity, ok, problem, warning
 from agentfactory.base.processes.memory import memory_room
-from agentfactory.doctor.finding import Finding, Level, ok, problem, warning
 from agentfactory.doctor.machine_checks import (
     check_devices,
     check_disk,
@@ -29,7 +29,6 @@ from agentfactory.doctor.recipe_checks import (
     check_servers,
     check_vllm,
     has_tasks,
-    open_files,
     runs_code,
     starts_server,
 )
@@ -41,7 +40,7 @@ from agentfactory.rollout.config import Part, distinct
 from agentfactory.rollout.model_hub import has_tokenizer
 
 Check = Callable[[], Iterable[Finding]]
-_COLORS = {Level.OK: "32", Level.WARNING: "33", Level.PROBLEM: "1;31"}
+_COLORS = {Severity.OK: "32", Severity.WARNING: "33", Severity.PROBLEM: "1;31"}
 
 
 def run(
@@ -54,12 +53,12 @@ def run(
 ) -> bool:
     """Print all findings; with `coordinates`, also determine the model's image coordinates. If there is no problem,
     also print the findings of `look`, which takes longer. Return True if there is no problem."""
-    counts: Counter[Level] = Counter()
+    counts: Counter[Severity] = Counter()
     said = set()
 
     def findings() -> Iterator[Finding]:
         yield from examine(recipe, overrides, coordinates)
-        if look is not None and counts[Level.PROBLEM]:
+        if look is not None and counts[Severity.PROBLEM]:
             yield warning("first look", "nothing was sampled, because of the problems above", "correct them first")
         elif look is not None:
             yield from _safely("first look", look)
@@ -68,18 +67,18 @@ def run(
         # findings that several stages share are reported once
         if finding not in said:
             said.add(finding)
-            counts[finding.level] += 1
+            counts[finding.severity] += 1
             say(_line(finding))
-    say(f"{_count(counts[Level.PROBLEM], 'problem')}, {_count(counts[Level.WARNING], 'warning')}")
-    return not counts[Level.PROBLEM]
+    say(f"{_count(counts[Severity.PROBLEM], 'problem')}, {_count(counts[Severity.WARNING], 'warning')}")
+    return not counts[Severity.PROBLEM]
 
 
 def _line(finding: Finding) -> str:
-    level = f"{finding.level:8}"
+    level = f"{finding.severity:8}"
     if sys.stdout.isatty():
-        level = f"\x1b[{_COLORS[finding.level]}m{level}\x1b[0m"
+        level = f"\x1b[{_COLORS[finding.severity]}m{level}\x1b[0m"
     fix = f"\n{'':9}fix: {finding.fix}" if finding.fix else ""
-    return f"{level} {finding.subject}: {finding.text}{fix}"
+    return f"{level} {finding.topic}: {finding.text}{fix}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -111,11 +110,10 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
         for lack in {str(lack): lack for lack in lacks}.values():
             yield problem("recipe", lack.without_fix, lack.fix)
     yield from _safely("disk", partial(check_disk, stages[0].output if stages else Path.cwd()))
-    most = max(map(open_files, stages), default=None)
-    yield from _safely("open files", check_open_files if most is None else partial(check_open_files, most))
+    if not stages:
+        yield from _safely("open files", check_open_files)
     yield from _safely(
-        "sandbox",
-        partial(check_sandbox, any(runs_code(part.recipe) for stage in stages for part in parts_of(stage))),
+        "sandbox", partial(check_sandbox, any(runs_code(part.recipe) for stage in stages for part in parts_of(stage)))
     )
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
@@ -129,6 +127,9 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     """Yield the checks for one stage."""
+    limit = recipe.rollout.concurrency
+    chains = recipe.server.max_num_seqs if limit == "auto" else limit
+    yield "open files", partial(check_open_files, -(-chains // recipe.rollout.workers))
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)

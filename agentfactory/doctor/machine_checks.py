@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -14,21 +13,24 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Finding, ok, problem, warning
+from agentfactory.base.http.connections import raise_open_files
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.user_code.entry_points import WORLDS
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
 from agentfactory.placement.placement import GPU_DRIVERS
+from agentfactory.rollout.inference import concurrency
 from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import Sandbox
 
 _LITTLE_MEMORY = 3 * 2**30
 """Bytes that the quickstart's processes take, with some reserve."""
 _LITTLE_DISK, _NO_DISK = 5 * 2**30, 2**30
-_FILES = 1024
-"""Number of open files that any command may need."""
+_CHAINS = 256
+"""Chains at a time of which any machine should be able to open the files."""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -133,20 +135,25 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         yield ok("disk", text)
 
 
+def gib(size: float) -> str:
+    """Format bytes as GiB."""
+    return f"{size / 2**30:.1f} GiB"
+
+
 def existing(folder: Path) -> Path:
     """Return `folder`, or its nearest existing parent."""
     folder = folder.absolute()
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
-def check_open_files(needed: int = _FILES) -> Iterator[Finding]:
-    """Check that `needed` files and connections can be open at a time."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        fix = f"ulimit -n {needed}" if hard == resource.RLIM_INFINITY or hard >= needed else "raise the hard limit"
-        yield problem("open files", f"a process may have {soft} open, but about {needed} may be needed", fix)
+def check_open_files(chains: int = _CHAINS) -> Iterator[Finding]:
+    """Check that a process may open the files of `chains` at a time, as the run does."""
+    try:
+        concurrency.check_open_files(chains)
+    except SettingError as error:
+        yield problem("open files", error.problem, error.fix)
     else:
-        yield ok("open files", f"a process may have {soft}")
+        yield ok("open files", f"a process may have {raise_open_files() or 'any number'}")
 
 
 def check_sandbox(used: bool) -> Iterator[Finding]:

@@ -13,13 +13,13 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureError
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.doctor.finding import Finding, gib, ok, problem, warning
-from agentfactory.doctor.machine_checks import existing
+from agentfactory.doctor.machine_checks import existing, gib
 from agentfactory.placement.placement import place
 from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
@@ -49,13 +49,6 @@ def runs_code(recipe: Recipe) -> bool:
     if any(getattr(load_named(place), "sandboxed", False) for place in places):
         return True
     return any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
-
-
-def open_files(recipe: Recipe) -> int:
-    """Return the maximum open files and connections of a process of the recipe: a chain has one or two connections to a
-    server, and its tools have pipes and sandboxes."""
-    most = recipe.rollout.concurrency
-    return 256 + 8 * (recipe.server.max_num_seqs if most == "auto" else most)
 
 
 def starts_server(recipe: Recipe) -> bool:

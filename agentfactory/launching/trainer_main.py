@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.base.findings import Finding
 from agentfactory.base.processes.memory import return_freed_memory
 from agentfactory.base.run_notices import Notice, Notices, notify
 from agentfactory.base.user_code.source_files import digests_of
@@ -45,7 +46,7 @@ from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as found_checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import find_best, step_of
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.loop.health import Finding, Health, ordered_by
+from agentfactory.trainers.loop.health import Health, ordered_by
 from agentfactory.trainers.loop.rl import Note, SavedGroups, Services, TrainResult, train_rl
 from agentfactory.trainers.loop.sft import conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.loop.stopping import Stop, name_of
@@ -262,7 +263,7 @@ class _Display:
         for metrics in folder.read_metrics():
             for finding in self._health.note(metrics):
                 self.findings.append(finding)
-                notices.take(Notice(finding.symptom, finding.text))
+                notices.take(Notice(finding.topic, finding.text))
         folder.on_log = self._show
 
     def _show(self, metrics: dict[str, Any]) -> None:
@@ -270,10 +271,10 @@ class _Display:
         if self._tracking is not None:
             self._tracking.log(metrics)
         for finding in self._health.note(metrics):
-            notify(logger, finding.symptom, finding.text)
+            notify(logger, finding.topic, finding.text)
             self.findings.append(finding)
-            if finding.symptom in self._stop_when:
-                self._stop.ask(finding.symptom)
+            if finding.topic in self._stop_when:
+                self._stop.ask(Symptom(finding.topic))
 
     def note_groups(self, step: int, groups: list[Group], credit: list[str]) -> None:
         """Record the groups of a step and the credit of their tokens."""
@@ -376,7 +377,7 @@ def _summary(
     if isinstance(ended_by, signal.Signals):
         status, reason = "interrupted", {"reason": name_of(ended_by)}
     elif ended_by is not None:
-        text = next(finding.text for finding in reversed(display.findings) if finding.symptom is ended_by)
+        text = next(finding.text for finding in reversed(display.findings) if finding.topic == ended_by)
         status, reason = "stopped", {"reason": f"train.stop_when: {ended_by}: {text}"}
     best = find_best(found_checkpoints(folder.checkpoints), recipe.train.keep_best)
 

@@ -13,13 +13,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentfactory.viewer.access import Guard
-from agentfactory.viewer.charts import charts
+from agentfactory.viewer.charts import charts, series_of
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.query import BadQuery, Query
 from agentfactory.viewer.runs.recipe_difference import difference
 from agentfactory.viewer.runs.reports import audit_of, table_of
 from agentfactory.viewer.runs.run_data import Run
-from agentfactory.viewer.runs.series import series_of
 from agentfactory.viewer.runs.text_search import SECONDS, TextSearches
 from agentfactory.viewer.trajectories.trajectory_page import Chain, NotThere, find_chain, image_of, page_of
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from agentfactory.base.errors import SettingError
 from agentfactory.viewer.app import SCRIPTS, names_of, page_file, plotly_script
-from agentfactory.viewer.charts import charts
+from agentfactory.viewer.charts import charts, series_of
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.query import MOST_ROWS, Query
-from agentfactory.viewer.runs.run_data import Run, ViewError
+from agentfactory.viewer.runs.run_data import Run
 from agentfactory.viewer.runs.saved_groups import task_text, texts_of
-from agentfactory.viewer.runs.series import series_of
-from agentfactory.viewer.trajectories.chain_images import data_url
+from agentfactory.viewer.trajectories.image_marks import data_url
 from agentfactory.viewer.trajectories.trajectory_page import NotThere, find_chain, page_of
 
 MOST_TRAJECTORIES = 200
@@ -29,14 +29,14 @@ _POLICY = (
 
 
 def export(folders: Sequence[Path], file: Path) -> str:
-    """Write the page of these runs to `file`, and return a description of its content. Raises ViewError.
+    """Write the page of these runs to `file`, and return a description of its content. Raises SettingError.
 
     It contains at most MOST_TRAJECTORIES trajectories, of at most MOST_BYTES in all. Each run has an equal share of
     both, plus what smaller runs leave unused; within a run, trajectories are spread evenly. Recipes are left out,
     because they may contain private names.
     """
     if not file.parent.is_dir():
-        raise ViewError(f"--export {file}: {file.parent} is not a folder; fix: create it first")
+        raise SettingError("", f"--export {file}: {file.parent} is not a folder", "create it first")
     follower = Follower(folders)
     follower.read_all()
     pages, searched = _pages(follower)
@@ -53,7 +53,7 @@ def export(folders: Sequence[Path], file: Path) -> str:
         aside.write_text(_page(data), encoding="utf-8")
         aside.replace(file)
     except OSError as error:
-        raise ViewError(f"--export {file}: {error.strerror}; fix: name a file that can be written") from None
+        raise SettingError("", f"--export {file}: {error.strerror}", "name a file that can be written") from None
     total = sum(run["chains"] for run in state["runs"])
     size, problems = file.stat().st_size / 1e6, sum(len(run.problems) for run in follower.runs)
     unread = f"; the page lists {problems} unreadable files or lines" if problems else ""

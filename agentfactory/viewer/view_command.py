@@ -6,13 +6,13 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from agentfactory.base.errors import SettingError
 from agentfactory.base.http.http_server import serve_http
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.viewer.access import PrivatePath
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.html_export import export
 from agentfactory.viewer.runs.follower import Follower
-from agentfactory.viewer.runs.run_data import ViewError
 
 PORT = 8765
 _HOST = "127.0.0.1"
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Show the runs until Ctrl-C, or export them. Raises ViewError, and SettingError without the extra `viewer`."""
+    """Show the runs until Ctrl-C, or export them. Raises SettingError, also without the extra `viewer`."""
     check_extra("viewer")
     if options.export is not None:
         say(export(options.runs, options.export))
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
-    """Show runs on loopback until Ctrl-C or SIGTERM. Raises ViewError if it cannot start."""
+    """Show runs on loopback until Ctrl-C or SIGTERM. Raises SettingError if it cannot start."""
     follower = Follower(folders)
     listener = _listen(port)
     port = listener.getsockname()[1]
@@ -63,7 +63,7 @@ def _listen(port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise ViewError(f"--port {port}: {error.strerror}; fix: --port 0 takes a free one") from None
+        raise SettingError("", f"--port {port}: {error.strerror}", "--port 0 takes a free one") from None
     return listener
 
 

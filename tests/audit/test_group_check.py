@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from agentfactory.audit.checks.groups import GroupCheck
-from agentfactory.audit.finding import Finding
 from agentfactory.audit.record import Record, Seen
+from agentfactory.base.findings import Finding
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory

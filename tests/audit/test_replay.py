@@ -10,9 +10,18 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from agentfactory.audit.replay import pairs
-from agentfactory.audit.replay.continuations import ReplayError, Results, continuations, results_of
-from agentfactory.audit.replay.decisive_turns import TurnEffect, ranked, turn_effects
+from agentfactory.audit.replay.continuations import (
+    ReplayError,
+    Results,
+    TurnEffect,
+    continuations,
+    credit,
+    preference,
+    ranked,
+    results_of,
+    transcript,
+    turn_effects,
+)
 from agentfactory.audit.replay.prefix import Change
 from agentfactory.audit.replay.saved_chain import SavedChain, find_chain
 from agentfactory.audit.run_record import records_of
@@ -156,14 +165,14 @@ def ended(reward: float | None, *said: str) -> Trajectory:
 
 def test_rows_of_data() -> None:
     saved, good, bad = ended(0.0, "a", "b"), ended(1.0, "a", "c"), ended(0.2, "a", "d")
-    row = pairs.preference(saved, 1, [bad, good], [])
+    row = preference(saved, 1, [bad, good], [])
     assert row["prompt"] == saved.messages[:2]
     assert (row["chosen"], row["rejected"]) == (good.messages[2:], bad.messages[2:])
-    assert pairs.transcript([bad, good], [])["messages"] == good.messages
+    assert transcript([bad, good], [])["messages"] == good.messages
     effects = [TurnEffect(1, results(0.5), results(0.75)), TurnEffect(2, results(0.75), results(0.0))]
-    assert pairs.credit(saved, effects, [])["turn_rewards"] == [0.25, -0.75]
+    assert credit(saved, effects, [])["turn_rewards"] == [0.25, -0.75]
     with pytest.raises(ValueError, match="all continuations have the reward 1"):
-        pairs.preference(saved, 1, [good, good], [])
+        preference(saved, 1, [good, good], [])
     with pytest.raises(ReplayError, match="no continuation has a reward"):
         results_of([ended(None, "a")])
 

@@ -11,8 +11,8 @@ import yaml
 from aiohttp import web
 from PIL import Image
 
+from agentfactory.base.findings import Finding, Severity
 from agentfactory.doctor.coordinate_checks import check_coordinates, pictures, scores
-from agentfactory.doctor.finding import Finding, Level
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision
@@ -105,24 +105,24 @@ async def asked(folder: Path, kind: str, way: Coordinates, coordinates: str = "a
 async def test_a_model_of_a_family_states_places_as_the_family_does(tmp_path: Path, kind: str) -> None:
     *shown, verdict = await asked(tmp_path, kind, LEARNED[kind])
     assert len(shown) == len(pictures())
-    assert verdict.level is Level.OK, verdict
+    assert verdict.severity is Severity.OK, verdict
     assert f"uses {LEARNED[kind]} coordinates " in verdict.text
 
 
 @pytest.mark.parametrize("way", [Coordinates.PIXELS, Coordinates.RELATIVE1])
 async def test_another_way_is_a_problem_with_its_fix(tmp_path: Path, way: Coordinates) -> None:
     verdict = (await asked(tmp_path, "qwen3_vl", way))[-1]
-    assert verdict.level is Level.PROBLEM
+    assert verdict.severity is Severity.PROBLEM
     assert f"uses {way} coordinates (mean IoU: " in verdict.text
     assert "rollout.coordinates is relative1000" in verdict.text
     assert verdict.fix == f"rollout.coordinates={way}"
 
 
 async def test_the_fix_is_right(tmp_path: Path) -> None:
-    assert (await asked(tmp_path, "qwen3_vl", Coordinates.PIXELS, "pixels"))[-1].level is Level.OK
+    assert (await asked(tmp_path, "qwen3_vl", Coordinates.PIXELS, "pixels"))[-1].severity is Severity.OK
 
 
 def test_without_a_server_there_is_nobody_to_ask(tmp_path: Path) -> None:
     model = make_vision_model(tmp_path / "model")
     [finding] = check_coordinates(recipe_of(tmp_path, model, None, "auto"))
-    assert (finding.level, "agentfactory serve" in finding.fix) == (Level.PROBLEM, True)
+    assert (finding.severity, "agentfactory serve" in finding.fix) == (Severity.PROBLEM, True)

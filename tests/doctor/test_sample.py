@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Finding
 from agentfactory.commands import sample_command
-from agentfactory.doctor.finding import Finding
 from agentfactory.launching.child_processes import ChildFailed
 from tests.project import Command
 

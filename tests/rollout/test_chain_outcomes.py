@@ -31,7 +31,8 @@ GONE = chain(Outcome.TOOL_INFRASTRUCTURE, "tool server search died")
 
 def test_chains_that_are_lost_are_told_once_and_again_in_the_last_lines() -> None:
     first, last = told([chain()] * 16 + [GONE] * 80 + [chain()] * 32 + [GONE] * 20)
-    such = "chains ended as tool_infrastructure, such as: tool server search died; they are not trained"
+    such = "chains ended as tool_infrastructure, such as: tool server search died; they are not trained; fix: "
+    such += "repair the tool server; its own output is in the log"
     assert first == f"warning: 4 of 20 {such}"
     assert last == f"warnings of this run:\n  100 of 148 {such}"
 
@@ -45,11 +46,12 @@ def test_what_the_recipe_drops_and_what_does_not_fit_are_told_too() -> None:
     cut, long = chain(Outcome.MAX_TOKENS), chain(Outcome.CONTEXT_OVERFLOW)
     assert told([cut] * 50) == []
     assert (
-        "50 of 50 chains ended as max_tokens; they are not trained"
+        "50 of 50 chains ended as max_tokens; they are not trained; fix: raise rollout.max_tokens, or"
         in told([cut] * 50, RolloutConfig.model_validate({"on_outcome": {"max_tokens": "drop"}}))[-1]
     )
     assert told([long] * 8)[-1].endswith(
-        "8 of 8 chains ended as context_overflow; fix: raise rollout.max_total_tokens, or set rollout.context"
+        "8 of 8 chains ended as context_overflow; fix: raise rollout.max_total_tokens and server.max_model_len, or set "
+        "rollout.context"
     )
 
 

@@ -39,12 +39,7 @@ def test_saved_groups_follow_the_recipes_policies(
         }
     )
     tasks = load_tasks(DataConfig(path=str(quickstart_run / "prepared" / "train.jsonl"), limit=12))
-    run_rollout(
-        recipe,
-        tmp_path,
-        lambda record: None,
-        opening(recipe, tasks, QUICKSTART, warm_server),
-    )
+    run_rollout(recipe, tmp_path, lambda record: None, opening(recipe, tasks, QUICKSTART, warm_server))
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
     assert len(chains) == 24
     called = [chain for chain in chains if chain.outcome is Outcome.MAX_TURNS]
@@ -110,60 +105,31 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
     assert sum(figures[f"sampled/stop/{reason}"] for reason in ("answer", "max_tokens", "max_turns")) == 1.0
 
 
-def test_a_reward_that_wants_what_the_data_lacks_is_told_before_any_chain_runs(
-    warm_server: str, warm_start: Path, tmp_path: Path
-) -> None:
-    source = "from agentfactory import reward\n\n\n@reward\ndef right(prediction, answer):\n    return 1.0\n"
-    (tmp_path / "users.py").write_text(source)
-    tasks = [{"question": "go"}]
-    recipe = RolloutRecipe.model_validate(
-        {
-            "model": {"path": str(warm_start), "dtype": "float32"},
-            "rewards": ["users.py:right"],
-        }
-    )
-    with pytest.raises(ValueError, match="needs 'answer'"):
-        run_rollout(
-            recipe,
-            tmp_path,
-            lambda record: None,
-            opening(recipe, tasks, tmp_path, warm_server),
-        )
-    with pytest.raises(ValueError, match="needs 'answer'"):
-        run_eval(
-            recipe,
-            tmp_path,
-            lambda record: None,
-            opening(recipe, tasks, tmp_path, warm_server),
-        )
-    assert not list(tmp_path.glob("*rollout*"))
+NEEDS_ANSWER = "from agentfactory import reward\n\n\n@reward\ndef right(prediction, answer):\n    return 1.0\n"
 
 
-def test_an_environment_that_cannot_be_had_is_told_before_any_chain_runs(
-    warm_server: str, warm_start: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("fields", "error", "problem"),
+    [
+        ({"rewards": ["users.py:right"]}, ValueError, "needs 'answer'"),
+        (
+            {
+                "mcp_servers": {"code": {"module": "code_interpreter", "options": {"seconds": -1}}},
+                "rewards": [{"reward": "length", "options": {"longest": 8}}],
+            },
+            ToolInfrastructureError,
+            "seconds: got -1",
+        ),
+    ],
+)
+def test_what_cannot_run_is_told_before_any_chain_runs(
+    warm_server: str, warm_start: Path, tmp_path: Path, fields: dict[str, Any], error: type[Exception], problem: str
 ) -> None:
-    tasks = [{"question": "go"}]
-    recipe = RolloutRecipe.model_validate(
-        {
-            "model": {"path": str(warm_start), "dtype": "float32"},
-            "mcp_servers": {"code": {"module": "code_interpreter", "options": {"seconds": -1}}},
-            "rewards": [{"reward": "length", "options": {"longest": 8}}],
-        }
-    )
-    with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
-        run_rollout(
-            recipe,
-            tmp_path,
-            lambda record: None,
-            opening(recipe, tasks, tmp_path, warm_server),
-        )
-    with pytest.raises(ToolInfrastructureError, match="seconds: got -1"):
-        run_eval(
-            recipe,
-            tmp_path,
-            lambda record: None,
-            opening(recipe, tasks, tmp_path, warm_server),
-        )
+    (tmp_path / "users.py").write_text(NEEDS_ANSWER)
+    recipe = RolloutRecipe.model_validate({"model": {"path": str(warm_start), "dtype": "float32"}, **fields})
+    for run in (run_rollout, run_eval):
+        with pytest.raises(error, match=problem):
+            run(recipe, tmp_path, lambda record: None, opening(recipe, [{"question": "go"}], tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
 
 
@@ -208,12 +174,7 @@ def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
         }
     )
     logged: list[dict[str, float]] = []
-    found = run_eval(
-        recipe,
-        tmp_path / "eval",
-        logged.append,
-        opening(recipe, rows, QUICKSTART, warm_server),
-    )
+    found = run_eval(recipe, tmp_path / "eval", logged.append, opening(recipe, rows, QUICKSTART, warm_server))
     assert logged == [{f"eval/{name}": value for name, value in found.figures().items()}]
     assert found.chains == 10 * 5
     assert not found.failures

@@ -11,12 +11,19 @@ import pytest
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.evaluation.advice import ENOUGH_CHAINS, advise
-from agentfactory.rollout.evaluation.alarms import Alarms
+from agentfactory.rollout.evaluation.advice import Alarms, advise
 from agentfactory.rollout.evaluation.evaluate import offer_of
-from agentfactory.rollout.evaluation.first_look import FirstGroups, Look, Offer, look_at
-from agentfactory.rollout.evaluation.look_text import Schedule, describe
-from agentfactory.rollout.evaluation.other_formats import format_name, formats_that_read
+from agentfactory.rollout.evaluation.first_look import (
+    FirstGroups,
+    Look,
+    Offer,
+    Schedule,
+    describe,
+    format_name,
+    formats_that_read,
+    look_at,
+)
+from agentfactory.rollout.evaluation.rules import ENOUGH_CHAINS
 from agentfactory.rollout.text.parsers import PARSERS, load_parser
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch, Trajectory

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from agentfactory.base.findings import Finding
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.config import Symptom
-from agentfactory.trainers.loop.health import Finding, Health, ordered_by
+from agentfactory.trainers.loop.health import Health, ordered_by
 from agentfactory.trainers.metrics import group_metrics
 
 
@@ -59,7 +60,7 @@ def test_runs_that_collapsed_are_told_within_five_steps(seed: int) -> None:
     told = findings(*lines)
     assert told[0][0] <= next(broken) + 5
     assert "the format has been lost" in told[0][1].text
-    assert {found.symptom for _, found in told} >= {Symptom.MISMATCH, Symptom.FORMAT}
+    assert {found.topic for _, found in told} >= {Symptom.MISMATCH, Symptom.FORMAT}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -87,7 +88,7 @@ def test_runs_that_learned_from_harder_and_easier_tasks_are_left_alone(name: str
     lost = {"trajectory/tool_errors/malformed_call": 0.6 * lines[-1]["turns"]}
     after = [{**lines[-1], **lost, "step": lines[-1]["step"] + n} for n in range(1, 6)]
     ((_, found),) = findings(*lines, *after, alike=alike)
-    assert found.symptom is Symptom.FORMAT
+    assert found.topic is Symptom.FORMAT
 
 
 def test_few_tasks_a_step_vary_by_chance() -> None:
@@ -104,7 +105,7 @@ def test_few_tasks_a_step_vary_by_chance() -> None:
         lines = [line(number, draw, 0.4) for number in range(1, 101)]
         assert findings(*lines) == [], seed
         told.append(findings(*lines, *(step(number, success=0.0, entropy=0.3) for number in range(101, 125))))
-    found = [{found.symptom for _, found in one} for one in told]
+    found = [{found.topic for _, found in one} for one in told]
     assert sum(Symptom.SUCCESS in symptoms for symptoms in found) >= 9
 
 
@@ -118,7 +119,7 @@ def test_success_is_no_sign_where_later_tasks_may_be_harder() -> None:
         )
         for n in range(1, 30)
     ]
-    told = {found.symptom for _, found in findings(*lines)}
+    told = {found.topic for _, found in findings(*lines)}
     assert told >= {Symptom.SUCCESS, Symptom.UNSTABLE, Symptom.FORMAT}
     assert findings(*lines, alike=False) == []
 
@@ -131,7 +132,7 @@ def test_turns_that_are_cut_are_no_lost_format() -> None:
     assert findings(*lines(**cut)) == []
     # they are the cause if success falls with them
     ((_, found),) = findings(*lines(**cut, success=0.1))
-    assert found.symptom is Symptom.SUCCESS
+    assert found.topic is Symptom.SUCCESS
     assert "; 2.1 of 5.0 turns a chain are cut at rollout.max_tokens (42%, and 2% before); see" in found.text
 
 
@@ -148,7 +149,7 @@ def test_a_format_that_is_lost_in_turns_that_are_cut_is_told() -> None:
     ]
     shares = [dict(zip(names, values, strict=True)) for values in zip(turns, malformed, cut, calls, strict=True)]
     lines = [step(n, success=0.1 if n < 6 else 0.0, entropy=0.2, **line) for n, line in enumerate(shares, 1)]
-    found, *_ = (found for _, found in findings(*lines) if found.symptom is Symptom.FORMAT)
+    found, *_ = (found for _, found in findings(*lines) if found.topic is Symptom.FORMAT)
     assert found.text.startswith(
         "step 7: the turns that could be parsed fell from 99% to 61%; the format has been lost; "
         "2.1 of 2.1 turns a chain are cut at rollout.max_tokens (99%, and 0% before); see"
@@ -164,7 +165,7 @@ def test_evaluations_and_supervised_steps_are_passed_over() -> None:
 def test_groups_that_teach_nothing_are_told_after_five_steps() -> None:
     dead = {"groups/equal_rewards": 1.0, "grad_norm": 0.0}
     lines = [step(n, **(dead if n > 10 else {})) for n in range(1, 30)]
-    assert [(n, found.symptom) for n, found in findings(*lines)] == [(15, Symptom.NO_GRADIENT)]
+    assert [(n, found.topic) for n, found in findings(*lines)] == [(15, Symptom.NO_GRADIENT)]
     (_, found), *_ = findings(*lines)
     assert found.text.startswith("step 15: nothing was learned in 5 steps: in every group all chains have the same")
     assert "grad_norm 0" in found.text
@@ -177,21 +178,21 @@ def test_groups_that_teach_nothing_are_told_after_five_steps() -> None:
 def test_a_format_that_gets_lost_is_told_with_both_shares() -> None:
     lost = [step(n, **({"trajectory/tool_errors/malformed_call": 1.0} if n > 20 else {})) for n in range(1, 40)]
     ((number, found),) = findings(*lost)
-    assert (number, found.symptom) == (24, Symptom.FORMAT)
+    assert (number, found.topic) == (24, Symptom.FORMAT)
     assert found.text.startswith(
         "step 24: the turns that could be parsed fell from 100% to 80%; the format has been lost; a likely cause is "
     )
     # a model that learns the format, and one that keeps its share of malformed turns
     for malformed in (lambda n: 4.0 - 0.1 * n, lambda n: random.Random(n).uniform(0.8, 1.2)):
         lines = [step(n, **{"trajectory/tool_errors/malformed_call": malformed(n)}) for n in range(1, 40)]
-        assert [f for _, f in findings(*lines) if f.symptom is Symptom.FORMAT] == []
+        assert [f for _, f in findings(*lines) if f.topic is Symptom.FORMAT] == []
 
 
 def test_calls_that_vanish_are_told_unless_the_agent_gets_better() -> None:
     def run(success: float) -> list[Finding]:
         few = {"trajectory/tool_calls": 0.4, "success": success}
         lines = [step(n, **(few if n > 20 else {"trajectory/tool_calls": 3.0, "success": 0.6})) for n in range(1, 40)]
-        return [found for _, found in findings(*lines) if found.symptom is Symptom.FORMAT]
+        return [found for _, found in findings(*lines) if found.topic is Symptom.FORMAT]
 
     (found,) = run(0.35)
     assert "the calls of a chain fell from 3.0 to 1.1, and success from 0.60 to 0.41" in found.text
@@ -209,7 +210,7 @@ def test_chains_alone_in_their_groups_are_compared_with_each_other() -> None:
 
 def test_a_run_that_never_had_a_reward_is_told() -> None:
     nothing = {"groups/equal_rewards": 1.0, "grad_norm": 0.0, "success": 0.0, "reward": 0.0, "reward_std": 0.0}
-    assert [(n, f.symptom) for n, f in findings(*(step(n, **nothing) for n in range(1, 20)))] == [
+    assert [(n, f.topic) for n, f in findings(*(step(n, **nothing) for n in range(1, 20)))] == [
         (5, Symptom.NO_GRADIENT)
     ]
     # a format that the model never wrote
@@ -233,7 +234,7 @@ def test_an_order_of_tasks_is_named_by_its_setting() -> None:
 @pytest.mark.parametrize("entropy", [0.7, 0.01])
 def test_entropy_that_jumps_or_falls_away_is_told(entropy: float) -> None:
     lines = [step(n, **({"entropy": entropy, "success": 0.1} if n > 15 else {})) for n in range(1, 20)]
-    assert next((n, f.symptom) for n, f in findings(*lines)) == (17, Symptom.ENTROPY)
+    assert next((n, f.topic) for n, f in findings(*lines)) == (17, Symptom.ENTROPY)
 
 
 def test_one_step_that_stands_out_is_no_sign() -> None:
@@ -245,7 +246,7 @@ def test_a_mismatch_that_lasts_is_told() -> None:
     drift = {"mismatch/kl": 0.2, "staleness/max": 2}
     lines = [step(n, success=0.2, **(drift if n > 15 else {})) for n in range(1, 20)]
     ((number, found),) = findings(*lines)
-    assert (number, found.symptom) == (18, Symptom.MISMATCH)
+    assert (number, found.topic) == (18, Symptom.MISMATCH)
     assert "mismatch/kl is 0.2 nats" in found.text
     assert "lower train.learning_rate or rollout.max_staleness" in found.text
     # while success rises it is not reported: it comes and goes
@@ -258,8 +259,8 @@ def test_success_that_halves_is_told_with_the_best() -> None:
     lost = {"success": 0.1, "trajectory/tool_errors/malformed_call": 4.0}
     lines = [step(n, **(lost if n > 30 else {"success": 0.5})) for n in range(1, 40)]
     (_, lost_format), (number, found) = findings(*lines)
-    assert lost_format.symptom is Symptom.FORMAT
-    assert (number, found.symptom) == (33, Symptom.SUCCESS)
+    assert lost_format.topic is Symptom.FORMAT
+    assert (number, found.topic) == (33, Symptom.SUCCESS)
     assert "success was 0.20 over the last 4 steps, and 0.50 up to step" in found.text
     assert "the format has been lost: the calls of 4.0 of 5.0 turns a chain cannot be read (80%, and 0% before)" in (
         found.text
@@ -274,7 +275,7 @@ def test_little_success_that_is_gone_is_told_and_that_halves_is_chance() -> None
     def lines(later: float) -> list[dict[str, Any]]:
         return [step(n, success=0.09 if n < 15 else later) for n in range(1, 25)]
 
-    assert [(n, f.symptom) for n, f in findings(*lines(0.0))] == [(18, Symptom.SUCCESS)]
+    assert [(n, f.topic) for n, f in findings(*lines(0.0))] == [(18, Symptom.SUCCESS)]
     assert findings(*lines(0.03)) == []
 
 
@@ -284,9 +285,7 @@ def test_of_tasks_without_success_the_reward_counts() -> None:
         del figures["success"]
         return figures
 
-    assert [f.symptom for _, f in findings(*(line(n, 6.0 if n < 15 else 2.0) for n in range(1, 25)))] == [
-        Symptom.SUCCESS
-    ]
+    assert [f.topic for _, f in findings(*(line(n, 6.0 if n < 15 else 2.0) for n in range(1, 25)))] == [Symptom.SUCCESS]
     # a fall smaller than the rewards' spread, and rewards that are costs
     assert findings(*(line(n, 1.0 if n < 15 else 0.4) for n in range(1, 25))) == []
     assert findings(*(line(n, -1.0 if n < 15 else -1.9) for n in range(1, 25))) == []
@@ -312,13 +311,13 @@ def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameter
     lines = [
         step(n, success=0.7 - 0.025 * n, reward=0.5, entropy=0.1 + 0.01 * n, learning_rate=3e-3) for n in range(1, 20)
     ]
-    number, found = next((n, found) for n, found in findings(before, *lines) if found.symptom is Symptom.UNSTABLE)
+    number, found = next((n, found) for n, found in findings(before, *lines) if found.topic is Symptom.UNSTABLE)
     assert number < 12
     assert f"step {number}: success fell from 0.73 to 0." in found.text
     assert "while entropy grew from 0.11 to 0." in found.text
     assert "train.learning_rate, 0.003; see docs/choosing-hyperparameters.md (Choosing hyperparameters)" in found.text
     steady = [{**line, "entropy": 0.11} for line in lines[:9]]
-    assert not [found for _, found in findings(before, *steady) if found.symptom is Symptom.UNSTABLE]
+    assert not [found for _, found in findings(before, *steady) if found.topic is Symptom.UNSTABLE]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,7 @@ def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameter
 def test_late_chains_that_are_lost_are_told(figures: dict[str, float], text: str) -> None:
     lines = [step(number, **figures) for number in range(1, 12)]
     ((number, finding),) = findings(*lines)
-    assert (number, finding.symptom) == (4, Symptom.LATE_CHAINS)
+    assert (number, finding.topic) == (4, Symptom.LATE_CHAINS)
     assert finding.text.startswith(f"step 4: {text}")
     assert "fix: a higher rollout.max_staleness, or rollout.late_chains=wait; see docs/staleness.md" in finding.text
     few = {

@@ -1,11 +1,13 @@
-"""A viewer as a process, its answers, and pages of a real browser."""
+"""A viewer, its answers, and pages of a real browser."""
 
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,9 @@ from urllib.parse import urlsplit
 
 from starlette.testclient import TestClient
 
+from agentfactory.base.http import http_server
+from agentfactory.commands.main import main
+from agentfactory.viewer.access import PrivatePath
 from agentfactory.viewer.app import make_app
 from agentfactory.viewer.runs.follower import Follower
 from tests.waiting import wait_for
@@ -23,9 +28,27 @@ if TYPE_CHECKING:
 
 @contextmanager
 def viewing(*runs: Path) -> Iterator[str]:
+    """The address of a viewer of these runs, in threads of this process."""
+    follower, key = Follower(runs), "key"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        server = http_server._server(PrivatePath(make_app(follower, port), key), "none")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        follower.start()
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}/{key}/"
+        finally:
+            server.should_exit = True
+            thread.join()
+            follower.close()
+
+
+@contextmanager
+def command(*runs: Path) -> Iterator[str]:
     """The address of a viewer of these runs: the command, as a process."""
-    command = [sys.executable, "-m", "agentfactory.viewer", *map(str, runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    arguments = [sys.executable, "-m", "agentfactory", "view", *map(str, runs), "--port", "0"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
@@ -44,6 +67,11 @@ def opened(context: "BrowserContext") -> "Iterator[Page]":
     yield page
     page.close()
     assert faults == []
+
+
+def view(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit status."""
+    return main(["view", *arguments])
 
 
 def asking(*runs: Path) -> tuple[Follower, TestClient]:

@@ -10,10 +10,7 @@ def test_a_source_has_charts_with_its_held_out_tasks() -> None:
     (section,) = [section for section in found["sections"] if section["title"] == "Sources"]
     lines = {chart["key"]: [(line["kind"], line["name"]) for line in chart["lines"]] for chart in section["charts"]}
     assert lines == {
-        "source/hunt/success": [
-            ("train", "source/hunt/success"),
-            ("sampled", "eval/sampled/source/hunt/success"),
-        ],
+        "source/hunt/success": [("train", "source/hunt/success"), ("sampled", "eval/sampled/source/hunt/success")],
         "source/hunt/groups": [("train", "source/hunt/groups")],
         "sources/solved": [("train", "sources/solved")],
     }

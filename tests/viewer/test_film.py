@@ -38,7 +38,7 @@ def pages_of(run: RunFolder) -> tuple[list[dict[str, Any]], Any]:
     return [client.get("/api/trajectory", params={key: row[key] for key in keys}).json() for row in rows], client
 
 
-@pytest.mark.parametrize("coordinates", [*Coordinates])
+@pytest.mark.parametrize("coordinates", [Coordinates.PIXELS, Coordinates.RELATIVE1000])
 async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordinates) -> None:
     run = await screen_run(tmp_path / "run", ["click_color", "drag"], coordinates)
     [colours, dragged], client = pages_of(run)

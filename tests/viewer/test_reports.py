@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from agentfactory.audit.saved_reports import REPLAYS, save_replay
+from agentfactory.audit.reports import REPLAYS, save_replay
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
 from tests.viewer.browsing import api, asking, opened, run_id, viewing, when_read
 
@@ -52,19 +52,25 @@ def runs(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return faulty, other
 
 
+@pytest.fixture(scope="module")
+def url(runs: tuple[Path, Path]) -> Iterator[str]:
+    with viewing(*runs) as address:
+        when_read(address)
+        yield address
+
+
 @contextmanager
-def browsed(browser: "Browser", *runs: Path, width: int = 1400) -> "Iterator[tuple[str, Page]]":
+def browsed(browser: "Browser", width: int) -> "Iterator[Page]":
     context = browser.new_context(viewport={"width": width, "height": 900})
-    with viewing(*runs) as url, opened(context) as page:
-        when_read(url)
-        yield url, page
+    with opened(context) as page:
+        yield page
     context.close()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("width", [1400, 390])
-def test_a_finding_opens_the_chain_at_the_token(browser: "Browser", runs: tuple[Path, Path], width: int) -> None:
-    with browsed(browser, *runs, width=width) as (url, page):
+def test_a_finding_opens_the_chain_at_the_token(browser: "Browser", url: str, width: int) -> None:
+    with browsed(browser, width) as page:
         page.goto(f"{url}#/run/{run_id(url, 'faulty/grpo')}")
         finding = page.locator(".finding.wrong").first
         finding.wait_for()
@@ -80,8 +86,10 @@ def test_a_finding_opens_the_chain_at_the_token(browser: "Browser", runs: tuple[
 
 @pytest.mark.processes
 @pytest.mark.parametrize("width", [1400, 390])
-def test_a_chain_shows_what_hung_on_its_turns(browser: "Browser", runs: tuple[Path, Path], width: int) -> None:
-    with browsed(browser, *runs, width=width) as (url, page):
+def test_a_chain_shows_what_hung_on_its_turns(
+    browser: "Browser", url: str, runs: tuple[Path, Path], width: int
+) -> None:
+    with browsed(browser, width) as page:
         run = run_id(url, "faulty/grpo")
         replays = [json.loads(line) for line in (runs[0] / "grpo" / REPLAYS).read_text().splitlines()]
         group = replays[0]["chain"].partition(".")[0]
@@ -100,8 +108,8 @@ def test_a_chain_shows_what_hung_on_its_turns(browser: "Browser", runs: tuple[Pa
 
 @pytest.mark.processes
 @pytest.mark.parametrize("width", [1400, 390])
-def test_runs_are_told_apart(browser: "Browser", runs: tuple[Path, Path], width: int) -> None:
-    with browsed(browser, *runs, width=width) as (url, page):
+def test_runs_are_told_apart(browser: "Browser", url: str, width: int) -> None:
+    with browsed(browser, width) as page:
         page.goto(f"{url}#/runs")
         page.locator(".runs tbody tr").nth(1).wait_for()
         text = page.locator(".runs").inner_text()

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from PIL import Image, ImageColor
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.groups.group_files import arrays_file, encode_group, read_groups
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch
-from agentfactory.viewer.app import page_file
+from agentfactory.viewer.charts import series_of
 from agentfactory.viewer.html_export import export
 from agentfactory.viewer.runs.chain_index import Index, rows_of
 from agentfactory.viewer.runs.query import Query
 from agentfactory.viewer.runs.recipe_difference import difference
-from agentfactory.viewer.runs.series import series_of
 from tests.saved_groups import old_line, write_groups
 from tests.viewer.browsing import api, asking, opened, run_id, viewing
 from tests.viewer.viewer_runs import NASTY, called, chain, credit, many_chains, sampled_row, tokenizer
@@ -168,13 +165,6 @@ def test_a_sign_tells_that_curves_are_being_loaded_until_they_are_there(viewer: 
     assert sign.count() == 0
 
 
-def test_a_sign_is_there_before_the_server_has_said_anything(viewer: str, page: "Page") -> None:
-    page.route("**/api/**", lambda route: None)
-    page.goto(viewer, wait_until="commit")
-    page.locator(".loading", has_text="Loading").wait_for()
-    page.unroute("**/api/**")
-
-
 def test_metrics_are_sent_by_name_and_read_before_trajectories(tmp_path: Path) -> None:
     lines = [{"step": 1, "a": 1.0}, {"step": 2, "b": math.nan, "a": True}, {"step": 3, "b": 2, "c": "x"}]
     assert series_of(lines, 1) == {
@@ -244,21 +234,6 @@ def test_a_click_on_a_step_shows_its_trajectories(viewer: str, page: "Page") -> 
     page.mouse.click(*place)
     page.locator("#rewards .unit", has_text="step 7").wait_for()
     assert page.locator(".count").inner_text() == "1–4 of 4 trajectories"
-
-
-def test_a_run_has_one_colour_and_its_stages_have_dashes(tmp_path: Path, page: "Page") -> None:
-    whole = RunFolder.create(tmp_path / "whole", yaml.safe_dump({"stages": [{"name": "first"}, {"name": "second"}]}))
-    other = RunFolder.create(tmp_path / "other", yaml.safe_dump(RECIPE))
-    stages = [RunFolder.create(whole.path / name, yaml.safe_dump(RECIPE)) for name in ("first", "second")]
-    for run in (*stages, other):
-        for step in (1, 2):
-            run.log({"step": step, "reward": 0.5 * step})
-    with viewing(whole.path, other.path) as url:
-        page.goto(url)
-        plot = page.locator('[data-chart="reward"] .plot')
-        plot.locator(".trace").first.wait_for(state="attached")
-        lines = plot.evaluate("plot => plot.data.map(t => [t.name, COLOURS.indexOf(t.line.color), t.line.dash])")
-    assert lines == [["whole/first", 0, "solid"], ["whole/second", 0, "dash"], ["other", 1, "solid"]]
 
 
 def test_groups_of_equal_rewards_say_that_they_have_no_gradient(tmp_path: Path, page: "Page") -> None:
@@ -461,18 +436,6 @@ def test_of_an_odd_timeline_what_can_be_drawn_is_drawn(tmp_path: Path, page: "Pa
         page.goto(url + address(url, "run", 2) + "?tab=time")
         page.get_by_role("button", name="show 400 more rows of 2,600").click()
         assert page.locator(".waterfall tbody tr").count() == 800
-        for place in (0, 3):
-            open_at(page, url, address(url, "run", place) + "?tab=time")
-            page.locator(".bars .stretch.model").wait_for()
-
-
-def test_pictures_of_the_docs_show_runs_in_their_own_colours() -> None:
-    colours = re.search(r"COLOURS = (\[.*?\])", page_file("elements.js"))
-    second = ImageColor.getrgb(json.loads(colours[1])[1])
-    for file in sorted((Path(__file__).parents[2] / "docs").glob("viewer-*.png")):
-        picture = Image.open(file).convert("RGB")
-        assert file.stat().st_size < 200_000, file
-        assert second in {colour for _, colour in picture.getcolors(picture.width * picture.height)}, file
 
 
 # ---- the rewards of a step
@@ -491,11 +454,7 @@ def test_a_histogram_shows_the_rewards_of_a_step(viewer: str, page: "Page") -> N
     page.wait_for_function("() => document.querySelectorAll('#rewards button.bin').length === 3")
     assert head.locator(".unit").inner_text() == "step 5"
     assert head.locator(".note").inner_text() == "3 chains, mean 0.4167, 1 without a reward"
-    assert bins_of(page) == {
-        "reward 0 to below 0.05": 1,
-        "reward 0.25 to below 0.3": 1,
-        "reward 0.95 to 1": 1,
-    }
+    assert bins_of(page) == {"reward 0 to below 0.05": 1, "reward 0.25 to below 0.3": 1, "reward 0.95 to 1": 1}
     # step by step, by keyboard too
     labels = page.locator("#rewards .axis span")
     assert labels.all_inner_texts() == ["0", "0.2", "0.4", "0.6", "0.8", "1"]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -26,6 +27,7 @@ BEST = "eval/sampled/reward"
 """What the best checkpoint is chosen by."""
 
 
+@cache
 def tokenizer() -> Tokenizer:
     """A byte-level tokenizer of few merges: a character beyond ASCII takes several tokens."""
     made = Tokenizer(models.BPE())

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Severity
 from agentfactory.audit.record import Record, Seen
 from agentfactory.audit.run_record import KIND
 from agentfactory.base.files.untrusted_files import open_file
+from agentfactory.base.findings import Evidence, Finding, Severity
 from agentfactory.launching.run_folder import Hold, RunFolderError
 
 LOG_BYTES = 1 << 20
@@ -30,10 +30,9 @@ class EndingCheck(Check):
         self._logs = record.folder / "logs"
 
     async def note(self, seen: Seen) -> None:
-        """See Check. Chains say nothing about the end."""
+        """Chains say nothing about the end."""
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         record, recipe = self.record, self.record.recipe
         if not self.looked_at:
             return
@@ -81,7 +80,6 @@ class EndingCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         folder = self.record.folder
         # `agentfactory eval` and `rollout` train nothing
         trains = any((folder / name).exists() for name in ("assignment.json", "trajectories/train.jsonl"))

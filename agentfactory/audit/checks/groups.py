@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places
-from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.record import Places, Record, Seen
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import LateChains
-from agentfactory.rollout.evaluation.equal_samples import are_equal, could_differ
+from agentfactory.rollout.evaluation.rules import DRAW, ENOUGH_GROUPS, are_equal, could_differ, equal_rewards
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.trainers.config import GrpoOptions
@@ -21,9 +21,6 @@ from agentfactory.trainers.config import GrpoOptions
 if TYPE_CHECKING:
     from agentfactory.trainers.loop.token_advantages import Credit
 
-MOST_EQUAL = 0.8
-"""Share of groups with equal rewards beyond which there is a warning."""
-ENOUGH_GROUPS = 32
 _ORDERED = ("grpo", "rloo", "raft", "reinforce_pp_baseline")
 """Estimators whose advantages have the order of the rewards within a group."""
 NEAR = 2e-6
@@ -46,7 +43,6 @@ class GroupCheck(Check):
         self._rewards: Counter[float] = Counter()
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         if seen.held_out:
             return
         chains = [chain for chain in seen.group.trajectories if chain.reward is not None]
@@ -130,11 +126,9 @@ class GroupCheck(Check):
         return found
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         if self._same.total * 2 > self._several:
             text = f"in {self._same.total} of {self._several} groups all chains are the same, token by token"
-            fix = "let the sampler draw: each chain needs a seed of its own, and a temperature above 0"
-            yield self.wrong(text, fix, self._same.kept)
+            yield self.wrong(text, DRAW, self._same.kept)
         if places := self._disordered:
             text = f"in {places.total} groups a chain with a higher reward has a lower advantage"
             yield self.wrong(
@@ -150,16 +144,13 @@ class GroupCheck(Check):
         if places := self._flat:
             text = f"in {places.total} groups chains of different rewards have equal advantages"
             yield self.wrong(text, "look at what computes advantages: the rewards do not reach them", places.kept)
-        if self._groups >= ENOUGH_GROUPS and self._equal > MOST_EQUAL * self._groups:
-            most, count = self._rewards.most_common(1)[0]
-            text = f"{self._equal:,} of {self._groups:,} groups have equal rewards, and teach nothing"
-            text += f"; {count / self._rewards.total():.0%} of all rewards are {most:g}"
-            fix = "use tasks that the model solves sometimes, a finer reward, or larger groups"
-            yield self.warning(text, fix)
+        alike = self._equal == self._groups and len(self._rewards) == 1
+        found = equal_rewards(self._rewards, alike, self._groups, self._equal)
+        if found is not None and self._groups >= ENOUGH_GROUPS:
+            yield self.warning(found.text, found.fix)
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         advantages = f", advantages of {self._compared:,} chains" if self._compared else ""
         return f"{self._groups:,} groups of several chains{advantages}" if self._groups else ""
 

@@ -9,8 +9,8 @@ from statistics import fmean
 import numpy as np
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding
 from agentfactory.audit.record import MESSAGES, Record, Seen
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Trajectory
 
@@ -57,7 +57,6 @@ class LengthCheck(Check):
         self._others: list[float] = []
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         if seen.held_out:
             return
         known: list[tuple[float, float]] = []
@@ -81,7 +80,6 @@ class LengthCheck(Check):
             self._over.append((length, reward, fmean(successes) if successes else reward))
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         started, trained, lost = self._started, self._trained, self._lost
         if len(trained.values) >= ENOUGH_CHAINS and lost.values:
             short = trained.mean < SHORTER * started.mean
@@ -123,7 +121,6 @@ class LengthCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         return f"{len(self._started.values):,} chains" if self._started.values else ""
 
 

@@ -5,13 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places
-from agentfactory.audit.record import METRICS, TRAINED, Record, Seen
+from agentfactory.audit.check import Check, Parts, differ
+from agentfactory.audit.record import METRICS, TRAINED, Places, Record, Seen
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.trainers.loop.health import Health, ordered_by
 
-NEAR = 1e-6
 _FINITE = ("loss", "grad_norm", "reward", "entropy")
 
 
@@ -30,7 +29,6 @@ class MetricCheck(Check):
         self._steps = [line for line in record.metrics if "grad_norm" in line]
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         if seen.held_out and seen.step is not None and seen.file.startswith("trajectories/eval/"):
             found = self._held_out[seen.step, seen.held_out]
             for chain in seen.group.trajectories:
@@ -45,7 +43,6 @@ class MetricCheck(Check):
         self._rewards[seen.step] += [chain.reward for chain in chains if chain.reward is not None]
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         numbers = [line["step"] for line in self._steps if "step" in line]
         jumps = [(before, after) for before, after in pairwise(numbers) if after != before + 1]
         if jumps:
@@ -64,7 +61,7 @@ class MetricCheck(Check):
         health = Health(alike=recipe is not None and ordered_by(recipe) is None)
         for line in self.record.metrics:
             for symptom in health.note(line):
-                yield self.warning(f"{symptom.symptom}: {symptom.text}", "read the page that it names")
+                yield self.warning(f"{symptom.topic}: {symptom.text}", "read the page that it names")
         still = [line for line in self._steps if line.get("grad_norm") == 0.0]
         if len(self._steps) > 3 and len(still) == len(self._steps):
             yield self.wrong(
@@ -80,7 +77,7 @@ class MetricCheck(Check):
             if not rewards or "reward" not in line or self._groups[line["step"]] < self.record.trained[line["step"]]:
                 continue
             mean = math.fsum(rewards) / len(rewards)
-            if abs(mean - line["reward"]) > NEAR * max(1.0, abs(mean)):
+            if differ(mean, line["reward"]):
                 text = f"step {line['step']} reports {line['reward']:.6g}; its {len(rewards)} chains have {mean:.6g}"
                 places.add(Evidence(text, file="metrics.jsonl"))
         if places:
@@ -97,13 +94,12 @@ class MetricCheck(Check):
                     if line.get("step") != step or logged is None or not values:
                         continue
                     mean = math.fsum(values) / len(values)
-                    if abs(mean - logged) > NEAR * max(1.0, abs(mean)):
+                    if differ(mean, logged):
                         text = f"step {step}, {mode}: {name} {logged:.6g}, and its {len(values)} chains have {mean:.6g}"
                         places.add(Evidence(text, file="metrics.jsonl"))
         summary, chains = self.record.summary, self._held_out.get((last, "sampled"), {}).get("success")
         after = summary.get("success_after") if summary.get("evaluated_step") == last else None
-        if chains and after is not None and abs(math.fsum(chains) / len(chains) - after) > NEAR:
-            mean = sum(chains) / len(chains)
+        if chains and after is not None and differ(mean := math.fsum(chains) / len(chains), after):
             text = f"success_after {after:.6g}, and {len(chains)} chains of step {last} have {mean:.6g}"
             places.add(Evidence(text, file="summary.json"))
         if places:
@@ -116,6 +112,5 @@ class MetricCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         compared = f", the rewards of {len(self._rewards)} compared with their chains" if self._rewards else ""
         return f"{len(self._steps):,} steps{compared}" if self._steps else ""

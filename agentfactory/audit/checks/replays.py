@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.check import Check, Parts, differ
 from agentfactory.audit.checks.rewards import MODELS
-from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
-from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
+from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Places, Record, Seen
+from agentfactory.audit.reports import Unchecked
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
@@ -17,7 +18,6 @@ CHAIN_SECONDS = 60.0
 """Time limit of a chain; after the first that exceeds it, no more are played."""
 MOST = 0.5
 """Share of them that do something else beyond which there is a warning."""
-NEAR = 1e-6
 
 
 class ReplayCheck(Check):
@@ -29,7 +29,7 @@ class ReplayCheck(Check):
 
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
-        self._seen = self._played = self._same = 0
+        self._played = self._same = 0
         self._until = 0.0
         self._rewards, self._diverged, self._failed, self._changing = Places(), Places(), Places(), Places()
         self._slow = False
@@ -37,7 +37,6 @@ class ReplayCheck(Check):
         self._why_not: str | None = None
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         opened = self.part_of(seen)
         runner = opened.runner
         if self._slow or not runner.toolset.environments or opened.recipe.rollout.agent is not None:
@@ -45,10 +44,8 @@ class ReplayCheck(Check):
         if any(config.reward in MODELS for config in opened.recipe.rewards):
             self._why_not = "a judge would be asked again, for money"
             return
-        every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
-        for chain in seen.group.trajectories:
-            self._seen += 1
-            if chain.reward is None or self._seen % every:
+        for chain in self.some_of(seen, MOST_CHAINS):
+            if chain.reward is None:
                 continue
             self._until = self._until or time.monotonic() + MOST_SECONDS
             if time.monotonic() < self._until:
@@ -80,7 +77,7 @@ class ReplayCheck(Check):
         found = again.chain.reward
         if opened.rewards.has_group_rewards or found is None or chain.reward is None:
             return
-        if abs(found - chain.reward) > NEAR * max(1.0, abs(found)):
+        if differ(found, chain.reward):
             try:
                 async with asyncio.timeout(CHAIN_SECONDS):
                     second = (await opened.runner.replay(chain, seen.group.task)).chain.reward
@@ -93,7 +90,6 @@ class ReplayCheck(Check):
             self._rewards.add(Evidence(text, *place))
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         if places := self._rewards:
             text = f"{places.total} of {self._same} chains have another reward when they are played again"
             fix = "compare the environment's code with that of the run; if a reward draws, seed it by the task"
@@ -120,5 +116,4 @@ class ReplayCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         return f"{self._same} of {self._played} chains, with the same results" if self._played else ""

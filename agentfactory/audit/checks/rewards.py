@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
+from agentfactory.audit.check import Check, Parts, differ
 from agentfactory.audit.opened import Opened
-from agentfactory.audit.record import RECIPE, REWARDS, Record, Seen
+from agentfactory.audit.record import RECIPE, REWARDS, Places, Record, Seen
+from agentfactory.audit.reports import Unchecked
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.trajectory import Trajectory
 
 MOST_CHAINS = 600
 """Chains whose rewards are computed again, evenly over the run."""
-NEAR = 1e-6
 SCORE_SECONDS = 20.0
 """Time limit to compute a reward again; after the first that exceeds it, no more are."""
 MODELS = {"judge"}
@@ -37,8 +37,6 @@ class RewardCheck(Check):
             self.unchecked.append(Unchecked("rewards computed again", record.lacks.get(RECIPE, "no recipe of ours")))
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
-        every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
         opened = self.part_of(seen) if self.parts else None
         why_not = None if opened is None else _why_not(opened)
         if opened is not None and seen.group.source in self._slow:
@@ -50,10 +48,9 @@ class RewardCheck(Check):
             if chain.outcome.failed and chain.reward is not None:
                 text = f"it ended as {chain.outcome}, and has the reward {chain.reward:g}"
                 self._of_failed.add(Evidence(text, seen.group.id, chain.id, file=seen.file))
-            due = self._all % every == 0 if not seen.held_out else self._all % 10 == 0
-            if opened is None or why_not is not None or chain.reward is None or not due:
-                continue
-            await self._compare(seen, chain, opened)
+        for chain in self.some_of(seen, MOST_CHAINS):
+            if opened is not None and why_not is None and chain.reward is not None:
+                await self._compare(seen, chain, opened)
 
     async def _compare(self, seen: Seen, chain: Trajectory, opened: Opened) -> None:
         assert chain.reward is not None
@@ -62,7 +59,7 @@ class RewardCheck(Check):
         try:
             async with asyncio.timeout(SCORE_SECONDS):
                 first = await _score(chain, seen, opened)
-            if abs(first - chain.reward) <= NEAR * max(1.0, abs(first)):
+            if not differ(first, chain.reward):
                 return
             async with asyncio.timeout(SCORE_SECONDS):
                 second = await _score(chain, seen, opened)
@@ -79,7 +76,6 @@ class RewardCheck(Check):
             self._differ.add(Evidence(f"saved is {chain.reward:g}, computed again {first:g}", *place))
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         if places := self._of_failed:
             text = f"{places.total} chains that failed have a reward, so failures count as behaviour of the policy"
             yield self.wrong(text, "give failed chains no reward: they say nothing about the policy", places.kept)
@@ -98,7 +94,6 @@ class RewardCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         again = f", {self._compared:,} computed again" if self._compared else ""
         return f"{self._all:,} chains{again}" if self._all else ""
 

@@ -8,10 +8,11 @@ from hashlib import blake2b
 from typing import Any
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places, Unchecked
-from agentfactory.audit.record import MESSAGES, ORDER, Record, Seen
+from agentfactory.audit.record import MESSAGES, ORDER, Places, Record, Seen
+from agentfactory.audit.reports import Unchecked
 from agentfactory.audit.run_record import KIND
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.data import Place, TaskMix
 from agentfactory.rollout.sources import load_all, mix_of
@@ -64,7 +65,6 @@ class TaskCheck(Check):
         self._tasks = [task for one in loaded for task in one.tasks]
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         group = seen.group
         task, prompt = _digest(group.task), _digest(_prompt(group))
         if seen.held_out:
@@ -94,7 +94,6 @@ class TaskCheck(Check):
                 self._other.add(Evidence(text, group.id, file=seen.file))
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         fix = (
             "look at what has changed since, or between the attempts: the data (a source that draws?), seed, shuffle, "
         )
@@ -155,7 +154,6 @@ class TaskCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         held_out = f", {len(self._held_out):,} held-out tasks" if self._held_out else ""
         return f"{self._seen.total():,} groups of {len(self._seen):,} tasks{held_out}" if self._seen else ""
 

@@ -1,17 +1,20 @@
-"""Token ids and masks, derived again from the messages of a chain and compared with its rows."""
+"""Token ids and masks, derived again from the messages of a chain; trained tokens; the turns of greedy chains."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places
 from agentfactory.audit.opened import Opened
-from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Record, Seen
-from agentfactory.audit.replay.saved_turns import own_messages
+from agentfactory.audit.record import HELD_OUT, MESSAGES, RECIPE, TOKENS, TRAINED, Places, Record, Seen
+from agentfactory.audit.replay.replay_runner import own_messages
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.row_rendering import RowRenderer
+from agentfactory.rollout.config import LateChains, OutcomePolicy
+from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Trajectory
@@ -48,18 +51,11 @@ class TokenCheck(Check):
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
         self._found = {kind: Places() for kind in self._FIXES}
-        self._chains = self._tokens = self._own = self._seen = 0
+        self._chains = self._tokens = self._own = 0
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         opened = self.part_of(seen)
-        every = max(1, self.record.size * len(seen.group.trajectories) // MOST_CHAINS)
-        for chain in seen.group.trajectories:
-            self._seen += 1
-            if self._seen % every and not seen.held_out:
-                continue
-            if seen.held_out and self._seen % 10:
-                continue
+        for chain in self.some_of(seen, MOST_CHAINS):
             if opened.recipe.rollout.agent is not None:
                 # an agent writes its own prompts, and its hooks may insert tokens
                 self._own += 1
@@ -71,7 +67,6 @@ class TokenCheck(Check):
                 self._found[found.kind].add(place)
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         words = {
             "ids": "token ids differ from the chat template's of the saved messages",
             "mask": "masks differ from the sampled tokens",
@@ -87,7 +82,6 @@ class TokenCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         return f"{self._chains:,} chains, {self._tokens:,} tokens" if self._chains else ""
 
 
@@ -224,3 +218,116 @@ def _shown(message: Message) -> str:
     words = str(message.get("content") or "")
     calls = [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls") or []]
     return " ".join([words, *calls]).strip()[:120]
+
+
+class TrainedCheck(Check):
+    """Of each chain that counts, all sampled tokens must be trained and no others; each group that a step trained must
+    be saved."""
+
+    topic = "trained tokens"
+    needs = (TOKENS, TRAINED)
+    _FIX = "compare the targets of the batch with the masks of its rows"
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._chains = self._tokens = 0
+        self._others, self._missing, self._left_out = Places(), Places(), Places()
+        self._groups: Counter[int] = Counter()
+
+    async def note(self, seen: Seen) -> None:
+        if seen.held_out or seen.step is None:
+            return
+        self._groups[seen.step] += 1
+        for chain in seen.group.trajectories:
+            if chain.id in seen.credit:
+                self._compare(seen, chain)
+            elif seen.credit and self._counts(chain) and any(row.graded().size for row in chain.rows):
+                text = f"it ended as {chain.outcome} with the reward {chain.reward}, and is not trained"
+                self._left_out.add(Evidence(text, seen.group.id, chain.id, file=seen.file))
+
+    def _counts(self, chain: Trajectory) -> bool:
+        recipe = self.record.recipe
+        if recipe is None:
+            return False
+        rollout = recipe.rollout
+        if recipe.train.from_trajectories is not None or rollout.late_chains is LateChains.BASELINE:
+            return False
+        return bool(counted([chain], rollout)) and rollout.outcome_policy(chain.outcome) is OutcomePolicy.KEEP
+
+    def _compare(self, seen: Seen, chain: Trajectory) -> None:
+        self._chains += 1
+        recipe = self.record.recipe
+        # tokens that are too old are context then
+        some = recipe is not None and recipe.rollout.late_chains is LateChains.BASELINE
+        noted = {int(row["row"]): np.asarray(row["targets"], dtype=int) for row in seen.credit[chain.id]}
+        for number, row in enumerate(chain.rows):
+            expected, targets = row.graded(), noted.get(number, np.empty(0, dtype=int))
+            self._tokens += targets.size
+            others, missing = np.setdiff1d(targets, expected), np.setdiff1d(expected, targets)
+            if others.size:
+                text = f"{others.size} tokens were trained that were not sampled"
+                self._others.add(Evidence(text, seen.group.id, chain.id, number, int(others[0]), seen.file))
+            if missing.size and not some:
+                text = f"{missing.size} of {expected.size} sampled tokens were not trained"
+                self._missing.add(Evidence(text, seen.group.id, chain.id, number, int(missing[0]), seen.file))
+
+    def findings(self) -> Iterator[Finding]:
+        if places := self._others:
+            text = f"in {places.total} rows tokens were trained that the policy did not sample"
+            yield self.wrong(text, self._FIX, places.kept)
+        if places := self._missing:
+            text = f"in {places.total} rows sampled tokens were not trained"
+            yield self.wrong(text, self._FIX, places.kept)
+        if places := self._left_out:
+            text = f"{places.total} chains that count were not trained, though others of their groups were"
+            yield self.wrong(text, "look at what chooses the chains of a batch", places.kept)
+        lost = {step: count - self._groups[step] for step, count in self.record.trained.items()}
+        last = max(self.record.trained, default=0)
+        # a running run saves the last ones a moment later
+        done = self.record.summary.get("status") == "completed"
+        lost = {step: count for step, count in lost.items() if count > 0 and (done or step < last)}
+        if lost:
+            text = f"{sum(lost.values())} groups that {len(lost)} steps trained are not among the trajectories"
+            yield self.wrong(text, "copy the run folder again, with trajectories/*.jsonl and *.arrays")
+
+    @property
+    def looked_at(self) -> str:
+        return f"{self._chains:,} chains, {self._tokens:,} trained tokens" if self._chains else ""
+
+
+class GreedyCheck(Check):
+    """Greedy chains of one evaluation with the same prompt must begin with the same turn."""
+
+    topic = "greedy chains"
+    needs = (HELD_OUT, TOKENS)
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._first: dict[tuple[str, bytes], tuple[bytes, str]] = {}
+        self._differ = Places()
+        self._chains = self._compared = 0
+
+    async def note(self, seen: Seen) -> None:
+        for chain in seen.group.trajectories if seen.held_out == "greedy" else ():
+            if not chain.rows or not chain.turns:
+                continue
+            self._chains += 1
+            row = chain.rows[0]
+            start, end = row.turn_spans()[0]
+            ids = np.asarray(row.token_ids, dtype=np.int64)
+            prompt, turn = ids[:start].tobytes(), ids[start:end].tobytes()
+            before = self._first.setdefault((seen.file, prompt), (turn, chain.id))
+            self._compared += before[1] != chain.id
+            if before[0] != turn:
+                text = f"it answers the prompt of chain {before[1]} in another way"
+                self._differ.add(Evidence(text, seen.group.id, chain.id, 0, start, seen.file))
+
+    def findings(self) -> Iterator[Finding]:
+        if places := self._differ:
+            text = f"{places.total} of {self._compared} greedy turns differ from others with the same prompt"
+            fix = "set temperature 0; in half precision, a server's batches also change which token is the likeliest"
+            yield self.warning(text, fix, places.kept)
+
+    @property
+    def looked_at(self) -> str:
+        return f"{self._chains:,} chains, {self._compared:,} with a prompt of another" if self._chains else ""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places
-from agentfactory.audit.record import LOGPROBS, TRAINED, Record, Seen
+from agentfactory.audit.record import LOGPROBS, TRAINED, Places, Record, Seen
 from agentfactory.audit.run_record import version_of
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.text.token_roles import ROLES
 from agentfactory.rollout.token_row import Row
 
@@ -84,7 +84,6 @@ class WeightCheck(Check):
         self._tokens = 0
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         if seen.held_out or seen.step is None:
             return
         for chain in seen.group.trajectories:
@@ -136,7 +135,6 @@ class WeightCheck(Check):
             self._worst = sorted(self._worst, key=lambda pair: -pair[0])[:5]
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         if places := self._foreign:
             text = f"{places.total} spans were sampled by weights that this run did not publish"
             yield self.wrong(text, "let no other run push weights to this server", places.kept)
@@ -209,7 +207,6 @@ class WeightCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         fresh = sum(sums.count for sums in self._steps.values())
         return f"{self._tokens:,} trained tokens, {fresh:,} of the newest weights" if self._tokens else ""
 

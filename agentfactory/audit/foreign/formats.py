@@ -8,8 +8,6 @@ from agentfactory.audit.record import Record
 
 FORMATS: Sequence[Callable[[Path], Record | None]] = (trl.read, prime_rl.read, verifiers.read, verl.read)
 """In this order, because a folder of prime-rl's also has the files of verifiers."""
-FILES = "TRL's completions/*.parquet, verl's N.jsonl, prime-rl's rollouts or traces, verifiers' traces or results.jsonl"
-"""The files that are known, in words for an error."""
 
 
 def read(path: Path) -> Record | None:

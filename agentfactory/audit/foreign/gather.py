@@ -8,10 +8,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.finding import Evidence, Finding, Places, Severity
 from agentfactory.audit.foreign.files import malformed
-from agentfactory.audit.record import Seen
+from agentfactory.audit.record import Places, Seen
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Evidence, Finding, Severity
 from agentfactory.rollout.trajectory import Group, Trajectory
 
 

@@ -95,7 +95,6 @@ class Trace(msgspec.Struct):
     rewards: dict[str, Reward | float | None] = msgspec.field(default_factory=dict)
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
     info: dict[str, Any] = msgspec.field(default_factory=dict)
-    is_completed: bool = False
     is_timeout: bool = False
     stop_condition: str | None = None
     errors: list[Error] | None = None

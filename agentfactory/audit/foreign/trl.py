@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from agentfactory.audit.finding import Evidence, Finding, Severity
 from agentfactory.audit.foreign.files import malformed, numbers_of, object_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved
 from agentfactory.audit.foreign.messages import messages_of, named
@@ -36,6 +35,7 @@ from agentfactory.audit.record import (
 )
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import open_file
+from agentfactory.base.findings import Evidence, Finding, Severity
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 

@@ -1,4 +1,5 @@
-"""Continuations of a saved chain: sampled after its first turns, in the same state of its environment."""
+"""Continuations of a saved chain, sampled after its first turns in the same state of its environment: their results,
+the effect of each turn on them, and rows of data."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from agentfactory.audit.replay.prefix import Change, PrefixHooks, anchors_differ
-from agentfactory.base.messages import ToolCall, ToolResult
+from agentfactory.audit.replay.replay_runner import own_messages
+from agentfactory.base.messages import ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
@@ -64,7 +66,6 @@ class _ReplayingRunner(ChainRunner):
     """A runner of chains that begin as a saved one."""
 
     def player(self, episode: Episode) -> ToolLoop:
-        """See Runner."""
         loop, hooks = super().player(episode), self.agent
         assert isinstance(loop, ToolLoop)
         assert isinstance(hooks, PrefixHooks)
@@ -119,3 +120,81 @@ def results_of(chains: Sequence[Trajectory]) -> Results:
     within = all(0.0 <= value <= 1.0 for value in values)
     interval = of_proportion(shares) if within else of_mean(shares)
     return Results(ended, figure, sum(values) / len(values), interval)
+
+
+@dataclass(frozen=True)
+class TurnEffect:
+    """A turn, numbered from 1: the results of continuations before and after it. `effect` is the difference of their
+    means, and after the last turn of the chain's own result."""
+
+    turn: int
+    before: Results
+    after: Results
+
+    @property
+    def effect(self) -> float:
+        """The change of the expected result."""
+        return self.after.mean - self.before.mean
+
+
+async def turn_effects(
+    runner: ChainRunner, saved: Trajectory, task: Task, samples: int, model: str
+) -> list[TurnEffect]:
+    """Return the effect of each turn of a chain, in order, from `samples` continuations before each of them. Raises
+    ReplayError as `continuations` does."""
+    values = [await continuations(runner, saved, task, turns, samples, model) for turns in range(saved.turns)]
+    values.append(results_of([saved]))
+    return [TurnEffect(turn + 1, values[turn], values[turn + 1]) for turn in range(saved.turns)]
+
+
+def ranked(effects: list[TurnEffect]) -> list[TurnEffect]:
+    """Return turns by how much the outcome hung on them: for a chain that did worse than was expected at its beginning,
+    or failed as was expected, those that lost most come first, otherwise those that gained most."""
+    if not effects:
+        return []
+    begin, end = effects[0].before.mean, effects[-1].after.mean
+    # a chain that failed, as was expected, has lost what it had gained in between
+    lost = end < begin or (end == begin and end < 1.0)
+    return sorted(effects, key=lambda one: (one.effect if lost else -one.effect, one.turn))
+
+
+KINDS = ("preferences", "sft", "credit")
+
+
+def preference(
+    saved: Trajectory, turns: int, chains: Sequence[Trajectory], specs: Sequence[ToolSpec]
+) -> dict[str, Any]:
+    """Return the best and the worst of several continuations after the first `turns` turns of a chain, in TRL's
+    conversational format with `prompt`, `chosen` and `rejected`. Raises ValueError if their rewards are equal, or if
+    they do not share the prompt."""
+    prompt = saved.messages[: own_messages(saved)[turns]]
+    sharing = [chain for chain in chains if chain.messages[: len(prompt)] == prompt]
+    if not sharing:
+        raise ValueError("no continuation has the prompt of the saved chain: the change was made before it")
+    best, worst = max(sharing, key=_reward), min(sharing, key=_reward)
+    if _reward(best) == _reward(worst):
+        raise ValueError(f"all continuations have the reward {_reward(best):g}: there is no better one")
+    chosen, rejected = best.messages[len(prompt) :], worst.messages[len(prompt) :]
+    rewards = {"chosen_reward": _reward(best), "rejected_reward": _reward(worst)}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": _tools(specs), **rewards}
+
+
+def transcript(chains: Sequence[Trajectory], specs: Sequence[ToolSpec]) -> dict[str, Any]:
+    """Return the best chain as a row for supervised fine-tuning."""
+    best = max(chains, key=_reward)
+    return {"messages": best.messages, "tools": _tools(specs), "reward": _reward(best)}
+
+
+def credit(saved: Trajectory, effects: Sequence[TurnEffect], specs: Sequence[ToolSpec]) -> dict[str, Any]:
+    """Return a chain with the change of the expected result that each of its turns made."""
+    values = [effect.effect for effect in effects]
+    return {"messages": saved.messages, "tools": _tools(specs), "turn_rewards": values, "reward": saved.reward}
+
+
+def _reward(chain: Trajectory) -> float:
+    assert chain.reward is not None
+    return chain.reward
+
+
+def _tools(specs: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    return [spec.to_openai() for spec in specs]

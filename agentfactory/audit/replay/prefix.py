@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from agentfactory.audit.replay.saved_turns import DivergedError, was_cut
+from agentfactory.audit.replay.replay_runner import DivergedError, was_cut
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
 from agentfactory.rollout.inference.inference_client import Completion
@@ -46,7 +46,6 @@ class PrefixHooks(AgentHooks):
         self._spans = saved.turn_spans()
 
     async def generate(self, turn: Turn) -> Completion:
-        """See AgentHooks."""
         actions = self.change.actions or {}
         if turn.number in actions:
             completion = self._forced(turn, actions[turn.number])

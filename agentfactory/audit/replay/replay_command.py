@@ -56,9 +56,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     something else when it is played again."""
     _check(options)
     # these take seconds to import
+    from agentfactory.audit.replay.replay_runner import own_messages
     from agentfactory.audit.replay.saved_chain import find_chain
-    from agentfactory.audit.replay.saved_turns import own_messages
-    from agentfactory.audit.runs import records_at
+    from agentfactory.audit.run_record import records_at
     from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.base.processes.interruption import run_interruptibly
     from agentfactory.launching.child_processes import ChildFailed
@@ -138,10 +138,8 @@ async def _opened(
 async def _rank(
     options: argparse.Namespace, saved: "SavedChain", tell: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
-    from agentfactory.audit.replay import pairs
-    from agentfactory.audit.replay.continuations import ReplayError
-    from agentfactory.audit.replay.decisive_turns import ranked, turn_effects
-    from agentfactory.audit.saved_reports import save_replay
+    from agentfactory.audit.replay.continuations import ReplayError, credit, ranked, turn_effects
+    from agentfactory.audit.reports import save_replay
 
     async with _opened(saved, saved.checkpoint(), tell) as (runner, model):
         try:
@@ -155,7 +153,7 @@ async def _rank(
     if not save_replay(saved.record.folder, told):
         tell(f"{saved.record.folder} cannot be written: the viewer will not show this replay")
     if options.save is not None:
-        _append(options.save, pairs.credit(saved.chain, effects, specs))
+        _append(options.save, credit(saved.chain, effects, specs))
     if options.json:
         say(json.dumps(told))
         return
@@ -169,10 +167,9 @@ async def _rank(
 async def _try(
     options: argparse.Namespace, saved: "SavedChain", tell: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
-    from agentfactory.audit.replay import pairs
-    from agentfactory.audit.replay.continuations import ReplayError, continuations
+    from agentfactory.audit.replay.continuations import ReplayError, continuations, preference, transcript
     from agentfactory.audit.replay.saved_chain import check_same_tokens
-    from agentfactory.audit.saved_reports import save_replay
+    from agentfactory.audit.reports import save_replay
 
     chain, turns = saved.chain, options.turn - 1
     change, played = _change(options, turns)
@@ -205,11 +202,7 @@ async def _try(
     if options.save is not None:
         every = [one for _, found in results for one in found.chains]
         try:
-            row = (
-                pairs.transcript(every, specs)
-                if options.kind == "sft"
-                else pairs.preference(chain, turns, every, specs)
-            )
+            row = transcript(every, specs) if options.kind == "sft" else preference(chain, turns, every, specs)
         except ValueError as error:
             raise SettingError("--save", str(error), "raise --samples, or change something else") from None
         _append(options.save, row)

@@ -12,13 +12,23 @@ logger = logging.getLogger(__name__)
 
 RECENT = 128
 """Number of most recently ended chains over which shares are computed."""
-SHARE, LEAST = 0.1, 4
-"""Share of these chains, and their minimum number, from which on there is a warning."""
+SHARE, LEAST = 0.05, 4
+"""Share of the chains from which on there is a finding about their outcome, and their minimum number in a run that may
+have just begun."""
 _LOST = (OutcomePolicy.DROP, OutcomePolicy.RETRY)
-_FIXES = {
-    Outcome.CONTEXT_OVERFLOW: "raise rollout.max_total_tokens, or set rollout.context",
-    Outcome.TIMEOUT: "raise rollout.timeout_seconds, or make the task shorter",
+FIXES = {
+    Outcome.MAX_TOKENS: "raise rollout.max_tokens, or ask for short answers",
+    Outcome.CONTEXT_OVERFLOW: "raise rollout.max_total_tokens and server.max_model_len, or set rollout.context",
+    Outcome.MAX_TURNS: "raise rollout.max_turns, or tell the model how many turns it has",
+    Outcome.TOOL_LIMIT: "raise the limit in `limits` that ended them",
+    Outcome.TIMEOUT: "raise rollout.timeout_seconds, or find what is slow in the chains' times",
+    Outcome.TOOL_INFRASTRUCTURE: "repair the tool server; its own output is in the log",
+    Outcome.INFERENCE_ERROR: "look at logs/server.log",
+    Outcome.REWARD_ERROR: "repair the reward, and try it with `agentfactory tools check RECIPE`",
+    Outcome.AGENT_ERROR: "repair the agent; its own output is in the log",
+    Outcome.CANCELLED: "raise rollout.max_staleness, or make chains shorter: the longest are cancelled",
 }
+"""Fixes of outcomes, also for the audit of a saved run."""
 
 
 @dataclass
@@ -50,7 +60,7 @@ class ChainOutcomes:
         if outcome in self._told:
             text = commonest_ending(self._errors[outcome], self._ended)
             fate = "" if not lost else "; they are not trained"
-            fix = f"; fix: {_FIXES[outcome]}" if outcome in _FIXES else ""
+            fix = f"; fix: {FIXES[outcome]}" if outcome in FIXES else ""
             of = f"source {self.source}: " if self.source else ""
             notify(logger, f"{of}chains that end as {outcome}", f"{of}{text}{fate}{fix}", times=0)
 

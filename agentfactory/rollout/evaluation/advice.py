@@ -1,43 +1,36 @@
-"""Advice on what a look at finished chains has shown, with the setting to change."""
+"""Advice on what finished chains have shown, with the setting to change, and alarms of a running training: advice that
+holds for so many groups in a row that it is no chance."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+from agentfactory.base.findings import Finding, warning
 from agentfactory.base.messages import CallError
-from agentfactory.rollout.evaluation.first_look import Look, plural
-from agentfactory.rollout.groups.group_filter import Worth
+from agentfactory.rollout.config import EqualRewards
+from agentfactory.rollout.evaluation import rules
+from agentfactory.rollout.evaluation.first_look import Look, Offer, calls_tool, look_at
+from agentfactory.rollout.evaluation.rules import ENOUGH_CHAINS, UNREADABLE, fix_unreadable, plural
+from agentfactory.rollout.groups.group_filter import Worth, worth
 from agentfactory.rollout.text.parsers import load_parser
+from agentfactory.rollout.trajectory import Group, Trajectory
 
 PAGE = "docs/first-look.md"
-MANY, MOST = 0.25, 0.5
-"""Shares of chains beyond which there is advice: with a turn that was cut; with a malformed call."""
+CUT = 0.25
+"""Share of chains with a turn that was cut beyond which there is advice."""
 WAITS, SHORT_WAIT = 0.5, 0.01
 """Share of a chain's time, and seconds, of a wait for a tool server's process beyond which there is advice."""
-ENOUGH_CHAINS = 64
-"""Chains needed for it: the first ones wait for the first processes."""
+GROUPS = 8
+"""Minimum number of groups that an alarm covers; they have at least ENOUGH_CHAINS chains."""
 
 
-@dataclass(frozen=True)
-class Advice:
-    """One thing that keeps a recipe from training well. `topic` identifies it."""
-
-    topic: str
-    text: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.text}; fix: {self.fix}"
-
-
-def advise(look: Look) -> list[Advice]:
+def advise(look: Look) -> list[Finding]:
     """Return advice on what was seen, the most important first."""
-    found: list[Advice] = []
-    for judge in _JUDGES:
-        found += judge(look)
-    return found
+    judges = (missing_calls, malformed_turns, equal_rewards, cut_turns, slow_starts)
+    return [advice for judge in judges for advice in judge(look)]
 
 
-def missing_calls(look: Look) -> Iterator[Advice]:
+def missing_calls(look: Look) -> Iterator[Finding]:
     """Advise if no chain called a tool although tools are offered, if fewer than one of each group did, or if another
     format reads more than the recipe's."""
     if not look.offer.specs or not look.ended:
@@ -68,12 +61,12 @@ def missing_calls(look: Look) -> Iterator[Advice]:
         fix = fix or f"read them, and show the form of a call in {look.offer.prompt}, or begin with an sft stage"
     if look.called == 0 and (unknown := look.misuses[CallError.UNKNOWN_TOOL]):
         whys.append(f"{plural(unknown, 'call')} named a tool that does not exist")
-    if look.called == 0 and look.malformed > MOST * look.ended:
+    if look.called == 0 and look.malformed > UNREADABLE * look.ended:
         whys.append(f"{look.malformed} had a turn that {look.offer.format} could not read")
-        fix = fix or _fix_malformed(look)
+        fix = fix or fix_unreadable(look.offer.own_loop)
     fix = fix or f"say in {look.offer.prompt} when to use the tools, or begin with an sft stage on chains that do"
     if text or whys:
-        yield Advice("tool calls", "; ".join(part for part in (text, *whys) if part), fix)
+        yield warning("tool calls", "; ".join(part for part in (text, *whys) if part), fix)
 
 
 def _fix_format(name: str, look: Look) -> str:
@@ -84,61 +77,106 @@ def _fix_format(name: str, look: Look) -> str:
     return stage if look.offer.own_loop else f"rollout.parser={name}, or {stage}"
 
 
-def _fix_malformed(look: Look) -> str:
-    stage = "an sft stage on well-formed chains"
-    return stage if look.offer.own_loop else f"another rollout.parser, or {stage}"
-
-
-def malformed_turns(look: Look) -> Iterator[Advice]:
+def malformed_turns(look: Look) -> Iterator[Finding]:
     """Advise if most chains have a call that cannot be parsed, though some call tools."""
-    if look.called and look.malformed > MOST * look.ended:
+    if look.called and look.malformed > UNREADABLE * look.ended:
         text = f"{look.malformed} of {look.ended} chains had a turn that {look.offer.format} could not read"
-        yield Advice("malformed turns", text, _fix_malformed(look))
+        yield warning("malformed turns", text, fix_unreadable(look.offer.own_loop))
 
 
-def equal_rewards(look: Look) -> Iterator[Advice]:
-    """Advise if all rewards are equal, or those of each group."""
-    several, teach = look.worths.total(), look.worths[Worth.TEACHES]
+def equal_rewards(look: Look) -> Iterator[Finding]:
+    """Advise if all rewards are equal, or those of each group of the size that training compares."""
     if len(look.rewards) < 2 or not look.offer.judged:
         return
-    if look.different == 1:
-        reward = look.rewards[0]
-        text = f"the rewards of all {len(look.rewards)} chains in {plural(look.groups, 'group')} are {reward:g}"
-        fix = "easier rows of data, a reward that gives partial credit (rewards), or an sft stage first"
-        if reward > 0:
-            fix = "harder rows of data, or a reward that tells good chains from better ones (rewards)"
-        yield Advice("equal rewards", f"{text}: such groups teach nothing", fix)
-    elif several > 1 and teach == 0 and look.compared == look.offer.config.group_size:
-        text = f"in each of {several} groups all chains have the same reward: such groups teach nothing"
-        fix = "rows of data that the model solves sometimes, a finer reward (rewards), or a larger rollout.group_size"
-        yield Advice("equal rewards", text, fix)
+    alike, several = look.different == 1, look.worths.total()
+    compared = several if look.compared == look.offer.config.group_size else 0
+    found = rules.equal_rewards(
+        Counter(look.rewards), alike, look.groups if alike else compared, several - look.worths[Worth.TEACHES]
+    )
+    if found is not None:
+        yield found
 
 
-def cut_turns(look: Look) -> Iterator[Advice]:
+def cut_turns(look: Look) -> Iterator[Finding]:
     """Advise if turns of many chains were cut."""
     most = look.offer.config.max_tokens
-    if look.cut >= MANY * look.ended and look.cut:
+    if look.cut >= CUT * look.ended and look.cut:
         text = f"rollout.max_tokens={most} cut a turn of {look.cut} of {look.ended} chains"
-        yield Advice(
+        yield warning(
             "cut turns", text, f"rollout.max_tokens={2 * most}, or ask for short answers in {look.offer.prompt}"
         )
 
 
-def slow_starts(look: Look) -> Iterator[Advice]:
-    """Advise if chains mostly wait for the processes of a tool server."""
+def slow_starts(look: Look) -> Iterator[Finding]:
+    """Advise if chains mostly wait for the processes of a tool server; the first ones wait for the first processes."""
     if look.chains < ENOUGH_CHAINS:
         return
     for name, (cause, fix) in look.offer.why_wait.items():
         wait = look.waits.get(name, 0.0)
         if wait > WAITS * look.seconds and wait >= SHORT_WAIT:
             share = f"chains spend {wait / look.seconds:.0%} of their time waiting for a process of tool server {name}"
-            yield Advice(f"waits for {name}", f"{share} ({wait:.1f} s each): {cause}", fix)
+            yield warning(f"waits for {name}", f"{share} ({wait:.1f} s each): {cause}", fix)
 
 
-_JUDGES: tuple[Callable[[Look], Iterator[Advice]], ...] = (
-    missing_calls,
-    malformed_turns,
-    equal_rewards,
-    cut_turns,
-    slow_starts,
-)
+def one_chain(look: Look) -> Iterator[Finding]:
+    """Say that the chains of groups in a row were the same."""
+    yield warning(
+        "equal samples", f"in {look.groups} groups in a row all chains have the same sampled tokens", rules.DRAW
+    )
+
+
+@dataclass
+class _Streak:
+    """Groups in a row with a sign of trouble. When there are enough of them, `judge` looks at them all."""
+
+    has_sign: Callable[[Group], bool]
+    judge: Callable[[Look], Iterator[Finding]]
+    enough: int = GROUPS
+    groups: list[Group] = field(default_factory=list)
+
+    def note(self, group: Group, offer: Offer) -> list[Finding]:
+        self.groups = [*self.groups, group] if self.has_sign(group) else []
+        if len(self.groups) < self.enough or sum(len(one.trajectories) for one in self.groups) < ENOUGH_CHAINS:
+            return []
+        look, self.groups = look_at(self.groups, offer), []
+        return list(self.judge(look))
+
+
+class Alarms:
+    """The alarms of a run whose batches have `batch_size` groups. Each is given once."""
+
+    def __init__(self, offer: Offer, batch_size: int) -> None:
+        self.offer = offer
+        self._streaks: list[_Streak] = []
+        if offer.specs:
+            self._streaks.append(_Streak(_calls_nothing, missing_calls))
+        # with KEEP, a step's metrics show it: symptom no_gradient
+        if offer.config.equal_rewards is not EqualRewards.KEEP:
+            enough = max(GROUPS, rules.EQUAL_STEPS * batch_size)
+            self._streaks.append(_Streak(self._is_left_out, equal_rewards, enough))
+        self._streaks.append(_Streak(_samples_one_chain, one_chain))
+        if offer.why_wait:
+            self._streaks.append(_Streak(lambda group: True, slow_starts))
+
+    def note(self, group: Group) -> list[Finding]:
+        """Take a complete group; return new alarms."""
+        found = [(streak, streak.note(group, self.offer)) for streak in self._streaks]
+        self._streaks = [streak for streak, advice in found if not advice]
+        return [one for _, advice in found for one in advice]
+
+    def _is_left_out(self, group: Group) -> bool:
+        return worth(group.trajectories, self.offer.config) is Worth.EQUAL and not _solved(group.trajectories)
+
+
+def _samples_one_chain(group: Group) -> bool:
+    return rules.could_differ(group.trajectories) and rules.are_equal(group.trajectories)
+
+
+def _calls_nothing(group: Group) -> bool:
+    # failed chains have warnings of their own
+    ended = [chain for chain in group.trajectories if not chain.outcome.failed]
+    return not _solved(ended) and not any(map(calls_tool, ended))
+
+
+def _solved(chains: Sequence[Trajectory]) -> bool:
+    return all(chain.metrics.get("success") == 1.0 for chain in chains)

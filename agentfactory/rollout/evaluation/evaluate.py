@@ -141,6 +141,19 @@ async def _folder_of(images: Path | None) -> AsyncIterator[Path]:
         yield Path(folder)
 
 
+@asynccontextmanager
+async def _watched(
+    opened: AbstractAsyncContextManager[Sequence[Source[Any]]],
+) -> AsyncIterator[list[Source[Any]]]:
+    """Open sources, check that their chains can run, and watch these. At the end, tell the errors of their tools."""
+    async with opened as sources:
+        for source in sources:
+            await source.check()
+        yield [replace(source, runner=source.watched()) for source in sources]
+        for source in sources:
+            source.runner.setup.tool_errors.report()
+
+
 async def evaluate(
     sources: Sequence[Source[Any]],
     recipe: RolloutRecipe,
@@ -289,21 +302,13 @@ def run_eval(
     opened: AbstractAsyncContextManager[Sequence[Source[Any]]],
     model: str = "policy",
 ) -> Evaluation:
-    """Evaluate on the tasks of the sources `opened` the weights called `model` on the server of their runners.
-    Blocking.
-
-    Save each group to `folder` when it has ended, and pass all metrics to `log` as `eval/...`.
-    """
+    """Evaluate on the tasks of the sources `opened` the weights called `model` on the server of their runners. Save
+    each group to `folder` when it has ended, and pass all metrics to `log` as `eval/...`. Blocking."""
 
     async def run() -> tuple[dict[str, list[Group]], dict[str, Look]]:
-        async with opened as sources:
-            for source in sources:
-                await source.check()
-            watched = [replace(source, runner=source.watched()) for source in sources]
-            played = await _play(watched, recipe, model, folder, "final")
-            for source in sources:
-                source.runner.setup.tool_errors.report()
-            return played, looks_at(played["sampled"], sources)
+        async with _watched(opened) as sources:
+            played = await _play(sources, recipe, model, folder, "final")
+        return played, looks_at(played["sampled"], sources)
 
     played, looks = run_interruptibly(run())
     chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
@@ -355,10 +360,7 @@ def run_rollout(
         return group
 
     async def run() -> tuple[list[Group], dict[str, Look]]:
-        async with opened as sources:
-            for source in sources:
-                await source.check()
-            watched = [replace(source, runner=source.watched()) for source in sources]
+        async with _watched(opened) as watched:
             if sizes is None:
                 chosen = [(one, row, one.config.group_size) for one in watched for row in range(len(one.tasks))]
             else:
@@ -368,9 +370,7 @@ def run_rollout(
             groups = await asyncio.gather(
                 *(run_group(source, row, number, size) for number, (source, row, size) in enumerate(chosen))
             )
-            for source in sources:
-                source.runner.setup.tool_errors.report()
-            return list(groups), looks_at(groups, sources)
+        return list(groups), looks_at(groups, watched)
 
     groups, looks = run_interruptibly(run())
     metrics = mean_figures(groups)

@@ -24,6 +24,7 @@ from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Activity, StopReason
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset

@@ -25,11 +25,9 @@ from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStopped
 from agentfactory.rollout.config import Part, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.data import Share
-from agentfactory.rollout.evaluation.advice import PAGE, advise
-from agentfactory.rollout.evaluation.alarms import Alarms
+from agentfactory.rollout.evaluation.advice import PAGE, Alarms, advise
 from agentfactory.rollout.evaluation.evaluate import evaluate, looks_at, offer_of, open_sources
-from agentfactory.rollout.evaluation.first_look import FirstGroups, Look
-from agentfactory.rollout.evaluation.look_text import Schedule, describe
+from agentfactory.rollout.evaluation.first_look import FirstGroups, Look, Schedule, describe
 from agentfactory.rollout.groups.group_files import Delivered, arrays_file, read_groups, train_file, train_files
 from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed

@@ -8,7 +8,9 @@ from math import exp, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
+from agentfactory.base.findings import Finding, warning
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.evaluation.rules import EQUAL_STEPS, UNREADABLE, UNREADABLE_RISE, fix_equal_rewards
 from agentfactory.trainers.config import Symptom
 
 Figures = Mapping[str, Any]
@@ -18,7 +20,6 @@ WINDOW = 20
 """Number of previous steps that the current one is compared with."""
 SETTLED = 4
 """Number of steps needed before there is anything to compare with."""
-NO_GRADIENT_STEPS = 5
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
 MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
@@ -35,27 +36,21 @@ UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
 """Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
 while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
 tasks."""
-FORMAT_RISE, CALLS_FALL = 0.15, 0.5
-"""Symptom: the share of turns that could not be parsed, averaged over SUCCESS_STEPS, is this much above its lowest; or
-the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best. Turns that were
-cut at rollout.max_tokens count only if the calls have fallen so far: calls that are too long are no lost format."""
+CALLS_FALL = 0.5
+"""Symptom: the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best.
+Turns that were cut at rollout.max_tokens count as unreadable only if the calls have fallen so far: calls that are too
+long are no lost format."""
 LATE_CHAINS, LATE_TOKENS, LATE_SUCCESS = 0.05, 0.2, 0.25
 """Symptom: over SUCCESS_STEPS, this share of the chains was cancelled at the staleness bound, or this share of the
 sampled tokens was too old to train, or the cancelled chains are more than this share of those that succeeded."""
-CAUSE_RISE, MOST = 0.1, 0.5
+CAUSE_RISE = 0.1
 """Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
 nothing, if they are most turns."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
-LATE_PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
-RATES_PAGE = "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A symptom, and the message about it: metrics, the likely cause, and the page to read."""
-
-    symptom: Symptom
-    text: str
+_PAGES = {
+    Symptom.UNSTABLE: "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'",
+    Symptom.LATE_CHAINS: "docs/staleness.md (Asynchronous training), 'Late chains'",
+}
 
 
 def ordered_by(recipe: RolloutRecipe) -> str | None:
@@ -71,11 +66,8 @@ def ordered_by(recipe: RolloutRecipe) -> str | None:
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
-    it was gone.
-
-    `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success that falls is a
-    sign of trouble.
-    """
+    it was gone. `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success
+    that falls is a sign of trouble."""
 
     alike: bool = True
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
@@ -95,7 +87,8 @@ class Health:
     _told: set[Symptom] = field(default_factory=set)
 
     def note(self, figures: Figures) -> list[Finding]:
-        """Check one line of metrics.jsonl and return new findings. Lines of evaluations are ignored."""
+        """Check one line of metrics.jsonl and return new findings, whose topics are symptoms. Lines of evaluations are
+        ignored."""
         if figures.get("step") == 0:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
@@ -108,36 +101,21 @@ class Health:
         for name, share in shares.items():
             least, recent = self._least.get(name, share), self._recent(name)
             self._least[name] = least if recent is None else min(least, recent)
-        found: list[Finding] = []
-        for symptom, look in self._looks().items():
-            text = look(figures)
-            if text is None:
-                self._told.discard(symptom)
-            elif symptom not in self._told:
-                self._told.add(symptom)
-                page = {Symptom.UNSTABLE: RATES_PAGE, Symptom.LATE_CHAINS: LATE_PAGE}.get(symptom, PAGE)
-                found.append(
-                    Finding(symptom, f"step {figures['step']}: {text}; {self._cause(symptom, figures)}; see {page}")
-                )
-        return found
-
-    def _looks(self) -> dict[Symptom, Callable[[Figures], str | None]]:
-        return {
-            Symptom.NO_GRADIENT: self._no_gradient,
-            Symptom.ENTROPY: self._entropy,
-            Symptom.MISMATCH: self._mismatch,
-            Symptom.SUCCESS: self._success,
-            Symptom.UNSTABLE: self._unstable,
-            Symptom.FORMAT: self._format,
-            Symptom.LATE_CHAINS: self._late_chains,
-        }
+        texts = {symptom: look(self, figures) for symptom, look in _LOOKS.items()}
+        new = [symptom for symptom, text in texts.items() if text is not None and symptom not in self._told]
+        self._told = {symptom for symptom, text in texts.items() if text is not None}
+        where = f"step {figures['step']}"
+        return [
+            warning(one, f"{where}: {texts[one]}; {self._cause(one, figures)}; see {_PAGES.get(one, PAGE)}")
+            for one in new
+        ]
 
     def _no_gradient(self, figures: Figures) -> str | None:
         # if every chain succeeds, there is nothing left to learn
         solved = figures.get("success", 0.0) == 1.0
         taught = "teacher/kl" in figures and figures.get("teacher/graded", 1.0) > 0.0
         steps = self._lasts("no gradient", figures["groups/equal_rewards"] == 1.0 and not solved and not taught)
-        if steps < NO_GRADIENT_STEPS:
+        if steps < EQUAL_STEPS:
             return None
         return (
             f"nothing was learned in {steps} steps: in every group all chains have the same reward "
@@ -189,7 +167,6 @@ class Health:
         return f"{name} was {level:.2f} over the last {SUCCESS_STEPS} steps, and {best}"
 
     def _unstable(self, figures: Figures) -> str | None:
-        # checked after _success, which notes the best
         level, entropy, entropy_then = self._recent("success"), self._recent("entropy"), self._best_entropy
         best = max(self._best, self._before)
         if not self.alike or level is None or entropy is None or entropy_then is None or best < SUCCESS_LEAST:
@@ -201,11 +178,10 @@ class Health:
         return f"success fell from {best:.2f} to {level:.2f} while {grew}"
 
     def _format(self, figures: Figures) -> str | None:
-        # checked after _success, which notes the best
         unreadable, malformed = self._recent(_UNREADABLE), self._recent(_MALFORMED)
         if unreadable is not None and malformed is not None:
             rise = unreadable - self._least[_UNREADABLE]
-            if rise > max(FORMAT_RISE, self._chance(_UNREADABLE)):
+            if rise > max(UNREADABLE_RISE, self._chance(_UNREADABLE)):
                 parsed = f"from {1 - self._least[_MALFORMED]:.0%} to {1 - malformed:.0%}"
                 return f"the turns that could be parsed fell {parsed}; the format has been lost"
         calls, level = self._recent(_CALLS), self._recent(_goal(figures))
@@ -269,12 +245,10 @@ class Health:
         if figures.get("staleness/max", 0) > 0 and figures.get("mismatch/kl", 0.0) > MISMATCH_LEAST:
             return "the data is too stale for such updates: lower train.learning_rate or rollout.max_staleness"
         if symptom is Symptom.NO_GRADIENT:
-            if max(last.get(_MALFORMED, 0.0), last.get(_CUT, 0.0)) > MOST:
+            if max(last.get(_MALFORMED, 0.0), last.get(_CUT, 0.0)) > UNREADABLE:
                 return f"the calls of {malformed} cannot be read, and {cut} are cut at rollout.max_tokens"
-            rows = "harder" if figures[_goal(figures)] > 0.5 else "easier"
-            return (
-                f"fix: {rows} rows of data, a finer reward (rewards), or a larger rollout.group_size; read trajectories"
-            )
+            alike = figures.get("reward_std") == 0.0
+            return f"fix: {fix_equal_rewards(figures['reward'] if alike else None)}; read trajectories"
         cause = f"a likely cause is train.learning_rate, {figures.get('learning_rate', 0.0):.2g}"
         return f"{cause}, or a reward that pays for this" if symptom is Symptom.FORMAT else cause
 
@@ -314,6 +288,16 @@ class Health:
         return self._run[sign]
 
 
+_LOOKS: dict[Symptom, Callable[[Health, Figures], str | None]] = {
+    Symptom.NO_GRADIENT: Health._no_gradient,
+    Symptom.ENTROPY: Health._entropy,
+    Symptom.MISMATCH: Health._mismatch,
+    Symptom.SUCCESS: Health._success,
+    Symptom.UNSTABLE: Health._unstable,
+    Symptom.FORMAT: Health._format,
+    Symptom.LATE_CHAINS: Health._late_chains,
+}
+"""In this order: _unstable and _format use the best that _success notes."""
 _MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
 _CALLS = "trajectory/tool_calls"
 _TINY = 1e-9

@@ -25,7 +25,7 @@ class Follower:
     """The current data of the runs. `runs` is replaced, never mutated."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises ViewError if a folder is not a run."""
+        """Raises SettingError if a folder is not a run."""
         self._all = Runs(folders)
         self.runs: list[Run] = self._all.find()
         self.index = Index()

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from agentfactory.audit.finding import Severity
-from agentfactory.audit.saved_reports import read_audit
+from agentfactory.audit.reports import read_audit
+from agentfactory.base.findings import Severity
 from agentfactory.viewer.runs.chain_index import Index
 from agentfactory.viewer.runs.recipe_difference import settings_of
 from agentfactory.viewer.runs.run_data import Run

@@ -12,6 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from pydantic_core import from_json
 
+from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import (
     RefusedFileError,
     entries_of,
@@ -30,10 +31,6 @@ from agentfactory.viewer.runs.growing_file import GrowingFile
 _MOST_PROBLEMS = 20
 _MOST_STEPS, _MOST_FIGURES = 1_000_000, 100_000
 """Maximum lines of metrics that are shown, and values in a line."""
-
-
-class ViewError(Exception):
-    """The runs cannot be shown; the message gives the reason and a fix."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ class Runs:
     """All runs of the named folders; stages are added when a run reaches them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises ViewError if a folder is not a run."""
+        """Raises SettingError if a folder is not a run."""
         self._roots = list(dict.fromkeys(folder.expanduser().resolve() for folder in folders))
         for root in self._roots:
             _check_run(root)
@@ -360,21 +357,21 @@ def _check_run(root: Path) -> None:
         try:
             parse_saved(RunFolder(root).read_recipe())
         except RefusedFileError as error:
-            raise ViewError(str(error)) from None
+            raise SettingError("", str(error)) from None
         except (OSError, YamlBoundsError) as error:
             fix = "put back the recipe that the run has written"
-            raise ViewError(f"{root / RECIPE} cannot be read: {error}; fix: {fix}") from None
+            raise SettingError("", f"{root / RECIPE} cannot be read: {error}", fix) from None
         except ValueError:
             pass  # the curves can be shown, and the page says so
         if not any(map(_has_begun, [root, *_parts(root, ())])):
             fix = "name the `output` folder of a run, such as runs/NAME"
-            raise ViewError(f"{root} has a {RECIPE}, but nothing that a run has written; fix: {fix}")
+            raise SettingError("", f"{root} has a {RECIPE}, but nothing that a run has written", fix)
         return
     if not root.is_dir():
-        raise ViewError(f"{root}: no such folder; fix: name the folder of a run, such as runs/NAME")
+        raise SettingError("", f"{root}: no such folder", "name the folder of a run, such as runs/NAME")
     inside = [path.name for path in _parts(root, ())][:3]
     fix = f"name a run in it, such as {root / inside[0]}" if inside else "name the `output` folder of a run"
-    raise ViewError(f"{root} is not a run folder, because it has no {RECIPE}; fix: {fix}")
+    raise SettingError("", f"{root} is not a run folder, because it has no {RECIPE}", fix)
 
 
 def _has_begun(path: Path) -> bool:

@@ -9,15 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.saved_reports import REPLAYS, read_replays
+from agentfactory.audit.reports import REPLAYS, read_replays
 from agentfactory.base.files.untrusted_files import open_file
 from agentfactory.rollout.trajectory import Activity, Stretch
 from agentfactory.viewer.runs.chain_index import Line, source_of
 from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.run_data import Run
 from agentfactory.viewer.runs.saved_groups import calls_of, read_group, read_line
-from agentfactory.viewer.trajectories.chain_images import image_url, read_image
-from agentfactory.viewer.trajectories.image_marks import Marks, marks_of
+from agentfactory.viewer.trajectories.image_marks import Marks, image_url, marks_of, read_image
 from agentfactory.viewer.trajectories.token_texts import token_texts
 
 _CREDITED = ("advantage", "proximal", "divergence")

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 from agentfactory.audit.audit import audit
-from agentfactory.audit.finding import Report
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.reports import Report
 
 DATA = Path(__file__).parent / "data"
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import HELD_OUT, LOGPROBS, METRICS, TOKENS, TRAINED, Seen
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Severity
 from agentfactory.rollout.token_row import Span
 from agentfactory.rollout.trajectory import Outcome
 from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of

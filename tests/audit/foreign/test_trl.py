@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS, OUTCOMES, REWARDS, TOKENS, TRAINED
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Severity
 from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
 
 

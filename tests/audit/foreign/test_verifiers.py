@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import HELD_OUT, METRICS, TOKENS, TRAINED
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Severity
 from agentfactory.rollout.trajectory import Outcome
 from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.audit.finding import Severity
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS
 from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Severity
 from tests.audit.foreign.reading import audited, copied, groups_of, record_of
 
 
@@ -68,32 +68,14 @@ async def test_an_audit() -> None:
 
 
 class TestDamage:
-    def test_an_incomplete_last_line_is_left_out(self, tmp_path: Path) -> None:
-        folder = copied("verl/0.4.1", tmp_path)
-        with (folder / "rollouts" / "2.jsonl").open("a") as file:
-            file.write('{"input": "system')
-        assert record_of(folder).size == 4
-
-    @pytest.mark.parametrize(
-        ("line", "problem"),
-        [
-            ('{"input": ', "EOF while parsing"),
-            ("[1]", "it is no JSON object"),
-            ('{"input": "a", "output": "b", "step": 2}', "missing required field `score`"),
-            (
-                '{"input": "a", "output": "b", "step": 2, "score": "high"}',
-                r"Expected `float`, got `str` - at `\$.score`",
-            ),
-        ],
-    )
-    def test_a_damaged_line_is_named(self, tmp_path: Path, line: str, problem: str) -> None:
+    def test_a_damaged_line_is_named(self, tmp_path: Path) -> None:
         folder = copied("verl/0.4.1", tmp_path)
         file = folder / "rollouts" / "2.jsonl"
         first, *others = file.read_text().splitlines(keepends=True)
-        file.write_text("".join([first, line + "\n", *others]))
-        with pytest.raises(
-            SettingError, match=rf"line 2 of .*2.jsonl cannot be read: .*{problem}.*; fix: copy the file"
-        ):
+        line = '{"input": "a", "output": "b", "step": 2, "score": "high"}\n'
+        file.write_text("".join([first, line, *others]))
+        problem = r"Expected `float`, got `str` - at `\$.score`"
+        with pytest.raises(SettingError, match=rf"line 2 of .*2.jsonl cannot be read: {problem}; fix: copy the file"):
             read(folder)
 
     def test_a_score_that_is_no_number_is_found(self, tmp_path: Path) -> None:

@@ -1,20 +1,23 @@
-"""Tool calls: never made, failed, unanswered, repeated."""
+"""What chains did: their tool calls (never made, failed, unanswered, repeated), their ends, and unreadable turns."""
 
 import json
 from collections import Counter
 from collections.abc import Iterator
 
 from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.finding import Evidence, Finding, Places
-from agentfactory.audit.record import CALLS, MESSAGES, Record, Seen
-from agentfactory.audit.replay.saved_turns import own_messages
+from agentfactory.audit.record import CALLS, MALFORMED, MESSAGES, OUTCOMES, Places, Record, Seen
+from agentfactory.audit.replay.replay_runner import own_messages
+from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import text_of
+from agentfactory.rollout.chains.outcome_warnings import FIXES, SHARE
+from agentfactory.rollout.evaluation import rules
+from agentfactory.rollout.evaluation.rules import UNREADABLE, fix_unreadable
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
-ENOUGH_CHAINS, ENOUGH_CALLS = 64, 32
+ENOUGH_CALLS = 32
 _CUT = (Outcome.MAX_TOKENS, Outcome.CONTEXT_OVERFLOW)
 MANY, MOST = 0.2, 0.5
-"""Shares of calls that repeat one that failed; that fail, or get the same answer."""
+"""Share of calls that repeat one that failed; share of calls that fail, and of chains that were cut at a limit."""
 
 
 class ToolCallCheck(Check):
@@ -29,7 +32,6 @@ class ToolCallCheck(Check):
         for (_, source), part in parts.items():
             self._offered.setdefault(source, set()).update(spec.name for spec in part.specs)
         self._chains: Counter[str] = Counter()
-        self._without: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         self._by_source: dict[str, Counter[str]] = {}
         self._errors: Counter[str] = Counter()
@@ -40,7 +42,6 @@ class ToolCallCheck(Check):
         self._first: dict[str, Evidence] = {}
 
     async def note(self, seen: Seen) -> None:
-        """See Check."""
         for chain in seen.group.trajectories if not seen.held_out else ():
             if chain.outcome.failed:
                 continue
@@ -50,11 +51,10 @@ class ToolCallCheck(Check):
             self._chains[source] += 1
             for name in (name for name in chain.metrics if name.startswith("tool/") and name.endswith("/calls")):
                 self._offered.setdefault(source, set()).add(name.split("/")[1])
-            if not self._note_calls(seen, chain):
-                self._without[source] += 1
+            self._note_calls(seen, chain)
 
-    def _note_calls(self, seen: Seen, chain: Trajectory) -> int:
-        source, made = seen.group.source, 0
+    def _note_calls(self, seen: Seen, chain: Trajectory) -> None:
+        source = seen.group.source
         answers = {m.get("tool_call_id"): m for m in chain.messages if m["role"] == "tool" and m.get("tool_call_id")}
         last, failed_before = len(chain.messages) - 1, ""
         # a task may begin with calls of its own
@@ -62,7 +62,6 @@ class ToolCallCheck(Check):
         for index, message in enumerate(chain.messages):
             for call in message.get("tool_calls") or [] if index in own else []:
                 name, arguments = call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True)
-                made += 1
                 self._calls[name] += 1
                 self._by_source.setdefault(source, Counter())[name] += 1
                 self._arguments.setdefault(name, set())
@@ -84,17 +83,15 @@ class ToolCallCheck(Check):
                 if any(error.startswith(f"{name}: ") and error[len(name) + 2 :] == text for error in chain.errors):
                     self._errors[name] += 1
                     failed_before = f"{name} {arguments}"
-        return made
 
     def findings(self) -> Iterator[Finding]:
-        """See Check."""
         for source, offered in self._offered.items():
             chains, of = self._chains[source], f" of source {source}" if source else ""
             called = self._by_source.get(source, Counter())
-            if chains < ENOUGH_CHAINS or not offered:
+            if chains < rules.ENOUGH_CHAINS or not offered:
                 continue
             if not called:
-                text = f"no chain of {chains:,}{of} called a tool, though {', '.join(sorted(offered)[:4])} are offered"
+                text = f"no chain of {chains:,}{of} called a tool, though {rules.offered(sorted(offered))}"
                 fix = "compare the model's texts with the format that rollout.parser reads (docs/first-look.md)"
                 yield self.warning(text, fix)
             elif never := sorted(offered - called.keys()):
@@ -122,5 +119,89 @@ class ToolCallCheck(Check):
 
     @property
     def looked_at(self) -> str:
-        """See Check."""
         return f"{self._calls.total():,} calls" if self._chains else ""
+
+
+_LIMITS = (Outcome.MAX_TOKENS, Outcome.CONTEXT_OVERFLOW, Outcome.MAX_TURNS, Outcome.TOOL_LIMIT)
+
+
+class OutcomeCheck(Check):
+    """Few chains may fail or be cut, because those that are left are not a fair sample of the policy."""
+
+    topic = "chains lost"
+    needs = (OUTCOMES,)
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._chains = 0
+        self._ends: Counter[Outcome] = Counter()
+        self._errors: dict[Outcome, Counter[str]] = {}
+        self._first: dict[tuple[Outcome, str], Evidence] = {}
+
+    async def note(self, seen: Seen) -> None:
+        for chain in seen.group.trajectories if not seen.held_out else ():
+            self._chains += 1
+            if chain.outcome is Outcome.COMPLETED:
+                continue
+            self._ends[chain.outcome] += 1
+            error = (chain.error or str(chain.stop_reason or "")).splitlines()[:1]
+            text = _alike(error[0]) if error else ""
+            self._errors.setdefault(chain.outcome, Counter())[text] += 1
+            place = Evidence(chain.error or text, seen.group.id, chain.id, file=seen.file)
+            self._first.setdefault((chain.outcome, text), place)
+
+    def findings(self) -> Iterator[Finding]:
+        for outcome, count in self._ends.most_common():
+            share = count / self._chains
+            if share < SHARE and not (outcome is Outcome.REWARD_ERROR and count > 1):
+                continue
+            text, fix = f"{count:,} of {self._chains:,} chains ({share:.0%}) ended as {outcome}", FIXES[outcome]
+            errors = self._errors[outcome].most_common(3)
+            places = [self._first[outcome, error] for error, _ in errors]
+            if outcome in _LIMITS and share < MOST:
+                # a limit may be part of the task
+                yield self.remark(text, fix, places)
+            else:
+                yield self.warning(text, fix, places)
+
+    @property
+    def looked_at(self) -> str:
+        return f"the ends of {self._chains:,} chains" if self._chains else ""
+
+
+def _alike(error: str) -> str:
+    """Return an error without its numbers, so that equal causes are counted together."""
+    return "".join("0" if char.isdigit() else char for char in error)[:200]
+
+
+ENOUGH_TURNS = 200
+
+
+class FormatCheck(Check):
+    """The tool-call format must be able to read most turns. That fewer can be read than before is a symptom of the
+    metrics."""
+
+    topic = "format"
+    needs = (MALFORMED,)
+
+    def __init__(self, record: Record, parts: Parts) -> None:
+        super().__init__(record, parts)
+        self._turns = 0
+        self._malformed = Places()
+
+    async def note(self, seen: Seen) -> None:
+        for chain in seen.group.trajectories if not seen.held_out else ():
+            self._turns += chain.turns
+            for turn in chain.malformed_turns:
+                text = f"turn {turn + 1}: {chain.errors[0] if chain.errors else ''}"
+                self._malformed.add(Evidence(text[:200], seen.group.id, chain.id, file=seen.file))
+
+    def findings(self) -> Iterator[Finding]:
+        places = self._malformed
+        if self._turns >= ENOUGH_TURNS and places.total > UNREADABLE * self._turns:
+            text = f"most turns cannot be read: {places.total:,} of {self._turns:,} ({places.total / self._turns:.0%})"
+            yield self.warning(text, fix_unreadable(), places.kept)
+
+    @property
+    def looked_at(self) -> str:
+        return f"{self._turns:,} turns" if self._turns else ""

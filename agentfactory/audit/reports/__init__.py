@@ -1,1 +1,0 @@
-"""The forms of an audit's report: text, JSON and one HTML file."""
