@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.commands import eval_target
-from agentfactory.commands.eval_table import tables
+from agentfactory.commands import eval_command
+from agentfactory.commands.eval_command import tables
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.launching.served_weights import trained_in
 from agentfactory.recipe.load import load_recipe
@@ -133,20 +133,20 @@ def test_another_output_does_not_hide_the_checkpoints_of_a_staged_run(project: P
 def test_options_that_cannot_be_are_refused(project: Path) -> None:
     recipe = load_recipe("recipe.yaml", purpose="eval")
     with pytest.raises(SettingError, match="--checkpoint: given with --model"):
-        eval_target.check(recipe, Path(), "x/y", None, None)
+        eval_command.check(recipe, Path(), "x/y", None, None)
     with pytest.raises(SettingError, match="--checkpoint: given with --url"):
-        eval_target.check(recipe, Path(), None, "http://h:1", None)
+        eval_command.check(recipe, Path(), None, "http://h:1", None)
     with pytest.raises(SettingError, match="--samples: got 0"):
-        eval_target.check(recipe, None, None, None, 0)
+        eval_command.check(recipe, None, None, None, 0)
     there = load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval")
     for option, checkpoint, model in (("--checkpoint", Path(), None), ("--model", None, "x/y")):
-        eval_target.check(recipe, checkpoint, model, None, None)
+        eval_command.check(recipe, checkpoint, model, None, None)
         with pytest.raises(SettingError, match=rf"{option}: given with server\.url, .*; fix: set server\.url=null"):
-            eval_target.check(there, checkpoint, model, None, None)
-    eval_target.check(there, None, "x/y", "http://h:1", None)
+            eval_command.check(there, checkpoint, model, None, None)
+    eval_command.check(there, None, "x/y", "http://h:1", None)
     with pytest.raises(SettingError, match=r"--model: \./nowhere: no such folder"):
-        eval_target.named("./nowhere")
-    assert eval_target.named("x/y") == "x/y", "of the hub"
+        eval_command.named("./nowhere")
+    assert eval_command.named("x/y") == "x/y", "of the hub"
 
 
 def test_names_of_any_kind_stand_in_the_tables_as_they_are() -> None:
@@ -182,11 +182,11 @@ def test_a_server_that_does_not_answer_is_told(agentfactory: Command, project: P
 def test_the_weights_of_a_token_server_are_those_that_it_has(project: Path, warm_server: str) -> None:
     recipe = load_recipe("recipe.yaml", [f"server.url={warm_server}"], "eval")
     assert isinstance(recipe, Recipe)
-    there = eval_target.look_at(recipe, warm_server, None)
+    there = eval_command.look_at(recipe, warm_server, None)
     assert (there.model, there.by_token_ids) == ("policy", True)
     assert there.recipe.model.path != recipe.model.path, "the tokenizer is the server's"
     with pytest.raises(SettingError, match=r"--model: .* serves no 'teacher'; fix: name one of policy"):
-        eval_target.look_at(recipe, warm_server, "teacher")
+        eval_command.look_at(recipe, warm_server, "teacher")
 
 
 def test_sources_and_failed_chains_are_told() -> None:

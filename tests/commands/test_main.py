@@ -15,7 +15,7 @@ import pytest
 import yaml
 from transformers import Qwen3Config
 
-from agentfactory.commands.completion import script
+from agentfactory.commands.options import script
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.forked import COMMAND, Forked
 
@@ -391,7 +391,7 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
 @pytest.mark.extended
 def test_a_tab_imports_the_viewer_only_for_its_options(project: Path) -> None:
     answer = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
-    answer += "from agentfactory.commands.completion import answer; "
+    answer += "from agentfactory.commands.options import answer; "
     answer += "from agentfactory.commands.options import make_parser; "
     for line, wanted in (("agentfactory train ", False), ("agentfactory vi", False), ("agentfactory view --", True)):
         imported = imported_by(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.commands.new import TEMPLATES, NewError, write_task
+from agentfactory.base.errors import SettingError
+from agentfactory.commands.new import TEMPLATES, write_task
 from agentfactory.launching.prepare import prepare
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -62,14 +63,14 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_names_that_would_hide_a_module_are_refused(tmp_path: Path, name: str, words: str) -> None:
-    with pytest.raises(NewError, match=words):
+    with pytest.raises(SettingError, match=words):
         write_task(name, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NewError, match=r"Not a directory.*--output"):
+    with pytest.raises(SettingError, match=r"Not a directory.*--output"):
         write_task("divisions", tmp_path / "file" / "new")
 
 

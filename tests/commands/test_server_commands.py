@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from agentfactory.base.errors import SettingError
-from agentfactory.commands.eval_target import named
+from agentfactory.commands.eval_command import named
 from agentfactory.launching import progress
 from agentfactory.launching.progress import follow_groups
 from agentfactory.launching.run_folder import RunFolderError

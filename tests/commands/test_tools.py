@@ -12,8 +12,8 @@ import pytest
 from jsonschema.validators import validator_for
 from PIL import Image
 
+from agentfactory.commands import tools_command
 from agentfactory.commands.main import main
-from agentfactory.commands.tools import tools_command
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.vision_models import make_vision_model
 

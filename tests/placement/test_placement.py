@@ -18,14 +18,12 @@ from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
-from agentfactory.placement.machine import Gpu, Machine
-from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
-from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config
+from agentfactory.placement.machine import MARGIN, Gpu, Machine
+from agentfactory.placement.meta_model import SHAPES, NoConfigError, load_config
 from agentfactory.placement.placement import Placement, place
-from agentfactory.placement.plan_choice import choose
+from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
 from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
-from agentfactory.placement.unmeasured_memory import MARGIN
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.conftest import QUICKSTART

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.merging import merge_adapter
-from agentfactory.placement.model_config import load_config
+from agentfactory.placement.meta_model import load_config
 from agentfactory.placement.trainer_memory import trainer_memory
 from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.load import load_recipe

@@ -22,8 +22,7 @@ from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.sandbox.view import View, is_shown, place_in
 from agentfactory.worlds.harbor.dockerfile import Copy
-from agentfactory.worlds.harbor.harbor_task import HarborTask, matching
-from agentfactory.worlds.harbor.variables import expanded, masked
+from agentfactory.worlds.harbor.harbor_task import HarborTask, expanded, masked, matching
 
 _MOST_BYTES = 1 << 20
 """Maximum bytes read of a reward file."""

@@ -27,8 +27,7 @@ from agentfactory.base.processes.environment import is_named
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.sandbox.view import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
-from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching
-from agentfactory.worlds.harbor.variables import names_without_default
+from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching, names_without_default
 
 _SECTIONS = frozenset(
     {

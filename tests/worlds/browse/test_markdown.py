@@ -11,7 +11,7 @@ import pytest
 
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 from agentfactory.worlds.browse.markdown import decode, read_document
-from agentfactory.worlds.browse.reader import Reader
+from agentfactory.worlds.browse.web_pages import Reader
 from tests.worlds.browse.site import PAGES
 
 SITE = "http://atlas.test/"
@@ -184,7 +184,7 @@ async def test_a_reader_answers_with_errors_and_goes_on(reader: Reader) -> None:
 PARENT = """
 import asyncio
 from agentfactory.worlds.browse.documents import Document
-from agentfactory.worlds.browse.reader import Reader
+from agentfactory.worlds.browse.web_pages import Reader
 
 async def main():
     reader = Reader(seconds=100.0)

@@ -26,8 +26,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.tools.tool import Finish
-from agentfactory.worlds.screens.number_marks import MOST_MARKS
-from agentfactory.worlds.screens.screen import MarkedScreen, Screen
+from agentfactory.worlds.screens.screen import MOST_MARKS, MarkedScreen, Screen
 from agentfactory.worlds.screens.sites import PAGE_NAMES, screens_tasks
 from agentfactory.worlds.screens.sites import PAGES as PAGES_FOLDER
 from tests.server_process import listening

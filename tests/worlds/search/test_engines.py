@@ -19,14 +19,9 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.base.processes import environment
 from agentfactory.tools.sessions.toolset import open_toolset
-from agentfactory.worlds.search.budget import BudgetUsedUp
-from agentfactory.worlds.search.engines import engine as engine_module
-from agentfactory.worlds.search.engines.brave import Brave
-from agentfactory.worlds.search.engines.engine import Engine, EngineOptions
-from agentfactory.worlds.search.engines.searxng import Searxng
-from agentfactory.worlds.search.engines.serper import Serper
-from agentfactory.worlds.search.engines.tavily import Tavily
-from agentfactory.worlds.search.engines.wikipedia import Wikipedia
+from agentfactory.worlds.search import engine as engine_module
+from agentfactory.worlds.search.engine import BudgetUsedUp, Engine, EngineOptions
+from agentfactory.worlds.search.known_engines import Brave, Searxng, Serper, Tavily, Wikipedia
 from agentfactory.worlds.search.search import Search
 
 KEY = "test-key-5c1d90"

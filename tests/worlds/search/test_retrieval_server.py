@@ -14,7 +14,7 @@ import pytest
 
 from agentfactory.base.http.server_keys import key_header
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.worlds.search.retrieval_client import RetrievalClient
+from agentfactory.worlds.search.sources import RetrievalClient
 from tests.waiting import wait_for
 from tests.worlds.search.corpora import PLAYS, index_of
 
