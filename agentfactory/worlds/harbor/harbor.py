@@ -71,7 +71,7 @@ class Harbor(Shell):
         self._begun = monotonic()
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
-        """See Shell. The task's own time limit applies to all commands together."""
+        """The task's own time limit applies to all commands together."""
         if self.task.agent_seconds is not None:
             seconds = min(seconds, self._begun + self.task.agent_seconds - monotonic())
             if seconds <= 0:
@@ -109,13 +109,11 @@ class Harbor(Shell):
         return self._task
 
     def view(self) -> View:
-        """See Shell."""
         assert self.workspace is not None
         folders = {place: self.workspace / str(number) for number, place in enumerate(self.task.writable)}
         return View(Path(self.task.root), (), folders, self.task.workdir, user=0)
 
     def environment(self) -> dict[str, str]:
-        """See Shell."""
         return self._variables({})
 
     def _variables(self, further: Mapping[str, str]) -> dict[str, str]:

@@ -357,6 +357,5 @@ class HarborSource(TaskSource):
         return {name: {"root": image} if isinstance(image, str) else image for name, image in images.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """See TaskSource."""
         images = {name: Image(image.root, image.run_done, tuple(image.writable)) for name, image in self.images.items()}
         return load_rows(Path(self.folder), images, "harbor")

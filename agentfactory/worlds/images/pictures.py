@@ -129,11 +129,9 @@ class Crop(Step):
     box: PixelBox
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         return image.crop(self.box)
 
     def back(self, size: Size) -> Way:
-        """See Step."""
         return Way(c=self.box[0], f=self.box[1])
 
 
@@ -144,7 +142,6 @@ class Turn(Step):
     degrees: float
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         if self.degrees % 90 == 0:
             return _QUARTERS[int(self.degrees % 360) // 90](image)
         way = self.back(image.size)
@@ -155,7 +152,6 @@ class Turn(Step):
         )
 
     def back(self, size: Size) -> Way:
-        """See Step."""
         sine, cosine = self._sine_cosine()
         (width, height), (new_width, new_height) = size, self._size(size)
         # y points down, so this rotates counterclockwise: back
@@ -194,12 +190,10 @@ class Flip(Step):
     direction: Direction
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         across = self.direction == "left_right"
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT if across else Image.Transpose.FLIP_TOP_BOTTOM)
 
     def back(self, size: Size) -> Way:
-        """See Step."""
         if self.direction == "left_right":
             return Way(a=-1.0, c=size[0])
         return Way(e=-1.0, f=size[1])
@@ -212,7 +206,6 @@ class Contrast(Step):
     factor: float
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         return ImageEnhance.Contrast(image).enhance(self.factor)
 
 
@@ -225,7 +218,6 @@ class Draw(Step):
     points: tuple[Point, ...] = ()
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         drawn = image.copy()
         pencil = ImageDraw.Draw(drawn)
         # thick lines, because the model may get a downscaled image

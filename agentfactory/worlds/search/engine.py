@@ -213,7 +213,7 @@ class Engine(ABC):
         the format is unexpected."""
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source. A passage's `id` and `url` are both the address of its page."""
+        """A passage's `id` and `url` are both the address of its page."""
         query = " ".join(query.split())[: self.query_characters].strip()
         query = "".join(character for character in query if character.isprintable())
         found: dict[str, Passage] = {}
@@ -227,7 +227,7 @@ class Engine(ABC):
         return list(found.values())[:count]
 
     async def open(self, id: str) -> str | None:
-        """See Source. Returns the page at the address `id`."""
+        """Returns the page at the address `id`."""
         try:
             page = await self._pages.open(id)
         except PageError:
@@ -242,7 +242,6 @@ class Engine(ABC):
         return counts
 
     async def close(self) -> None:
-        """See Source."""
         if self._cache is not None:
             await self._cache.close()
         if self._budget is not None:

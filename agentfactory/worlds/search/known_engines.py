@@ -18,12 +18,10 @@ class Serper(Engine):
     query_characters = 2000
 
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
-        """See Engine."""
         body = {"q": query, "num": count, "page": page + 1}
         return Request(self.address, body=body, headers={"X-API-KEY": secret})
 
     def read(self, answer: Any) -> Results:
-        """See Engine."""
         found = answer["organic"]
         return Results([passage(each["link"], each["title"], each.get("snippet")) for each in found], bool(found))
 
@@ -39,12 +37,10 @@ class Tavily(Engine):
     query_characters = 400
 
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
-        """See Engine."""
         body = {"query": query, "max_results": count, "search_depth": "basic"}
         return Request(self.address, body=body, headers={"Authorization": f"Bearer {secret}"})
 
     def read(self, answer: Any) -> Results:
-        """See Engine."""
         found = [passage(each["url"], each["title"], each["content"], each.get("score")) for each in answer["results"]]
         return Results(found, more=False)
 
@@ -71,11 +67,9 @@ class Searxng(Engine):
         super().__init__(options)
 
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
-        """See Engine."""
         return Request(f"{self._instance}/search", {"q": query, "format": "json", "pageno": page + 1})
 
     def read(self, answer: Any) -> Results:
-        """See Engine."""
         found = answer["results"]
         passages = [passage(each["url"], each["title"], each.get("content"), each.get("score")) for each in found]
         return Results(passages, bool(found))
@@ -91,14 +85,13 @@ class Wikipedia(Engine):
     query_characters = 300
 
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
-        """See Engine."""
         parameters: dict[str, str | int] = {"action": "query", "format": "json", "formatversion": 2, "redirects": 1}
         parameters |= {"generator": "search", "gsrsearch": query, "gsrlimit": count, "gsroffset": page * count}
         parameters |= {"prop": "extracts|info", "exintro": 1, "explaintext": 1, "exlimit": "max", "inprop": "url"}
         return Request(self.address, parameters)
 
     def read(self, answer: Any) -> Results:
-        """See Engine. Pages are unsorted, each with its rank in `index`; an answer without results has no `query`."""
+        """Pages are unsorted, each with its rank in `index`; an answer without results has no `query`."""
         if error := answer.get("error"):
             raise ToolInfrastructureError(f"{self.name}: {error['code']}")
         found = sorted(answer.get("query", {}).get("pages", []), key=lambda page: page["index"])
@@ -120,14 +113,13 @@ class Brave(Engine):
     query_characters = 400
 
     def request(self, query: str, count: int, page: int, secret: str) -> Request:
-        """See Engine."""
         words = " ".join(query.split()[:_MOST_WORDS])
         parameters: dict[str, str | int] = {"q": words, "count": count, "offset": page, "result_filter": "web"}
         headers = {"X-Subscription-Token": secret}
         return Request(self.address, parameters, headers=headers)
 
     def read(self, answer: Any) -> Results:
-        """See Engine. An answer without results has no `web`."""
+        """An answer without results has no `web`."""
         found = answer.get("web", {}).get("results", [])
         passages = [passage(each["url"], each["title"], each.get("description")) for each in found]
         return Results(passages, bool(answer["query"].get("more_results_available")))

@@ -60,7 +60,7 @@ class RetrievalClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source. A query without any letter or digit finds nothing."""
+        """A query without any letter or digit finds nothing."""
         if count < 1 or not any(map(str.isalnum, query)):
             return []
         return (await self.retrieve([query], count))[0]
@@ -167,7 +167,6 @@ class IndexSource:
         self._threads = ThreadPoolExecutor(os.cpu_count(), "search")
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._search, query, count)
 
     async def open(self, id: str) -> str | None:
@@ -195,7 +194,7 @@ class SharedSource:
         self._searches = self._remembered = 0
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source. Equal searches share one request or its cached result; failures are not cached."""
+        """Equal searches share one request or its cached result; failures are not cached."""
         asked = (query, count)
         self._searches += 1
         if asked in self._found:
@@ -215,7 +214,6 @@ class SharedSource:
             del self._found[asked]
 
     async def open(self, id: str) -> str | None:
-        """See Source."""
         return await self.source.open(id)
 
     async def close(self) -> None:

@@ -37,14 +37,12 @@ class VerifiersAgent(ClientAgent):
             await process.close()
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        """See ClientAgent."""
         for number, task in enumerate(tasks, 1):
             if "verifiers" not in task:
                 problem = f"row {number} of {section} is not one of data.verifiers"
                 raise SettingError("rollout.agent", f"got 'verifiers', but {problem}", "set it to null")
 
     async def run(self, visit: Visit) -> str | None:
-        """See ClientAgent."""
         task = visit.task["verifiers"]
         process = await self._process({**task["settings"], "max_turns": visit.max_turns})
         endpoint = visit.endpoint

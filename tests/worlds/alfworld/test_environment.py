@@ -208,6 +208,7 @@ def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: Gen
     assert old not in engine.pids()
     assert not psutil.pid_exists(old)
     assert third.act("inventory").observation == "You are not carrying anything."
+    engine.close()
     with pytest.raises(ToolInfrastructureError, match="has ended"):
         third.act("look")
 

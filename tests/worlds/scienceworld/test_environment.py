@@ -273,6 +273,7 @@ def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
     assert plays[-1].game.jvm.alive
     with pytest.raises(GameLost):
         plays[0].game.look()
+    jvms.close()
     assert not plays[-1].game.jvm.alive
 
 

@@ -603,6 +603,8 @@ async def test_a_chain_cancelled_while_it_opens_leaves_nothing(screen: Screen, s
         await asyncio.wait(screen._browser._work)
     assert screen._browser._running is not None
     assert len(screen._browser._running.chromium.contexts) == 1
+    await other.close()
+    await screen.close()
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive
