@@ -404,14 +404,12 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     assert sorted(shaped.rglob("*")) == before
 
 
-@pytest.mark.processes
-def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfactory: Command) -> None:
+def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (shaped / "make.py").write_text("def make(folder, seed): ...\n")
     made = ["prepare=make.py:make", "model.path=${prepared}/model", "placement.mode=split"]
-    result = agentfactory("train", "recipe.yaml", "--dry-run", *made)
-    assert result.returncode == 0, result.stderr
+    assert main.main(["train", "recipe.yaml", "--dry-run", *made]) == 0
     path = shaped / "runs" / "recipe" / "prepared" / "model"
-    assert f"# recipe: its memory is planned once {path} exists" in result.stdout.splitlines()
+    assert f"# recipe: its memory is planned once {path} exists" in capsys.readouterr().out.splitlines()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(
