@@ -1,5 +1,8 @@
 """This machine's devices and memory for trainer and server. `python -m agentfactory.placement.machine` prints the free
-bytes of each visible GPU, as a JSON list."""
+bytes of each visible GPU, as a JSON list.
+
+The constants are values that no GPU has confirmed yet; `make test-gpu` compares the memory table with peaks on a real
+device."""
 
 import json
 from dataclasses import dataclass

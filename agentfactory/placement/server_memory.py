@@ -1,7 +1,7 @@
 """Memory that an inference server takes, from its recipe and the model's configuration alone.
 
 Weights are counted on the network itself, created on the meta device. GPU overheads and
-vLLM's runtime needs are assumed (unmeasured_memory.py).
+vLLM's runtime needs are assumed (machine.py).
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 Weights are counted on the policy that the learner would create, on the meta device; activations are found by running it
 on fake tensors (agentfactory.placement.activation_memory). The GPU's context and libraries are assumed
-(unmeasured_memory.py).
+(machine.py).
 """
 
 from collections.abc import Iterable

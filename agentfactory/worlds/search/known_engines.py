@@ -1,4 +1,4 @@
-"""Brave Search. Format from https://api-dashboard.search.brave.com/api-reference/web/search/get."""
+"""The online engines: how each is asked, and how its answer is read."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from agentfactory.worlds.search.engine import Engine, EngineOptions, Request, Re
 
 
 class Serper(Engine):
-    """Google's results through Serper."""
+    """Google's results through Serper. The format is that of its clients (langchain's GoogleSerperAPIWrapper, Open WebUI's
+    search_serper), because its documentation needs an account; it is not verified against the service."""
 
     name = "serper"
     address = "https://google.serper.dev/search"
@@ -27,7 +28,8 @@ class Serper(Engine):
 
 
 class Tavily(Engine):
-    """Tavily's search, which returns text meant for language models, in a single page of results."""
+    """Tavily's search, which returns text meant for language models, in a single page of results
+    (https://docs.tavily.com/api-reference/endpoint/search)."""
 
     name = "tavily"
     address = "https://api.tavily.com/search"
@@ -49,7 +51,8 @@ _ADDRESS = "SEARXNG_URL"
 
 
 class Searxng(Engine):
-    """The SearXNG instance at the environment variable SEARXNG_URL. The instance sets the page size.
+    """The SearXNG instance at the environment variable SEARXNG_URL, with `json` in its `search.formats`. It sets the page
+    size. Parameters are those of docs/dev/search_api.rst in its repository, result fields those of its clients.
 
     Raises SettingError if the variable is not set, or is not an address.
     """
@@ -76,7 +79,8 @@ class Searxng(Engine):
 
 
 class Wikipedia(Engine):
-    """English Wikipedia's articles."""
+    """English Wikipedia's articles: full-text search with the beginning of each
+    (https://www.mediawiki.org/wiki/API:Search and Extension:TextExtracts; the answer's shape is that of clients)."""
 
     name = "wikipedia"
     address = "https://en.wikipedia.org/w/api.php"
@@ -103,7 +107,7 @@ _MOST_WORDS = 50
 
 
 class Brave(Engine):
-    """Brave's web search."""
+    """Brave's web search (https://api-dashboard.search.brave.com/api-reference/web/search/get)."""
 
     name = "brave"
     address = "https://api.search.brave.com/res/v1/web/search"
