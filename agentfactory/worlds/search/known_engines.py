@@ -8,8 +8,8 @@ from agentfactory.worlds.search.engine import Engine, EngineOptions, Request, Re
 
 
 class Serper(Engine):
-    """Google's results through Serper. The format is that of its clients (langchain's GoogleSerperAPIWrapper, Open WebUI's
-    search_serper), because its documentation needs an account; it is not verified against the service."""
+    """Google's results through Serper. The format is that of its clients (langchain's GoogleSerperAPIWrapper, Open
+    WebUI's search_serper), because its documentation needs an account; it is not verified against the service."""
 
     name = "serper"
     address = "https://google.serper.dev/search"
@@ -51,8 +51,8 @@ _ADDRESS = "SEARXNG_URL"
 
 
 class Searxng(Engine):
-    """The SearXNG instance at the environment variable SEARXNG_URL, with `json` in its `search.formats`. It sets the page
-    size. Parameters are those of docs/dev/search_api.rst in its repository, result fields those of its clients.
+    """The SearXNG instance at the environment variable SEARXNG_URL, with `json` in its `search.formats`. It sets the
+    page size. Parameters are those of docs/dev/search_api.rst in its repository, result fields those of its clients.
 
     Raises SettingError if the variable is not set, or is not an address.
     """
