@@ -325,7 +325,7 @@ FAULTS = (
     ),
     Fault(
         "unknown-model",
-        "commands/eval_target.py",
+        "commands/eval_command.py",
         "if model is not None and model not in names:",
         "if False:",
         "commands/test_eval.py",

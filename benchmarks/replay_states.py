@@ -27,7 +27,7 @@ from typing import Any
 from agentfactory.audit.opened import Opened, open_part
 from agentfactory.audit.replay.prefix import tokens_of
 from agentfactory.base.messages import text_of
-from agentfactory.commands.worlds.random_calls import NoLegalCall, RandomCalls
+from agentfactory.commands.worlds.trial import NoLegalCall, RandomCalls
 from agentfactory.launching.child_processes import Children
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.recipe.load import load_recipe

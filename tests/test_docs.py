@@ -28,7 +28,7 @@ from agentfactory.launching.reach_early import check_servers_answer
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import Machine
-from agentfactory.placement.memory_table import GIB, Need
+from agentfactory.placement.plan_choice import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
 from agentfactory.recipe.load import load_recipe

@@ -32,9 +32,9 @@ from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.reward_spec import RewardError
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.sessions.toolset import open_toolset
-from agentfactory.worlds.search.engines.engine import EngineOptions
-from agentfactory.worlds.search.engines.searxng import Searxng
-from agentfactory.worlds.search.retrieval_client import RetrievalClient
+from agentfactory.worlds.search.engine import EngineOptions
+from agentfactory.worlds.search.known_engines import Searxng
+from agentfactory.worlds.search.sources import RetrievalClient
 from tests.forward_proxy import forward_proxy
 from tests.rollout.test_reward_library import said
 from tests.scripted_chains import scripted_chains

@@ -32,6 +32,12 @@ class SettingError(ValueError):
         return SettingError(field, self.problem, self.fix, self.source if source is None else source)
 
 
+class CommandFailed(Exception):
+    """A command found a fault, which the message tells; `status` is the command's exit status."""
+
+    status = 1
+
+
 def short(value: Any) -> str:
     """Format `value` for a message."""
     text = repr(value)

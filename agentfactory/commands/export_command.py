@@ -31,42 +31,35 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import (
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
 
 
-class ExportError(Exception):
-    """The export is not possible; the message gives the reason and a fix."""
-
-
 def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say: Callable[[str], None]) -> None:
     """Export `checkpoint`, or the last checkpoint of the run in that folder, to the new folder `output`: the full model
     in the training's dtype, with an adapter merged into its base; or with `adapter`, only the adapter. `push` names a
     hub repository to upload it to.
 
-    Raises ExportError.
+    Raises SettingError or RunFolderError.
     """
     checkpoint = checkpoint.expanduser()
-    try:
-        if (run := _run_at(checkpoint)) is not None:
-            checkpoint = _last_checkpoint(run)
-            say(f"the last checkpoint of {display(run)} is {display(checkpoint)}")
-        if checkpoint.exists():
-            check_weights_folder(checkpoint)
-    except RunFolderError as error:
-        raise ExportError(str(error)) from None
+    if (run := _run_at(checkpoint)) is not None:
+        checkpoint = _last_checkpoint(run)
+        say(f"the last checkpoint of {display(run)} is {display(checkpoint)}")
+    if checkpoint.exists():
+        check_weights_folder(checkpoint)
     if not (checkpoint / INFO).is_file():
         problem = "is not a checkpoint" if checkpoint.exists() else "does not exist"
         fix = "name a run, such as runs/NAME, or a checkpoint, such as runs/NAME/checkpoints/step-000080"
-        raise ExportError(f"{checkpoint} {problem}; fix: {fix}")
+        raise SettingError("", f"{checkpoint} {problem}", fix)
     if not is_free(output):
-        raise ExportError(f"--output: {output} is not empty; fix: --output OTHER")
+        raise SettingError("--output", f"{output} is not empty", "--output OTHER")
     try:
         written = verify(checkpoint)
-        is_adapter = (checkpoint / ADAPTER).is_file()
-        base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
-        named = named_base(checkpoint) if adapter and is_adapter else None
-        check_names([HubName("base model", base, "model")] if base is not None and is_hub_name(base) else [])
-    except (DamagedCheckpointError, RunFolderError, SettingError) as error:
-        raise ExportError(str(error)) from None
+    except DamagedCheckpointError as error:
+        raise SettingError("", str(error)) from None
+    is_adapter = (checkpoint / ADAPTER).is_file()
+    base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
+    named = named_base(checkpoint) if adapter and is_adapter else None
+    check_names([HubName("base model", base, "model")] if base is not None and is_hub_name(base) else [])
     if adapter and not is_adapter:
-        raise ExportError(f"--adapter: {checkpoint} holds a full model; fix: leave it out")
+        raise SettingError("--adapter", f"{checkpoint} holds a full model", "leave it out")
     aside = output.with_name(f".{output.name}.partial")
     if aside.exists():
         shutil.rmtree(aside)
@@ -83,7 +76,7 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         except Exception as error:  # boundary: transformers, peft and safetensors raise many kinds of errors
             shutil.rmtree(aside)
             problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
-            raise ExportError(f"{problem}; fix: put the base back, or --adapter for the adapter alone") from error
+            raise SettingError("", problem, "put the base back, or --adapter for the adapter alone") from error
     if named is not None:
         _name_base(aside, named)
     set_usual_modes(aside)
@@ -133,4 +126,6 @@ def _push(folder: Path, repository: str) -> str:
         return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
     except Exception as error:
         # the hub's client raises the errors of all its layers: no token, no network, no such organisation
-        raise ExportError(f"--push {repository}: {error}; {folder} is written, and can be uploaded later") from error
+        raise SettingError(
+            f"--push {repository}", f"{error}; {folder} is written, and can be uploaded later"
+        ) from error

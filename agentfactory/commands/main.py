@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
-from agentfactory.commands import completion
-from agentfactory.commands.options import make_parser, parse
+from agentfactory.commands.options import answer_completion, completion_script, parse
 
 if TYPE_CHECKING:
     from agentfactory.base.errors import SettingError
@@ -38,7 +37,7 @@ _TRACEBACK_LINES = 16
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. Raises KeyboardInterrupt for Ctrl-C before the command begins."""
     if "_ARGCOMPLETE" in os.environ:
-        completion.answer(lambda with_viewer: make_parser(with_viewer)[0])
+        answer_completion()
     given = sys.argv[1:] if arguments is None else [*arguments]
     spare_loopback(os.environ)
     if given[:2] == ["tools", "serve"]:
@@ -68,7 +67,6 @@ def _execute_once(options: argparse.Namespace) -> int:
 
 def _execute(options: argparse.Namespace) -> int:
     """Run a parsed command; return its exit status."""
-    run = _COMMANDS.get(options.command, _registered)
     try:
         for notice in filter(None, (_notice_of_tmpdir(), _notice_of_memory())):
             print(f"agentfactory: {notice}", file=sys.stderr, flush=True)
@@ -76,24 +74,54 @@ def _execute(options: argparse.Namespace) -> int:
         return _end(f"TMPDIR: {error.strerror}; fix: set it to a folder with space that you can write", REFUSED)
     try:
         with _terminable():
-            status = run(options)
+            status = _COMMANDS.get(options.command, _registered)(options)
             sys.stdout.flush()
-            return status
-    except KeyboardInterrupt as error:
-        return _end(f"interrupted by {str(error) or 'Ctrl-C'}", INTERRUPTED)
-    except SystemExit as error:
+            return status or OK
+    except BaseException as error:  # user code may raise any, such as GeneratorExit
+        return _ended_by(error)
+
+
+def _ended_by(error: BaseException) -> int:
+    """Print the line that an error ends the command with, and the notes that were added to the error; return the exit
+    status."""
+    after = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if is_interruption(error):
+        number = str(error) if isinstance(error, KeyboardInterrupt) else ""
+        return _end(f"interrupted by {number or 'Ctrl-C'}{after}", INTERRUPTED)
+    if isinstance(error, SystemExit):
         if (why := exited_by(error)) is None:
-            raise
+            raise error
         return _end(f"failed: {why}", FAILED)
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError) and not after:
         # the reader of our output, such as `head`, has gone: nothing more can be printed, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except BaseException as error:  # user code may raise any, such as GeneratorExit
-        if is_interruption(error):
-            return _end("interrupted by Ctrl-C", INTERRUPTED)
-        _show_traceback()
-        return _end(f"failed: {type(error).__name__}: {error}{_other_version(error)}", FAILED)
+    # these imports do not load torch
+    from agentfactory.base.errors import CommandFailed, SettingError
+    from agentfactory.base.files.disk import DiskError
+    from agentfactory.base.messages import ToolInfrastructureError
+    from agentfactory.launching.child_processes import ChildFailed
+    from agentfactory.launching.launcher import RunStopped
+    from agentfactory.launching.run_folder import RunFolderError
+    from agentfactory.launching.run_results import MostChainsDroppedError
+    from agentfactory.placement.placement import PlacementError
+
+    match error:
+        case SettingError() | RunFolderError():
+            print(f"agentfactory: {error}", file=sys.stderr, flush=True)
+            return REFUSED
+        case CommandFailed():
+            return _end(str(error), error.status)
+        case ToolInfrastructureError() if not after:
+            return _end(str(error), FAILED)
+        case ChildFailed() | PlacementError() | DiskError():
+            return _end(f"failed: {error}{after}", FAILED)
+        case MostChainsDroppedError():
+            return _end(f"most chains were dropped: {error}{after}", MOSTLY_DROPPED)
+        case RunStopped():
+            return _end(f"stopped: {error}{after}", STOPPED)
+    _show_traceback()
+    return _end(f"failed: {type(error).__name__}: {error}{after}{_other_version(error)}", FAILED)
 
 
 def _other_version(error: BaseException) -> str:
@@ -140,34 +168,28 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int | None:
     # these imports do not load torch
-    from agentfactory.base.errors import SettingError
     from agentfactory.launching.progress import tell_information
-    from agentfactory.launching.run_folder import RunFolderError, check_run_of, is_run
+    from agentfactory.launching.run_folder import check_run_of, is_run
     from agentfactory.recipe.load import load_recipe
 
     if options.command == "eval" and options.url is not None:
         # no server is started, so none needs to be installed
         options.overrides.append(f"server.url={options.url}")
-    try:
-        # a dry run may happen on another machine than the one that the recipe is for
-        lacks: list[SettingError] | None = [] if options.dry_run else None
-        check_run_of(Path(options.recipe).expanduser())
-        # a dry run's stdout is the recipe
-        with tell_information(partial(print, file=sys.stderr)):
-            recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
-    except (SettingError, RunFolderError) as error:
-        return _refuse(error)
+    # a dry run may happen on another machine than the one that the recipe is for
+    lacks: list[SettingError] | None = [] if options.dry_run else None
+    check_run_of(Path(options.recipe).expanduser())
+    # a dry run's stdout is the recipe
+    with tell_information(partial(print, file=sys.stderr)):
+        recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
     if options.dry_run:
-        return _show(recipe, options, lacks or [])
+        _show(recipe, options, lacks or [])
+        return OK
 
     from agentfactory.commands import server_commands
     from agentfactory.launching import launcher
-    from agentfactory.launching.child_processes import ChildFailed
-    from agentfactory.launching.run_results import MostChainsDroppedError
     from agentfactory.launching.served_weights import trained_in
-    from agentfactory.placement.placement import PlacementError
     from agentfactory.recipe.composition import display, recipe_file
 
     folder, run = display(recipe.output), recipe_file(options.recipe, Path.cwd()).parent
@@ -186,33 +208,24 @@ def _run(options: argparse.Namespace) -> int:
                 named = options.checkpoint or options.model or options.url
                 checkpoint = options.checkpoint if named else trained_in(run, recipe, options.overrides)
                 server_commands.evaluate(recipe, checkpoint, _say, **asked)
-    except (SettingError, RunFolderError) as error:
-        return _refuse(error)
     except KeyboardInterrupt as error:
-        goes_on = "; continue with --resume" if options.command == "train" and is_run(recipe.output) else ""
-        left = f"; run folder {folder}{goes_on}" if recipe.output.exists() else ""
-        return _end(f"interrupted by {str(error) or 'Ctrl-C'}{left}", INTERRUPTED)
-    except (ChildFailed, PlacementError) as error:
-        return _end(f"failed: {error}; run folder {folder}", FAILED)
-    except MostChainsDroppedError as error:
-        return _end(f"most chains were dropped: {error}; run folder {folder}", MOSTLY_DROPPED)
-    except launcher.RunStopped as error:
-        return _end(f"stopped: {error}; run folder {folder}", STOPPED)
+        if recipe.output.exists():
+            error.add_note(f"run folder {folder}")
+        if options.command == "train" and is_run(recipe.output):
+            error.add_note("continue with --resume")
+        raise
     except Exception as error:
-        if is_interruption(error):
-            return _end("interrupted by Ctrl-C", INTERRUPTED)
-        _show_traceback()
-        return _end(f"failed: {type(error).__name__}: {error}; run folder {folder}", FAILED)
+        error.add_note(f"run folder {folder}")
+        raise
     return OK
 
 
-def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> int:
+def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> None:
     """Print the resolved recipe, with comments on missing software and on the actions of the command."""
-    from agentfactory.base.errors import SettingError
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
-    from agentfactory.placement.placement import PlacementError, place
+    from agentfactory.placement.placement import place
     from agentfactory.recipe.checks import (
         doubts,
         part_named,
@@ -268,25 +281,17 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
             for line in describe_memory(served, placement):
                 comment(line)
             refused = placement.refusal(served) if placement and placement.refused else None
-    except PlacementError as error:
-        return _end(f"failed: {error}", FAILED)
-    except SettingError as error:
-        refused = error
     except RunFolderError as error:
         # the recipe itself is valid
         comment(f"would be refused: {error}")
-    return _refuse(refused) if refused else OK
+    if refused is not None:
+        raise refused
 
 
-def _new(options: argparse.Namespace) -> int:
-    from agentfactory.commands.new import NewError, describe, write_task
+def _new(options: argparse.Namespace) -> None:
+    from agentfactory.commands.new import describe, write_task
 
-    try:
-        folder = write_task(options.task, options.output, options.kind)
-    except NewError as error:
-        return _refuse(error)
-    _say(describe(folder, options.task, options.kind))
-    return OK
+    _say(describe(write_task(options.task, options.output, options.kind), options.task, options.kind))
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -300,40 +305,22 @@ def _doctor(options: argparse.Namespace) -> int:
     return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates, look=look) else FAILED
 
 
-def _chat(options: argparse.Namespace) -> int:
-    from agentfactory.base.errors import SettingError
+def _chat(options: argparse.Namespace) -> None:
     from agentfactory.commands.chat import run
-    from agentfactory.launching.child_processes import ChildFailed
-    from agentfactory.launching.run_folder import RunFolderError
 
-    try:
-        run(options)
-    except (SettingError, RunFolderError) as error:
-        return _refuse(error)
-    except ChildFailed as error:
-        return _end(f"failed: {error}", FAILED)
-    return OK
+    run(options)
 
 
-def _view(options: argparse.Namespace) -> int:
-    from agentfactory.base.errors import SettingError
+def _view(options: argparse.Namespace) -> None:
     from agentfactory.viewer.view_command import run
 
-    try:
-        run(options, _say)
-    except SettingError as error:
-        return _refuse(error)
-    return OK
+    run(options, _say)
 
 
-def _export(options: argparse.Namespace) -> int:
-    from agentfactory.commands.export_command import ExportError, export
+def _export(options: argparse.Namespace) -> None:
+    from agentfactory.commands.export_command import export
 
-    try:
-        export(options.checkpoint, options.output, options.adapter, options.push, _say)
-    except ExportError as error:
-        return _refuse(error)
-    return OK
+    export(options.checkpoint, options.output, options.adapter, options.push, _say)
 
 
 def _serve_tools(arguments: Sequence[str]) -> int:
@@ -343,58 +330,29 @@ def _serve_tools(arguments: Sequence[str]) -> int:
     return OK
 
 
-def _tools(options: argparse.Namespace) -> int:
-    from agentfactory.base.errors import SettingError
-    from agentfactory.commands.tools.tools_command import ToolsCommandError, ToolsFailed, ToolsUnchecked, run
+def _tools(options: argparse.Namespace) -> None:
+    from agentfactory.commands.tools_command import run
 
-    try:
-        run(options)
-    except (SettingError, ToolsCommandError) as error:
-        return _refuse(error)
-    except ToolsFailed as error:
-        return _end(str(error), FAILED)
-    except ToolsUnchecked as error:
-        return _end(str(error), UNCHECKED)
-    return OK
+    run(options)
 
 
-def _worlds(options: argparse.Namespace) -> int:
-    from agentfactory.base.errors import SettingError
-    from agentfactory.base.messages import ToolInfrastructureError
-    from agentfactory.commands.worlds.trial import WorldFailed
+def _worlds(options: argparse.Namespace) -> None:
     from agentfactory.commands.worlds.worlds_command import run
 
-    try:
-        run(options, _say)
-    except SettingError as error:
-        return _refuse(error)
-    except (WorldFailed, ToolInfrastructureError) as error:
-        return _end(str(error), FAILED)
-    return OK
+    run(options, _say)
 
 
-def _registered(options: argparse.Namespace) -> int:
-    from agentfactory.base.errors import SettingError
-    from agentfactory.base.files.disk import DiskError
-
+def _registered(options: argparse.Namespace) -> int | None:
     try:
         status: int | None = options.run(options, _say)
-    except SettingError as error:
-        return _refuse(error)
-    except DiskError as error:
-        return _end(f"failed: {error}", FAILED)
+        return status
     except KeyboardInterrupt as error:
-        goes_on = f"; {options.goes_on}" if hasattr(options, "goes_on") else ""
-        return _end(f"interrupted by {str(error) or 'Ctrl-C'}{goes_on}", INTERRUPTED)
-    return status or OK
+        if hasattr(options, "goes_on"):
+            error.add_note(options.goes_on)
+        raise
 
 
-def _completion(options: argparse.Namespace) -> int:
-    _say(completion.script(options.shell))
-    return OK
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("train", "serve", "rollout", "eval"), _run),
     "new": _new,
     "doctor": _doctor,
@@ -403,17 +361,12 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "export": _export,
     "tools": _tools,
     "worlds": _worlds,
-    "completion": _completion,
+    "completion": lambda options: _say(completion_script(options.shell)),
 }
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _refuse(error: Exception) -> int:
-    print(f"agentfactory: {error}", file=sys.stderr, flush=True)
-    return REFUSED
 
 
 def _show_traceback() -> None:

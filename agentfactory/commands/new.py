@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.errors import SettingError
 from agentfactory.recipe.composition import RECIPES, display
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -51,21 +52,17 @@ TEMPLATES = {
 """Kind of task -> its template."""
 
 
-class NewError(Exception):
-    """The task cannot be written; the message gives the reason and a fix."""
-
-
 def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
     """Write the task called `task`, of a kind of TEMPLATES, into the folder `output`, which must be new or empty
-    (default: a folder with the task's name in the current one). Return the folder. Raises NewError."""
+    (default: a folder with the task's name in the current one). Return the folder. Raises SettingError."""
     template = TEMPLATES[kind]
     _check_name(task)
     folder = (output or Path(task)).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NewError(f"{folder} already exists; fix: choose another --output, or another name")
+        raise SettingError("", f"{folder} already exists", "choose another --output, or another name")
     # the test imports the task by its name; a folder that happens to have this name (no origin) is not a package
     if (found := importlib.util.find_spec(task)) is not None and found.origin is not None:
-        raise NewError(f"TASK: {task!r} is the name of an installed package; fix: choose another name")
+        raise SettingError("TASK", f"{task!r} is the name of an installed package", "choose another name")
     try:
         (folder / "tiny").mkdir(parents=True, exist_ok=True)
         for file in (*_FILES, template.maker) if template.maker else _FILES:
@@ -80,7 +77,7 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
             _write_rows(folder / "heldout.jsonl", rows[:_HELD_OUT])
             _write_rows(folder / "tasks.jsonl", rows[_HELD_OUT:])
     except OSError as error:
-        raise NewError(f"{folder}: {error.strerror}: {error.filename}; fix: choose another --output") from None
+        raise SettingError("", f"{folder}: {error.strerror}: {error.filename}", "choose another --output") from None
     return folder
 
 
@@ -100,9 +97,11 @@ def describe(folder: Path, task: str, kind: str) -> str:
 def _check_name(task: str) -> None:
     fix = "choose another name, such as word_problems"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
-        raise NewError(f"TASK: got {task!r}, which must be a valid name of a Python file; fix: {fix}: a-z, 0-9 and _")
+        raise SettingError(
+            "TASK", f"got {task!r}, which must be a valid name of a Python file", f"{fix}: a-z, 0-9 and _"
+        )
     if task in sys.stdlib_module_names or task in _OURS:
-        raise NewError(f"TASK: {task!r} is the name of a module of Python's or AgentFactory's; fix: {fix}")
+        raise SettingError("TASK", f"{task!r} is the name of a module of Python's or AgentFactory's", fix)
 
 
 def _make_rows() -> list[dict[str, Any]]:

@@ -107,17 +107,17 @@ def evaluate(
     - by default the last checkpoint of a staged recipe, or the recipe's model; if `server.url` is set, the weights that
       this server has.
     """
-    from agentfactory.commands import eval_target
+    from agentfactory.commands import eval_command
     from agentfactory.rollout.evaluation.side_by_side import read_other
 
-    eval_target.check(recipe, checkpoint, model, url, samples)
+    eval_command.check(recipe, checkpoint, model, url, samples)
     other = None if beside is None else read_other(beside)
     if samples is not None:
-        recipe = eval_target.with_samples(recipe, samples)
+        recipe = eval_command.with_samples(recipe, samples)
     if url is not None:
         _evaluate_at(recipe, url, model, say, other)
         return
-    with acting("eval", recipe, eval_target.named(model) if model else checkpoint, say) as (served, folder, urls):
+    with acting("eval", recipe, eval_command.named(model) if model else checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluation.evaluate import open_sources
 
         def open_on(loaded: "Sequence[Loaded]") -> "AbstractAsyncContextManager[Sequence[Source[Any]]]":
@@ -131,7 +131,7 @@ def _evaluate_at(
     recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say, other: "OtherEvaluation | None"
 ) -> None:
     """Evaluate the server at `url`."""
-    from agentfactory.commands import eval_target
+    from agentfactory.commands import eval_command
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 
@@ -140,8 +140,8 @@ def _evaluate_at(
     stage = stages[-1].with_model(stages[0].model.path)
     check_hub(stage, "eval")
     try:
-        there = eval_target.look_at(stage, url, model)
-    except eval_target.ChatEndpointError as error:
+        there = eval_command.look_at(stage, url, model)
+    except eval_command.ChatEndpointError as error:
         raise error.at(source=COMMAND_LINE) from None
     except ServerUnreachableError as error:
         raise ChildFailed(str(error)) from error
@@ -152,9 +152,9 @@ def _evaluate_at(
         _log_to(folder, "eval")
         say(f"querying {there.model} at {url} by {there.how}")
         try:
-            open_there = partial(eval_target.open_sources_at, there, folder.path, folder.images)
+            open_there = partial(eval_command.open_sources_at, there, folder.path, folder.images)
             found = _run_eval(there.recipe, folder, open_there, there.model, say)
-        except (ServerUnreachableError, RolloutStoppedError, eval_target.ChatEndpointError) as error:
+        except (ServerUnreachableError, RolloutStoppedError, eval_command.ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
     _report(found, there.recipe, f"{there.model} at {url}", folder, say, other)
 
@@ -184,7 +184,7 @@ def _run_eval(
 def _report(
     found: "Evaluation", recipe: Recipe, label: str, folder: RunFolder, say: Say, other: "OtherEvaluation | None"
 ) -> None:
-    from agentfactory.commands.eval_table import compared, tables
+    from agentfactory.commands.eval_command import compared, tables
 
     folder.write_summary({"checkpoint": label, "seed": recipe.seed, **found.figures()})
     for table in [*tables(found), *([] if other is None else compared(folder.trajectories, other))]:

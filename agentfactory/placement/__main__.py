@@ -17,9 +17,8 @@ from agentfactory.base.config import Section
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
 from agentfactory.placement.machine import Machine, see_machine
-from agentfactory.placement.memory_table import Need, Plan, table
-from agentfactory.placement.model_config import NoConfigError, difference, load_config
-from agentfactory.placement.plan_choice import Device, Estimate, choose
+from agentfactory.placement.meta_model import NoConfigError, difference, load_config
+from agentfactory.placement.plan_choice import Device, Estimate, Need, Plan, choose, table
 from agentfactory.placement.server_memory import ServerMemory, server_memory
 from agentfactory.placement.suggested_changes import refusal
 from agentfactory.placement.trainer_memory import trainer_memory

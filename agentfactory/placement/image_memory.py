@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from agentfactory.placement.unmeasured_memory import IMAGE_PIXELS, IMAGE_SHARE, OWN_PIXELS
+from agentfactory.placement.machine import IMAGE_PIXELS, IMAGE_SHARE, OWN_PIXELS
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.image_encoder import FEATURE_BYTES
 from agentfactory.trainers.config import TrainRecipe

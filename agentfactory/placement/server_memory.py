@@ -1,7 +1,7 @@
 """Memory that an inference server takes, from its recipe and the model's configuration alone.
 
 Weights are counted on the network itself, created on the meta device. GPU overheads and
-vLLM's runtime needs are assumed (unmeasured_memory.py).
+vLLM's runtime needs are assumed (machine.py).
 """
 
 import copy
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from agentfactory.placement.image_memory import server_image_memory
-from agentfactory.placement.machine import LIBRARIES
-from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, CUDA_GRAPHS, NCCL_BUFFERS, SAMPLER_COPIES
+from agentfactory.placement.machine import CUDA_CONTEXT, CUDA_GRAPHS, LIBRARIES, NCCL_BUFFERS, SAMPLER_COPIES
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.inference.embedded.packed_linear import second_copies

@@ -7,8 +7,7 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.placement.machine import Machine
-from agentfactory.placement.memory_table import Plan, gib
-from agentfactory.placement.plan_choice import Estimate, choose
+from agentfactory.placement.plan_choice import Estimate, Plan, choose, gib
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.sync.backends import backend_of
 

@@ -2,7 +2,7 @@
 
 Weights are counted on the policy that the learner would create, on the meta device; activations are found by running it
 on fake tensors (agentfactory.placement.activation_memory). The GPU's context and libraries are assumed
-(unmeasured_memory.py).
+(machine.py).
 """
 
 from collections.abc import Iterable
@@ -12,10 +12,9 @@ from transformers import PreTrainedConfig
 
 from agentfactory.placement.activation_memory import fullest, trace, used_dtype
 from agentfactory.placement.image_memory import image_memory
-from agentfactory.placement.machine import LIBRARIES
+from agentfactory.placement.machine import CUDA_CONTEXT, LIBRARIES, NCCL_BUFFERS
 from agentfactory.placement.meta_model import meta_model, policy_of
 from agentfactory.placement.server_memory import meta_network
-from agentfactory.placement.unmeasured_memory import CUDA_CONTEXT, NCCL_BUFFERS
 from agentfactory.trainers.config import OptimizerConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, role_of
 from agentfactory.trainers.networks.lora import REFERENCE_ADAPTER

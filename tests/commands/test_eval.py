@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.commands import eval_target
-from agentfactory.commands.eval_table import tables
+from agentfactory.commands import eval_command
+from agentfactory.commands.eval_command import tables
+from agentfactory.commands.main import main
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.launching.served_weights import trained_in
 from agentfactory.recipe.load import load_recipe
@@ -19,6 +20,7 @@ from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.evaluation.evaluate import Evaluation
 from agentfactory.rollout.evaluation.first_look import Look, Offer
 from agentfactory.rollout.evaluation.pass_at_k import Estimate
+from agentfactory.rollout.evaluation.side_by_side import read_other
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.text.parsers import load_parser
 from tests.chat_server import model_behind, serve_chat
@@ -100,12 +102,6 @@ def test_any_chat_endpoint_is_a_baseline(
     )
 
 
-def test_what_is_not_an_evaluation_is_refused_before_anything_starts(agentfactory: Command, project: Path) -> None:
-    result = agentfactory("eval", "recipe.yaml", "--beside", "runs")
-    assert result.returncode == 2
-    assert "--beside: runs is not the run folder of an evaluation; fix: name the run folder that" in result.stderr
-
-
 def test_of_a_run_of_one_stage_it_is_the_last_checkpoint(project: Path) -> None:
     run = project / "runs" / "mine"
     recipe = load_recipe("recipe.yaml", purpose="eval")
@@ -133,20 +129,20 @@ def test_another_output_does_not_hide_the_checkpoints_of_a_staged_run(project: P
 def test_options_that_cannot_be_are_refused(project: Path) -> None:
     recipe = load_recipe("recipe.yaml", purpose="eval")
     with pytest.raises(SettingError, match="--checkpoint: given with --model"):
-        eval_target.check(recipe, Path(), "x/y", None, None)
+        eval_command.check(recipe, Path(), "x/y", None, None)
     with pytest.raises(SettingError, match="--checkpoint: given with --url"):
-        eval_target.check(recipe, Path(), None, "http://h:1", None)
+        eval_command.check(recipe, Path(), None, "http://h:1", None)
     with pytest.raises(SettingError, match="--samples: got 0"):
-        eval_target.check(recipe, None, None, None, 0)
+        eval_command.check(recipe, None, None, None, 0)
     there = load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval")
     for option, checkpoint, model in (("--checkpoint", Path(), None), ("--model", None, "x/y")):
-        eval_target.check(recipe, checkpoint, model, None, None)
+        eval_command.check(recipe, checkpoint, model, None, None)
         with pytest.raises(SettingError, match=rf"{option}: given with server\.url, .*; fix: set server\.url=null"):
-            eval_target.check(there, checkpoint, model, None, None)
-    eval_target.check(there, None, "x/y", "http://h:1", None)
+            eval_command.check(there, checkpoint, model, None, None)
+    eval_command.check(there, None, "x/y", "http://h:1", None)
     with pytest.raises(SettingError, match=r"--model: \./nowhere: no such folder"):
-        eval_target.named("./nowhere")
-    assert eval_target.named("x/y") == "x/y", "of the hub"
+        eval_command.named("./nowhere")
+    assert eval_command.named("x/y") == "x/y", "of the hub"
 
 
 def test_names_of_any_kind_stand_in_the_tables_as_they_are() -> None:
@@ -163,30 +159,27 @@ def test_names_of_any_kind_stand_in_the_tables_as_they_are() -> None:
         assert first_column == f"successreward/x[bold]{long}"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["eval", "recipe.yaml", "--url", "http://127.0.0.1:9"],
-        ["eval", "recipe.yaml", "server.url=http://127.0.0.1:9"],
-        ["rollout", "recipe.yaml", "server.url=http://127.0.0.1:9"],
-    ],
-)
-def test_a_server_that_does_not_answer_is_told(agentfactory: Command, project: Path, arguments: list[str]) -> None:
-    result = agentfactory(*arguments)
-    assert result.returncode == 1
-    assert "no server answers at http://127.0.0.1:9" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_a_server_that_does_not_answer_is_told(
+    agentfactory: Command, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = "no server answers at http://127.0.0.1:9"
+    result = agentfactory("rollout", "recipe.yaml", "server.url=http://127.0.0.1:9")
+    assert (result.returncode, told in result.stderr, "Traceback" in result.stderr) == (1, True, False)
+    assert main(["eval", "recipe.yaml", "--url", "http://127.0.0.1:9"]) == 1
+    assert told in capsys.readouterr().err
+    with pytest.raises(SettingError, match="--beside: runs is not the run folder of an evaluation; fix: name the run"):
+        read_other(Path("runs"))
     assert not list(project.glob("runs/*/*"))
 
 
 def test_the_weights_of_a_token_server_are_those_that_it_has(project: Path, warm_server: str) -> None:
     recipe = load_recipe("recipe.yaml", [f"server.url={warm_server}"], "eval")
     assert isinstance(recipe, Recipe)
-    there = eval_target.look_at(recipe, warm_server, None)
+    there = eval_command.look_at(recipe, warm_server, None)
     assert (there.model, there.by_token_ids) == ("policy", True)
     assert there.recipe.model.path != recipe.model.path, "the tokenizer is the server's"
     with pytest.raises(SettingError, match=r"--model: .* serves no 'teacher'; fix: name one of policy"):
-        eval_target.look_at(recipe, warm_server, "teacher")
+        eval_command.look_at(recipe, warm_server, "teacher")
 
 
 def test_sources_and_failed_chains_are_told() -> None:

@@ -8,20 +8,18 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from transformers import Qwen3Config
 
-from agentfactory.commands.completion import script
+from agentfactory.commands.main import main
+from agentfactory.commands.options import completion_script, parse
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.forked import COMMAND, Forked
 
 pytestmark = pytest.mark.processes
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 # what is appended to the recipe or replaced in it, overrides, and the field, value and fix that the message names
 BROKEN = {
@@ -156,10 +154,11 @@ def everything_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
+Output = pytest.CaptureFixture[str]
+
+
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
-    case: str, project: Path, agentfactory: Command
-) -> None:
+def test_a_broken_recipe_ends_with_one_message_and_nothing_written(case: str, project: Path, capsys: Output) -> None:
     replacements, overrides, said = BROKEN[case]
     text = (project / "recipe.yaml").read_text()
     for old, new in replacements.items():
@@ -167,37 +166,32 @@ def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
         text = text.replace(old, new)
     (project / "recipe.yaml").write_text(text)
     before = everything_in(project)
-    result = agentfactory("train", "recipe.yaml", *overrides)
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
+    assert main(["train", "recipe.yaml", *overrides]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
     for part in said:
-        assert part in result.stderr
+        assert part in told.err
     assert everything_in(project) == before
 
 
-def test_a_recipe_that_is_not_there(project: Path, agentfactory: Command) -> None:
-    result = agentfactory("train", "recipes.yaml")
-    assert result.returncode == 2
-    assert "recipes.yaml: no such file" in result.stderr
-
-
-def test_a_folder_for_a_recipe_is_told_what_is_in_it(project: Path, agentfactory: Command) -> None:
+def test_a_folder_for_a_recipe_is_told_what_is_in_it(project: Path, capsys: Output) -> None:
     (project / "runs" / "mine").mkdir(parents=True)
-    assert "recipe: runs/mine: is a folder; fix: name a YAML file" in agentfactory("eval", "runs/mine").stderr
+    assert main(["eval", "runs/mine"]) == 2
+    assert "recipe: runs/mine: is a folder; fix: name a YAML file" in capsys.readouterr().err
     (project / "runs" / "mine" / "recipe.yaml").touch()
-    result = agentfactory("eval", "runs/mine")
-    assert result.returncode == 2
-    assert result.stderr == "agentfactory: recipe: runs/mine: is a folder; fix: name runs/mine/recipe.yaml\n"
+    assert main(["eval", "runs/mine"]) == 2
+    assert capsys.readouterr().err == "agentfactory: recipe: runs/mine: is a folder; fix: name runs/mine/recipe.yaml\n"
 
 
-def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(project: Path, agentfactory: Command) -> None:
+def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(project: Path, capsys: Output) -> None:
     before = everything_in(project)
-    result = agentfactory("train", "recipe.yaml", "--dry-run", "train.steps=3", "output=elsewhere")
-    assert result.returncode == 0, result.stderr
-    recipe = yaml.safe_load(result.stdout)
+    assert main(["train", "recipe.yaml", "--dry-run", "train.steps=3", "output=elsewhere"]) == 0
+    recipe = yaml.safe_load(capsys.readouterr().out)
     assert recipe["train"]["steps"] == 3
     assert recipe["output"] == str(project / "elsewhere")
+    # serving needs neither tasks nor rewards, and where a server is named none is started, and vLLM is not missed
+    assert main(["serve", "recipe.yaml", "data=null", "rewards=[]", "--dry-run"]) == 0
+    assert main(["eval", "recipe.yaml", "server.engine=vllm", "--url", "http://127.0.0.1:1", "--dry-run"]) == 0
     assert everything_in(project) == before
 
 
@@ -210,68 +204,52 @@ def poor(): return [{"question": "1 + 1?"}]
 """
 
 
-@pytest.mark.processes
-def test_a_dry_run_probes_the_chat_template(project: Path, agentfactory: Command) -> None:
+def test_a_dry_run_probes_the_chat_template(project: Path, capsys: Output) -> None:
+    def dry(*overrides: str) -> tuple[int, str, str]:
+        status = main(["train", "recipe.yaml", "--dry-run", *overrides])
+        return status, *capsys.readouterr()
+
     make_tokenizer(trl_template("qwen2_5")).save_pretrained(project / "model")
-    result = agentfactory("train", "recipe.yaml", "--dry-run")
-    assert result.returncode == 0, result.stderr
-    assert "# tool calls in recipe: hermes; rows: append\n" in result.stdout
-    result = agentfactory("train", "recipe.yaml", "--dry-run", "rollout.parser=mistral")
-    assert result.returncode == 2
-    assert "rollout.parser: got 'mistral', and the chat template writes tool calls" in result.stderr
-    assert "use rollout.parser=hermes; fix: " in result.stderr
+    status, out, _ = dry()
+    assert (status, "# tool calls in recipe: hermes; rows: append\n" in out) == (0, True)
+    status, _, err = dry("rollout.parser=mistral")
+    assert status == 2
+    assert "rollout.parser: got 'mistral', and the chat template writes tool calls" in err
+    assert "use rollout.parser=hermes; fix: " in err
     Qwen3Config(vocab_size=100).save_pretrained(project / "model")
-    result = agentfactory("train", "recipe.yaml", "--dry-run")
-    assert result.returncode == 2
-    assert re.search(r"model\.path: the chat template needs .*, and the network has 100 tokens; fix: ", result.stderr)
+    status, _, err = dry()
+    assert status == 2
+    assert re.search(r"model\.path: the chat template needs .*, and the network has 100 tokens; fix: ", err)
 
 
-@pytest.mark.processes
-def test_a_dry_run_calls_the_functions_that_give_tasks(project: Path, agentfactory: Command) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("faulty", "data.source: sources.py:faulty failed: KeyError: 'lost' (sources.py, line 3); fix: correct it"),
+        ("other", "data.source: row 1 of "),
+        ("poor", "rewards.0: exact needs 'answer', which is neither one of "),
+        ("good", ""),
+        # another machine may have it
+        ("elsewhere", "# not checked here: data.source: sources.py:elsewhere failed: ConnectionError: no network"),
+    ],
+)
+def test_a_dry_run_calls_the_functions_that_give_tasks(name: str, told: str, project: Path, capsys: Output) -> None:
     (project / "sources.py").write_text(SOURCES)
-
-    def run(name: str) -> subprocess.CompletedProcess[str]:
-        return agentfactory("train", "recipe.yaml", "--dry-run", "data.path=null", f"data.source=sources.py:{name}")
-
-    assert run("good").returncode == 0
-    for name, told in {
-        "faulty": "data.source: sources.py:faulty failed: KeyError: 'lost' (sources.py, line 3); fix: correct it",
-        "other": "data.source: row 1 of ",
-        "poor": "rewards.0: exact needs 'answer', which is neither one of ",
-    }.items():
-        result = run(name)
-        assert result.returncode == 2
-        assert result.stderr.splitlines()[-1].startswith(f"agentfactory: {told}")
-    # another machine may have it
-    result = run("elsewhere")
-    assert result.returncode == 0
-    assert "# not checked here: data.source: sources.py:elsewhere failed: ConnectionError: no network" in result.stdout
+    status = main(["train", "recipe.yaml", "--dry-run", "data.path=null", f"data.source=sources.py:{name}"])
+    out, err = capsys.readouterr()
+    if name in ("good", "elsewhere"):
+        assert (status, told in out) == (0, True)
+    else:
+        assert (status, err.splitlines()[-1].startswith(f"agentfactory: {told}")) == (2, True)
 
 
-def test_a_folder_in_use_is_refused(project: Path, agentfactory: Command) -> None:
-    (project / "used").mkdir()
-    (project / "used" / "thesis.tex").write_text("years of work")
-    for arguments in (["output=used"], ["output=used", "--overwrite"]):
-        result = agentfactory("train", "recipe.yaml", *arguments)
-        assert result.returncode == 2
-        assert "output=OTHER" in result.stderr
-    assert (project / "used" / "thesis.tex").exists()
-
-
-@pytest.mark.parametrize("arguments", [[], ["fly", "recipe.yaml"], ["train"], ["train", "recipe.yaml", "--owerwrite"]])
-def test_usage_errors(project: Path, agentfactory: Command, arguments: list[str]) -> None:
-    assert agentfactory(*arguments).returncode == 2
-
-
-def test_other_commands_check_what_they_need(project: Path, agentfactory: Command) -> None:
-    result = agentfactory("eval", "recipe.yaml", "eval.data=null")
-    assert result.returncode == 2
-    assert "eval.data" in result.stderr
-    result = agentfactory("eval", "recipe.yaml", "--checkpoint", "none")
-    assert result.returncode == 2
-    assert "--checkpoint" in result.stderr
-    # serving needs neither tasks nor rewards
-    assert agentfactory("serve", "recipe.yaml", "data=null", "rewards=[]", "--dry-run").returncode == 0
+def test_refusals_of_other_modules_are_told_in_one_line(project: Path, capsys: Output) -> None:
+    (project / "empty").mkdir()
+    for command in ("view empty", "chat nowhere", "eval recipe.yaml --beside runs", "export none --output x"):
+        assert main(command.split()) == 2
+        told = capsys.readouterr()
+        assert (told.out, told.err.count("\n")) == ("", 1)
+        assert told.err.startswith("agentfactory: ")
 
 
 def imported_by(code: str, cwd: Path) -> set[str]:
@@ -314,28 +292,12 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         from agentfactory import no_such_name  # noqa: F401
 
 
-def test_the_options_of_eval_are_checked(project: Path, agentfactory: Command) -> None:
-    result = agentfactory("eval", "recipe.yaml", "--checkpoint", "model", "--model", "Qwen/Qwen3-4B")
-    assert result.returncode == 2
-    assert "--checkpoint" in result.stderr
-    assert "--model" in result.stderr
-    assert agentfactory("eval", "recipe.yaml", "--samples", "0").returncode == 2
-    # where a server is named none is started, and vLLM is not missed
-    asked = ["eval", "recipe.yaml", "server.engine=vllm", "--url", "http://127.0.0.1:1", "--dry-run"]
-    result = agentfactory(*asked)
-    assert result.returncode == 0, result.stderr
-    assert yaml.safe_load(result.stdout)["server"]["url"] == "http://127.0.0.1:1"
-
-
 COMMANDS = [
     *("new", "doctor", "train", "serve", "rollout", "eval", "chat", "view", "export", "tools", "completion"),
 ]
 
 
 def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[str]) -> None:
-    from agentfactory.commands.main import main
-    from agentfactory.commands.options import parse
-
     def shown(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -369,7 +331,7 @@ printf '%s\n' "${COMPREPLY[@]}"
 
 def completed(line: str) -> set[str]:
     """What bash offers at the end of `line`."""
-    command = ["bash", "-c", COMPLETE, "bash", str(Path(sys.executable).parent), line, script("bash")]
+    command = ["bash", "-c", COMPLETE, "bash", str(Path(sys.executable).parent), line, completion_script("bash")]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     return {word.strip() for word in result.stdout.splitlines()}
 
@@ -390,30 +352,23 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
 
 @pytest.mark.extended
 def test_a_tab_imports_the_viewer_only_for_its_options(project: Path) -> None:
-    answer = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
-    answer += "from agentfactory.commands.completion import answer; "
-    answer += "from agentfactory.commands.options import make_parser; "
+    code = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
+    code += "from agentfactory.commands.options import answer_completion; "
     for line, wanted in (("agentfactory train ", False), ("agentfactory vi", False), ("agentfactory view --", True)):
-        imported = imported_by(
-            f"{answer}os.environ['COMP_LINE'] = {line!r}; answer(lambda viewer: make_parser(viewer)[0])", project
-        )
+        imported = imported_by(f"{code}os.environ['COMP_LINE'] = {line!r}; answer_completion()", project)
         assert ("agentfactory.viewer.view_command" in imported) is wanted, line
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_one_that_the_shell_can_read(shell: str, agentfactory: Command) -> None:
-    result = agentfactory("completion", shell)
-    assert result.returncode == 0, result.stderr
-    assert "agentfactory" in result.stdout
+def test_the_script_is_one_that_the_shell_can_read(shell: str, capsys: Output) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "agentfactory" in text
     if found := shutil.which(shell):
-        subprocess.run([found, "-n"], input=result.stdout, text=True, check=True)
-    assert agentfactory("completion", "csh").returncode == 2
+        subprocess.run([found, "-n"], input=text, text=True, check=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_view_serves_until_it_is_ended(
-    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_view_serves_until_it_is_ended(quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     viewer = Forked(COMMAND, "view", str(quickstart_run), "--port", "0", log=tmp_path / "log")
     try:
@@ -423,30 +378,13 @@ def test_view_serves_until_it_is_ended(
         with urllib.request.urlopen(found[1]) as page:
             assert b"<html" in page.read().lower()
     finally:
-        status = viewer.kill(number)
+        status = viewer.kill(signal.SIGINT)
     assert status == 130
     assert "interrupted by" in viewer.log.read_text().splitlines()[-1]
 
 
-def test_chat_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = agentfactory("chat", "nowhere")
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert "nowhere" in result.stderr
-
-
-def test_view_refuses_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    result = agentfactory("view", "empty")
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert agentfactory("view", "empty", "--port", "high").returncode == 2
-
-
 def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from agentfactory.commands import main, new
+    from agentfactory.commands import new
 
     def dig(*_: object, depth: int = 40) -> None:
         if depth == 0:
@@ -458,7 +396,7 @@ def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys:
         dig(depth=depth)
 
     monkeypatch.setattr(new, "write_task", dig)
-    assert main.main(["new", "sums"]) == 1
+    assert main(["new", "sums"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) < 24
     assert lines[-1] == "agentfactory: failed: RuntimeError: the bottom"
@@ -472,12 +410,10 @@ def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_temporary_files_that_go_elsewhere_are_told(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from agentfactory.commands import main
-
     def told(folder: str | Path) -> tuple[int, str]:
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(folder))
-        return main.main(["new", "Bad name"]), capsys.readouterr().err
+        return main(["new", "Bad name"]), capsys.readouterr().err
 
     (project / "own").mkdir()
     refused = told(project / "own")
@@ -487,7 +423,7 @@ def test_temporary_files_that_go_elsewhere_are_told(
     assert told("/no/folder") == (refused[0], f"{notice}\n{refused[1]}")
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/folder"])
     assert told("/no/folder") == (
-        main.REFUSED,
+        2,
         "agentfactory: TMPDIR: No usable temporary directory found in ['/no/folder']; "
         "fix: set it to a folder with space that you can write\n",
     )

@@ -10,6 +10,8 @@ from agentfactory.commands.options import parse
     [
         ("trian recipe.yaml", "agentfactory: error: there is no command 'trian'; did you mean train?"),
         ("xyz", "argument COMMAND: invalid choice: 'xyz' (choose from"),
+        ("train recipe.yaml --owerwrite", "agentfactory train: error: unrecognized arguments: --owerwrite"),
+        ("completion csh", "argument shell: invalid choice: 'csh'"),
         ("train", "agentfactory train: error: the following arguments are required: RECIPE\n"),
         ("tools call recipe.yaml", "agentfactory tools call: error: the following arguments are required: TOOL\n"),
         ("doctor --sample 4", "agentfactory doctor: error: --sample runs chains of a recipe: name a recipe\n"),

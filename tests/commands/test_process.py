@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended]
         ("new sums", "tempfile"),
         ("tools list recipe.yaml", "agentfactory.commands.options"),
         ("tools serve my_tools.py", "mcp_types"),
-        ("view .", "starlette.responses"),
-        ("doctor", "agentfactory.recipe.composition"),
         ("train recipe.yaml", "agentfactory.trainers.config"),
     ],
 )

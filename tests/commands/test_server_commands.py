@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from agentfactory.base.errors import SettingError
-from agentfactory.commands.eval_target import named
+from agentfactory.commands.eval_command import named
 from agentfactory.launching import progress
 from agentfactory.launching.progress import follow_groups
 from agentfactory.launching.run_folder import RunFolderError
@@ -112,14 +112,13 @@ class Broken(TreasureHunt):
 """
 
 
-@pytest.mark.parametrize("command", ["rollout", "eval"])
 def test_a_tool_that_raises_at_most_of_its_calls_is_told(
-    agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path, command: str
+    agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     overrides = [f"output={tmp_path}", f"server.url={warm_server}", f"model.path={warm_start}"]
-    overrides += [f"tools=[{tmp_path}/broken.py:Broken]", "data.limit=4", "eval.data.limit=4", "eval.samples=4"]
-    result = agentfactory(command, str(quickstart_run / "grpo" / "recipe.yaml"), *overrides)
+    overrides += [f"tools=[{tmp_path}/broken.py:Broken]", "data.limit=4", "rollout.group_size=4"]
+    result = agentfactory("rollout", str(quickstart_run / "grpo" / "recipe.yaml"), *overrides)
     assert result.returncode == 0, result.stderr
     (told,) = [line for line in result.stdout.splitlines() if line.startswith("warning: tool ")]
     assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls failed, such as: ValueError: no legs", told)

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.processes
 TOOLS = '''
 import ctypes
 import os
-import re
 import time
 from pathlib import Path
 from agentfactory import tool
@@ -31,16 +30,13 @@ def end(how: str) -> str:
     if how == "kill":
         os.kill(os.getpid(), 9)
     Path("pid").write_text(str(os.getpid()))
-    if how == "hold":
-        re.match("(a+)+$", "a" * 60 + "b")
     time.sleep(60)
 '''
 
 
 def start(folder: Path, how: str) -> "subprocess.Popen[str]":
     (folder / "ends.py").write_text(TOOLS)
-    seconds = 3 if how == "hold" else 100
-    (folder / "tools.yaml").write_text(f"mcp_servers:\n  ends: {{module: ends.py:end, timeout_seconds: {seconds}}}\n")
+    (folder / "tools.yaml").write_text("mcp_servers:\n  ends: {module: ends.py:end, timeout_seconds: 100}\n")
     command = [sys.executable, "-m", "agentfactory", "tools", "call", "tools.yaml", "end", f"how={how}"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -72,29 +68,6 @@ def test_signals_reach_the_command_and_it_ends_with_its_parent(tmp_path: Path) -
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
         assert process.returncode == (130 if number != signal.SIGKILL else -9)
-        assert expected[number] in said
-        wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))
-
-
-@pytest.mark.long
-def test_code_that_holds_the_lock_is_killed_after_a_signal_or_its_limit_and_with_its_parent(tmp_path: Path) -> None:
-    expected = {
-        signal.SIGTERM: "was killed, because user code did not react to a signal: ends.py, line 21, in end; fix: ",
-        signal.SIGKILL: "",
-        None: "nothing else in it could run: ends.py, line 21, in end, held Python's lock for longer than "
-        "timeout_seconds=3; fix: end it sooner, such as by a simpler regular expression, or start",
-    }
-    running = {}
-    for number in expected:
-        (folder := tmp_path / (number.name if number else "limit")).mkdir()
-        running[number] = start(folder, "hold"), folder / "pid"
-    for number, (process, pid) in running.items():
-        wait_for(lambda pid=pid: pid.exists() and pid.read_text(), 120)
-        inside = int(pid.read_text())
-        if number is not None:
-            process.send_signal(number)
-        _, said = process.communicate(timeout=90)
-        assert process.returncode == (-9 if number is signal.SIGKILL else 1)
         assert expected[number] in said
         wait_for(lambda inside=inside: not os.path.exists(f"/proc/{inside}"))
 

@@ -9,7 +9,7 @@ import yaml
 
 from agentfactory.base.messages import ToolSpec
 from agentfactory.commands.main import main
-from agentfactory.commands.worlds.random_calls import RandomCalls
+from agentfactory.commands.worlds.trial import RandomCalls
 from agentfactory.recipe.load import load_recipe
 
 GARDEN = '''

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from agentfactory.placement.model_config import difference
+from agentfactory.placement.meta_model import difference
 
 SHAPES = Path(__file__).parents[2] / "agentfactory" / "placement" / "shapes"
 QWEN: dict[str, Any] = {

@@ -18,14 +18,12 @@ from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
-from agentfactory.placement.machine import Gpu, Machine
-from agentfactory.placement.memory_table import GIB, Need, Plan, rows, table
-from agentfactory.placement.model_config import SHAPES, NoConfigError, load_config
+from agentfactory.placement.machine import MARGIN, Gpu, Machine
+from agentfactory.placement.meta_model import SHAPES, NoConfigError, load_config
 from agentfactory.placement.placement import Placement, place
-from agentfactory.placement.plan_choice import choose
+from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
 from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
-from agentfactory.placement.unmeasured_memory import MARGIN
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.conftest import QUICKSTART
@@ -406,14 +404,12 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     assert sorted(shaped.rglob("*")) == before
 
 
-@pytest.mark.processes
-def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, agentfactory: Command) -> None:
+def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (shaped / "make.py").write_text("def make(folder, seed): ...\n")
     made = ["prepare=make.py:make", "model.path=${prepared}/model", "placement.mode=split"]
-    result = agentfactory("train", "recipe.yaml", "--dry-run", *made)
-    assert result.returncode == 0, result.stderr
+    assert main.main(["train", "recipe.yaml", "--dry-run", *made]) == 0
     path = shaped / "runs" / "recipe" / "prepared" / "model"
-    assert f"# recipe: its memory is planned once {path} exists" in result.stdout.splitlines()
+    assert f"# recipe: its memory is planned once {path} exists" in capsys.readouterr().out.splitlines()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(

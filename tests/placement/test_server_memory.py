@@ -16,9 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from agentfactory.placement.machine import LIBRARIES
+from agentfactory.placement.machine import CUDA_GRAPHS, LIBRARIES
 from agentfactory.placement.server_memory import ServerMemory, server_memory
-from agentfactory.placement.unmeasured_memory import CUDA_GRAPHS
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.packed_linear import WHOLE, onednn_modules

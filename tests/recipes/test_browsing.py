@@ -14,7 +14,7 @@ from agentfactory.placement.placement import place
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.worlds.search.engines.wikipedia import Wikipedia
+from agentfactory.worlds.search.known_engines import Wikipedia
 from tests.conftest import REPOSITORY
 from tests.scripted_chains import scripted_chains
 from tests.worlds.browse.site import PAGES, PRIVATE, Handler, site

@@ -13,7 +13,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.local_index import build_index
-from agentfactory.worlds.search.retrieval_client import RetrievalClient
+from agentfactory.worlds.search.sources import RetrievalClient
 from tests.conftest import REPOSITORY
 from tests.scripted_chains import scripted_chains
 

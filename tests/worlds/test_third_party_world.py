@@ -1,16 +1,14 @@
-"""A world from another package's wheel, by its name in a recipe: its tool, its tasks and its command."""
+"""A world from another package, by its name in a recipe: its tool, its tasks and its command."""
 
 import json
-import os
-import subprocess
 import sys
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+from agentfactory.base.user_code.entry_points import registered
+from agentfactory.commands.main import main
 
 GARDEN = '''
 from typing import ClassVar
@@ -61,83 +59,78 @@ def run(options, say):
 RECIPE = "tools: [garden]\ndata: {plots: {file: plots.txt}}\n"
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """A folder for Python's path into which pip has installed the wheel."""
-    info = "gardens-1.0.dist-info"
-    points = "[agentfactory.worlds]\ngarden = garden:Garden\n[agentfactory.sources]\nplots = garden:Plots\n"
-    files = {
-        "garden.py": GARDEN,
-        "beds.py": COMMAND,
-        f"{info}/METADATA": "Metadata-Version: 2.1\nName: gardens\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"{points}[agentfactory.commands]\nbeds = beds\n",
-    }
-    wheel = tmp_path / "gardens-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, text in {**files, f"{info}/RECORD": "".join(f"{name},,\n" for name in files)}.items():
-            archive.writestr(name, text)
-    target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel]
-    subprocess.run(pip, check=True)
-    return target
+POINTS = """[agentfactory.worlds]
+garden = garden:Garden
+[agentfactory.sources]
+plots = garden:Plots
+[agentfactory.commands]
+beds = beds
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def install(folder: Path, package: str, points: str) -> None:
+    """Write what pip leaves of a package with these entry points."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(points)
+    registered.cache_clear()
 
 
 @pytest.fixture
-def agentfactory(installed: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """The command, with the wheel."""
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on Python's path with the package."""
+    folder = tmp_path / "installed"
+    install(folder, "gardens", POINTS)
+    (folder / "garden.py").write_text(GARDEN)
+    (folder / "beds.py").write_text(COMMAND)
+    (tmp_path / "plots.txt").write_text("1\n2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    registered.cache_clear()
+    for module in ("garden", "beds"):
+        sys.modules.pop(module, None)
 
-    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "agentfactory", *arguments]
-        return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True)
 
-    return run
+@pytest.fixture
+def run(installed: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command, on a recipe of this text."""
+
+    def main_on(recipe: str, *arguments: str) -> tuple[int, str, str]:
+        Path("recipe.yaml").write_text(recipe)
+        status = main([*arguments])
+        return status, *capsys.readouterr()
+
+    return main_on
 
 
-def test_a_recipe_names_a_world_of_another_package(
-    installed: Path, tmp_path: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
-) -> None:
-    (tmp_path / "task").mkdir()
-    recipe = tmp_path / "task" / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    (tmp_path / "task" / "plots.txt").write_text("1\n2\n")
-    listed = agentfactory("tools", "list", str(recipe), "--json")
-    assert [each["function"]["name"] for each in json.loads(listed.stdout)] == ["water"]
-    checked = agentfactory("tools", "check", str(recipe))
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "There are 1 dry beds." in checked.stdout
-    assert "0 are dry" in agentfactory("tools", "call", str(recipe), "water").stdout
-    assert agentfactory("beds", str(tmp_path / "task" / "plots.txt")).stdout == "3\n"
-    assert "count the beds of a garden" in agentfactory("--help").stdout
-
-    # the message gives any error that its rows raise
-    (tmp_path / "task" / "plots.txt").write_text("one")
-    told = agentfactory("tools", "check", str(recipe)).stderr
+def test_a_recipe_names_a_world_of_another_package(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    check = ("tools", "check", "recipe.yaml")
+    _, listed, _ = run(RECIPE, "tools", "list", "recipe.yaml", "--json")
+    assert [each["function"]["name"] for each in json.loads(listed)] == ["water"]
+    status, checked, told = run(RECIPE, *check)
+    assert status == 0, checked + told
+    assert "There are 1 dry beds." in checked
+    assert "0 are dry" in run(RECIPE, "tools", "call", "recipe.yaml", "water")[1]
+    assert run(RECIPE, "beds", "plots.txt")[1] == "3\n"
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "count the beds of a garden" in capsys.readouterr().out
+    # tasks bring the world that plays them
+    status, checked, told = run("data: {plots: {file: plots.txt}}\n", *check)
+    assert (status, "There are 1 dry beds." in checked) == (0, True), checked + told
+    # its fields are checked as ours are, and the message gives any error that its rows raise
+    told = run(RECIPE.replace("file:", "fle:"), *check)[2]
+    assert "data.plots.fle: unknown key 'fle'; fix: did you mean data.plots.file?" in told
+    told = run(RECIPE.replace("garden", "gardn"), *check)[2]
+    assert "'gardn' is not prebuilt (alfworld, browse, calculator, code_interpreter, garden, " in told
+    Path("plots.txt").write_text("one")
+    told = run(RECIPE, *check)[2]
     assert "data.plots: Plots.rows failed: ValueError: " in told
     assert "garden.py, line " in told
-    # its fields are checked as ours are
-    recipe.write_text(RECIPE.replace("file:", "fle:"))
-    told = agentfactory("tools", "check", str(recipe)).stderr
-    assert "data.plots.fle: unknown key 'fle'; fix: did you mean data.plots.file?" in told
-    recipe.write_text(RECIPE.replace("garden", "gardn"))
-    assert (
-        "'gardn' is not prebuilt (alfworld, browse, calculator, code_interpreter, garden, "
-        in agentfactory("tools", "check", str(recipe)).stderr
-    )
-
-
-def test_tasks_bring_the_world_that_plays_them(
-    installed: Path, tmp_path: Path, agentfactory: Callable[..., "subprocess.CompletedProcess[str]"]
-) -> None:
-    (tmp_path / "plots.txt").write_text("1\n2\n")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("data: {plots: {file: plots.txt}}\n")
-    checked = agentfactory("tools", "check", str(recipe))
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "There are 1 dry beds." in checked.stdout
-    recipe.write_text("data: {plots: {file: plots.txt}}\nmcp_servers: {beds: {module: garden}}\n")
-    listed = agentfactory("tools", "list", str(recipe), "--json")
-    assert [each["function"]["name"] for each in json.loads(listed.stdout)] == ["water"]
 
 
 @pytest.mark.parametrize(
@@ -152,24 +145,11 @@ def test_tasks_bring_the_world_that_plays_them(
         ),
     ],
 )
-def test_a_name_that_is_taken_is_an_error(
-    group: str,
-    name: str,
-    told: str,
-    installed: Path,
-    tmp_path: Path,
-    agentfactory: Callable[..., "subprocess.CompletedProcess[str]"],
-) -> None:
-    other = installed / "other-1.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (other / "entry_points.txt").write_text(f"[agentfactory.{group}]\n{name} = other:Shop\n")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"tools: [{name}]\n" if group == "worlds" else "tools: [calculator]\ndata: {path: rows.jsonl}\n")
-    done = agentfactory("tools", "list", str(recipe))
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert "; fix: uninstall " in done.stderr
+def test_a_name_that_is_taken_is_an_error(group: str, name: str, told: str, installed: Path, run: Run) -> None:
+    install(installed, "other", f"[agentfactory.{group}]\n{name} = other:Shop\n")
+    recipe = f"tools: [{name}]\n" if group == "worlds" else "tools: [calculator]\ndata: {path: rows.jsonl}\n"
+    status, _, err = run(recipe, "tools", "list", "recipe.yaml")
+    assert (status, told in err, "; fix: uninstall " in err) == (2, True, True), err
 
 
 @pytest.mark.parametrize(
@@ -181,19 +161,15 @@ def test_a_name_that_is_taken_is_an_error(
     ],
 )
 def test_a_command_that_cannot_be_added_leaves_the_others(
-    name: str,
-    source: str,
-    told: str,
-    installed: Path,
-    tmp_path: Path,
-    agentfactory: Callable[..., "subprocess.CompletedProcess[str]"],
+    name: str, source: str, told: str, installed: Path, run: Run
 ) -> None:
     (installed / "beds.py").write_text(source)
     points = installed / "gardens-1.0.dist-info" / "entry_points.txt"
-    points.write_text(points.read_text().replace("beds = beds", f"{name} = beds"))
-    done = agentfactory("index", "serve", str(tmp_path / "none"))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"agentfactory: the command {name} cannot be loaded: beds: {told}\n")
+    points.write_text(POINTS.replace("beds = beds", f"{name} = beds"))
+    registered.cache_clear()
+    status, _, err = run("", "index", "serve", "none")
+    assert status == 2
+    assert err.startswith(f"agentfactory: the command {name} cannot be loaded: beds: {told}\n")
     # reported once, before the command's own error
-    assert done.stderr.count("cannot be loaded") == 1
-    assert "none" in done.stderr
+    assert err.count("cannot be loaded") == 1
+    assert "none" in err

@@ -20,10 +20,16 @@ from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.user_code.entry_points import SOURCES, WORLDS, registered
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.base.user_code.watch import limited
-from agentfactory.commands.tools.signatures import signature_of
-from agentfactory.commands.worlds.catalogue import Registered, catalogue, first_line, sources_of
-from agentfactory.commands.worlds.random_calls import read_calls
-from agentfactory.commands.worlds.subject import open_subject, world_and_source
+from agentfactory.commands.tools_command import signature_of
+from agentfactory.commands.worlds.subject import (
+    Registered,
+    catalogue,
+    first_line,
+    open_subject,
+    sources_of,
+    world_and_source,
+)
+from agentfactory.commands.worlds.trial import read_calls
 from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
 from agentfactory.rollout.data import Task

@@ -1,6 +1,8 @@
 """`Engine`: a pool of subprocesses that run games, and the games that chains play in them."""
 
 import itertools
+import os
+import re
 import subprocess
 import threading
 from dataclasses import dataclass
@@ -14,7 +16,20 @@ from agentfactory.base.processes.killable import KillableProcess
 from agentfactory.base.user_code.extras import install_command
 from agentfactory.base.user_code.import_path import is_installed, own_python
 from agentfactory.worlds.alfworld.generator import Package
-from agentfactory.worlds.alfworld.paths import expanded_path
+
+_VARIABLE = re.compile(r"\$\{?(\w+)")
+
+
+def expanded_path(option: str, text: str) -> Path:
+    """Return an absolute path with ~ and variables expanded; links are not resolved. Raises SettingError if a variable
+    is not set."""
+    for name in _VARIABLE.findall(text):
+        if not os.environ.get(name):
+            raise SettingError(
+                option, f"{text}: the variable {name} is not set", f"set {name}, or give the path itself"
+            )
+    return Path(os.path.expandvars(text)).expanduser().absolute()
+
 
 PACKAGES = ("alfworld", "fast_downward")
 PROCESS = Path(__file__).with_name("engine_process.py")

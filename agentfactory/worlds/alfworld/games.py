@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.row_files import is_inside
+from agentfactory.worlds.alfworld.engine import expanded_path
 from agentfactory.worlds.alfworld.generator import Game, Package, TaskType, make_game
-from agentfactory.worlds.alfworld.paths import expanded_path
 
 FOLDER = "json_2.1.1"
 """The games' folder in ALFWORLD_DATA."""

@@ -21,8 +21,7 @@ from agentfactory.tools.sandbox.disk_use import measure
 from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.worlds.harbor.dockerfile import Copy
-from agentfactory.worlds.harbor.harbor_task import HarborTask, matching
-from agentfactory.worlds.harbor.variables import expanded, masked
+from agentfactory.worlds.harbor.harbor_task import HarborTask, expanded, masked, matching
 
 _MOST_BYTES = 1 << 20
 """Maximum bytes read of a reward file."""
@@ -71,7 +70,7 @@ class Harbor(Shell):
         self._begun = monotonic()
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
-        """See Shell. The task's own time limit applies to all commands together."""
+        """The task's own time limit applies to all commands together."""
         if self.task.agent_seconds is not None:
             seconds = min(seconds, self._begun + self.task.agent_seconds - monotonic())
             if seconds <= 0:
@@ -109,13 +108,11 @@ class Harbor(Shell):
         return self._task
 
     def view(self) -> View:
-        """See Shell."""
         assert self.workspace is not None
         folders = {place: self.workspace / str(number) for number, place in enumerate(self.task.writable)}
         return View(Path(self.task.root), (), folders, self.task.workdir, user=0)
 
     def environment(self) -> dict[str, str]:
-        """See Shell."""
         return self._variables({})
 
     def _variables(self, further: Mapping[str, str]) -> dict[str, str]:

@@ -27,8 +27,7 @@ from agentfactory.base.processes.environment import is_named
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.sandbox.bubblewrap import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
-from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching
-from agentfactory.worlds.harbor.variables import names_without_default
+from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching, names_without_default
 
 _SECTIONS = frozenset(
     {
@@ -358,6 +357,5 @@ class HarborSource(TaskSource):
         return {name: {"root": image} if isinstance(image, str) else image for name, image in images.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """See TaskSource."""
         images = {name: Image(image.root, image.run_done, tuple(image.writable)) for name, image in self.images.items()}
         return load_rows(Path(self.folder), images, "harbor")

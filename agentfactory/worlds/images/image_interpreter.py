@@ -60,7 +60,6 @@ class ImageInterpreter(ImageTools):
     async def reset(  # type: ignore[override]  # either kind of method may override the other
         self, images: list[Any], model_view: dict[str, Any] | None = None, **task: Any
     ) -> str | None:
-        """See ImageTools."""
         opening = await asyncio.to_thread(super().reset, images, model_view, **task)
         await self._interpreter.reset()
         return opening

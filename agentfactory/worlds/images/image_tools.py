@@ -10,8 +10,20 @@ from pydantic import Field
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import tool
-from agentfactory.worlds.images.boxes import MOST_ASPECT, Part, part_of
-from agentfactory.worlds.images.pictures import Contrast, Crop, Direction, Draw, Flip, Picture, Point, Step, Turn
+from agentfactory.worlds.images.pictures import (
+    MOST_ASPECT,
+    Contrast,
+    Crop,
+    Direction,
+    Draw,
+    Flip,
+    Part,
+    Picture,
+    Point,
+    Step,
+    Turn,
+    part_of,
+)
 
 Box = Annotated[list[float], Field(min_length=4, max_length=4)]
 """Left, top, right and bottom edge, in the model's coordinate convention."""

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import count
@@ -15,7 +15,65 @@ from PIL import Image, ImageDraw, ImageEnhance
 from agentfactory.tools.images.coordinates import Size
 from agentfactory.tools.images.decode import decode, is_path
 from agentfactory.tools.images.lru_cache import ByteCache
-from agentfactory.worlds.images.boxes import PixelBox
+
+MOST_ASPECT = 100
+"""Maximum aspect ratio of a part: half the maximum of any image shown to a model."""
+
+PixelBox = tuple[int, int, int, int]
+"""Left, top, right and bottom edge in pixels."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an image, with notes to the model on differences from the requested box."""
+
+    box: PixelBox
+    notes: tuple[str, ...] = ()
+    """Predicates of sentences whose subject is the box."""
+
+
+def part_of(box: Sequence[float], size: Size, least: int = 1, most_aspect: float = math.inf) -> Part:
+    """Convert a box (left, top, right, bottom) to whole pixels of an image: clip it, then grow it around its center, as
+    far as the image allows, to at least `least` pixels per side and an aspect ratio of at most `most_aspect`. Raises
+    ValueError, with a message for the model, if it is not a box or lies outside the image."""
+    if len(box) != 4:
+        raise ValueError(f"a box has four numbers, left, top, right and bottom, and this one {len(box)}")
+    if box[0] >= box[2] or box[1] >= box[3]:
+        raise ValueError("left has to be less than right, and top less than bottom")
+    sides = [(box[axis], box[axis + 2]) for axis in (0, 1)]
+    inside = [(max(first, 0), min(last, side)) for (first, last), side in zip(sides, size, strict=True)]
+    if any(first >= last for first, last in inside):
+        raise ValueError("the box has nothing of the image")
+    notes = [] if _near(sides, inside) else ["reached out of the image, and was cut to it"]
+    whole = [(round(first), round(last)) for first, last in inside]
+    seen = [_grown(interval, least, side) for interval, side in zip(whole, size, strict=True)]
+    if seen != whole:
+        notes.append("was too small to be seen, and was enlarged")
+    longest = max(last - first for first, last in seen)
+    bounded = [
+        _grown(interval, math.ceil(longest / most_aspect), side) for interval, side in zip(seen, size, strict=True)
+    ]
+    if bounded != seen:
+        notes.append("was too narrow to be seen, and was widened")
+    (left, right), (top, bottom) = bounded
+    return Part((left, top, right, bottom), tuple(notes))
+
+
+def _near(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
+    """Return whether intervals are equal within half a pixel, as models may round."""
+    pairs = zip(one, other, strict=True)
+    return all(abs(a - b) <= 0.5 for first, second in pairs for a, b in zip(first, second, strict=True))
+
+
+def _grown(interval: tuple[int, int], least: int, side: int) -> tuple[int, int]:
+    """Grow an interval to a length of at least `least` and shift it into 0 to `side`, which limits its length."""
+    first, last = interval
+    length = min(side, max(least, last - first))
+    if length == last - first:
+        return interval
+    start = min(max((first + last - length) // 2, 0), side - length)
+    return start, start + length
+
 
 Point = tuple[float, float]
 """x and y in pixels from the image's upper left corner."""
@@ -71,11 +129,9 @@ class Crop(Step):
     box: PixelBox
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         return image.crop(self.box)
 
     def back(self, size: Size) -> Way:
-        """See Step."""
         return Way(c=self.box[0], f=self.box[1])
 
 
@@ -86,7 +142,6 @@ class Turn(Step):
     degrees: float
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         if self.degrees % 90 == 0:
             return _QUARTERS[int(self.degrees % 360) // 90](image)
         way = self.back(image.size)
@@ -97,7 +152,6 @@ class Turn(Step):
         )
 
     def back(self, size: Size) -> Way:
-        """See Step."""
         sine, cosine = self._sine_cosine()
         (width, height), (new_width, new_height) = size, self._size(size)
         # y points down, so this rotates counterclockwise: back
@@ -136,12 +190,10 @@ class Flip(Step):
     direction: Direction
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         across = self.direction == "left_right"
         return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT if across else Image.Transpose.FLIP_TOP_BOTTOM)
 
     def back(self, size: Size) -> Way:
-        """See Step."""
         if self.direction == "left_right":
             return Way(a=-1.0, c=size[0])
         return Way(e=-1.0, f=size[1])
@@ -154,7 +206,6 @@ class Contrast(Step):
     factor: float
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         return ImageEnhance.Contrast(image).enhance(self.factor)
 
 
@@ -167,7 +218,6 @@ class Draw(Step):
     points: tuple[Point, ...] = ()
 
     def apply(self, image: Image.Image) -> Image.Image:
-        """See Step."""
         drawn = image.copy()
         pencil = ImageDraw.Draw(drawn)
         # thick lines, because the model may get a downscaled image

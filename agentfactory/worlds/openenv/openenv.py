@@ -8,8 +8,8 @@ from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.tool import finish, tool
-from agentfactory.worlds.openenv.observations import digest, shown
 from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
+from agentfactory.worlds.openenv.words import digest, shown
 
 _OF_SERVERS = "transport_error"
 """The kind of a tool's error that no model causes."""

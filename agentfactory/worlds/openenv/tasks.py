@@ -12,8 +12,8 @@ from agentfactory.base.messages import properties_of
 from agentfactory.base.processes.threads import call_within
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.config import TaskSource
-from agentfactory.worlds.openenv.actions import calls_tools, in_words, tools_in_words
 from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
+from agentfactory.worlds.openenv.words import calls_tools, in_words, tools_in_words
 
 
 class OpenEnvSource(TaskSource):

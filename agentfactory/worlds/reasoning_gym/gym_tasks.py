@@ -60,7 +60,6 @@ class ReasoningGymTasks(TaskSource):
         return datasets
 
     def rows(self) -> list[dict[str, Any]]:
-        """See TaskSource."""
         check_extra("reasoning-gym")
         skips, ends = self._shares(self.skip), self._shares(self.skip + self.size)
         specs = [

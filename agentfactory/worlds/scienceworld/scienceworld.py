@@ -9,8 +9,7 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.scienceworld.jvm import Step, check_engine
 from agentfactory.worlds.scienceworld.jvms import Jvms, Play, close_jvms, open_jvms
-from agentfactory.worlds.scienceworld.published_prompt import instruction
-from agentfactory.worlds.scienceworld.published_tasks import EASY, check_variation, named, resolved, rows
+from agentfactory.worlds.scienceworld.published_tasks import EASY, check_variation, instruction, named, resolved, rows
 
 _LONGEST_ACTION = 1000
 """Maximum characters of an action; the engine's parser takes seconds for a text of several pages."""

@@ -18,9 +18,17 @@ from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
-from agentfactory.worlds.screens.iframes import AT, FOCUSED, frame_with
-from agentfactory.worlds.screens.keyboard import Keyboard
-from agentfactory.worlds.screens.page_scripts import CHOOSE, OPTIONS_AT, REFUSE_PASTES, SCROLLS_AT, SETTLED
+from agentfactory.worlds.screens.keyboard import (
+    AT,
+    CHOOSE,
+    FOCUSED,
+    OPTIONS_AT,
+    REFUSE_PASTES,
+    SCROLLS_AT,
+    SETTLED,
+    Keyboard,
+    frame_with,
+)
 from agentfactory.worlds.screens.sites import Site, check_fields, site_of
 
 if TYPE_CHECKING:  # takes a while to import

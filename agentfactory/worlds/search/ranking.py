@@ -65,7 +65,7 @@ class HybridIndex:
         self._indexes = indexes
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """See Index. Scores are fusion scores."""
+        """Scores are fusion scores."""
         depth = max(count, _DEPTH)
         return reciprocal_rank([index.search(query, depth) for index in self._indexes])[: max(0, count)]
 

@@ -7,7 +7,7 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.tool import tool
 from agentfactory.worlds.browse.window import Page
 from agentfactory.worlds.search import sources
-from agentfactory.worlds.search.engines.engine import EngineOptions
+from agentfactory.worlds.search.engine import EngineOptions
 from agentfactory.worlds.search.passage import Passage
 
 

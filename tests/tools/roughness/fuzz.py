@@ -16,8 +16,8 @@ from mcp_types import CallToolResult
 from pydantic import ValidationError
 
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError, ToolResult, properties_of
-from agentfactory.commands.tools.isolation_check import _example
-from agentfactory.commands.tools.signatures import signature_of
+from agentfactory.commands.tools_command import signature_of
+from agentfactory.commands.tried_servers import _example
 from agentfactory.rollout.text.parsers.parser import describe, parameter_schema, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert
 from agentfactory.tools.calls.argument_check import ArgumentCheck, fits_plainly

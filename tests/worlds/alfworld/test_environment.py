@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +42,23 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def games(engine: Engine) -> GeneratedGames:
     return GeneratedGames(0, engine.package())
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def make() -> Iterator[Open]:
+    """Make objects that are closed when the test ends."""
+    made: list[Any] = []
+
+    def make_one(kind: Open, *arguments: Any, **options: Any) -> Any:
+        made.append(kind(*arguments, **options))
+        return made[-1]
+
+    yield make_one
+    for one in reversed(made):
+        one.close()
 
 
 @pytest.fixture
@@ -86,39 +100,22 @@ async def test_chains_win_two_games_of_each_type_side_by_side(games: GeneratedGa
     assert [metrics[kind] for metrics, kind in zip(won, [*TaskType] * 2, strict=True)] == [1.0] * 12
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-async def test_chains_win_200_games_16_at_once(games: GeneratedGames) -> None:
-    rows = [*alfworld_tasks("train", python=PYTHON)][:150] + [*alfworld_tasks("valid_unseen", python=PYTHON)][:50]
-    places = asyncio.Semaphore(16)
-
-    async def run(toolset: Toolset, row: dict[str, Any]) -> float:
-        async with places:
-            return (await win(toolset, games, row))["reward"]
-
-    async with opened(processes=2, games_per_process=40) as toolset:
-        assert await asyncio.gather(*(run(toolset, row) for row in rows)) == [1.0] * 200
-
-
-def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(games: GeneratedGames) -> None:
-    environment = AlfWorld(python=PYTHON, processes=1, max_steps=9)
-    try:
-        environment.reset(TWO_BOOKS)
-        for action in ("", " ", "fly", "take moon 1 from bed 1", "\ud800", "\x00\n{}", "go to " + "x" * 10_000, "🙂"):
-            assert environment.action(action) == "Nothing happens."
-        last = environment.action("look")
-        assert isinstance(last, Finish)
-        assert last.value.startswith("You are in the middle of a room.")
-        assert environment.reward() == {"reward": 0.0, "success": 0.0, "steps": 9.0}
-        opening = environment.reset(TWO_BOOKS, task_type="pick_two_obj_and_place")
-        assert environment.reward() == {"reward": 0, "success": 0, "steps": 0, "pick_two_obj_and_place": 0}
-        results = [environment.action(action) for action in games.game(TWO_BOOKS).walkthrough]
-        assert [isinstance(result, Finish) for result in results] == [False] * 8 + [True]
-        assert environment.reward() == {"reward": 1, "success": 1, "steps": 9, "pick_two_obj_and_place": 1}
-        assert environment.reset(TWO_BOOKS) == opening
-        assert environment.reward() == {"reward": 0, "success": 0, "steps": 0}
-    finally:
-        environment.close()
+def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(games: GeneratedGames, make: Open) -> None:
+    environment = make(AlfWorld, python=PYTHON, processes=1, max_steps=9)
+    environment.reset(TWO_BOOKS)
+    for action in ("", " ", "fly", "take moon 1 from bed 1", "\ud800", "\x00\n{}", "go to " + "x" * 10_000, "🙂"):
+        assert environment.action(action) == "Nothing happens."
+    last = environment.action("look")
+    assert isinstance(last, Finish)
+    assert last.value.startswith("You are in the middle of a room.")
+    assert environment.reward() == {"reward": 0.0, "success": 0.0, "steps": 9.0}
+    opening = environment.reset(TWO_BOOKS, task_type="pick_two_obj_and_place")
+    assert environment.reward() == {"reward": 0, "success": 0, "steps": 0, "pick_two_obj_and_place": 0}
+    results = [environment.action(action) for action in games.game(TWO_BOOKS).walkthrough]
+    assert [isinstance(result, Finish) for result in results] == [False] * 8 + [True]
+    assert environment.reward() == {"reward": 1, "success": 1, "steps": 9, "pick_two_obj_and_place": 1}
+    assert environment.reset(TWO_BOOKS) == opening
+    assert environment.reward() == {"reward": 0, "success": 0, "steps": 0}
 
 
 def test_the_anchor_is_what_is_seen_and_what_can_be_done(environment: AlfWorld) -> None:
@@ -136,18 +133,15 @@ def test_the_anchor_is_what_is_seen_and_what_can_be_done(environment: AlfWorld) 
     assert environment.anchor() not in (first, look, there)
 
 
-def test_observations_can_end_with_the_admissible_actions() -> None:
-    environment = AlfWorld(python=PYTHON, processes=1, show_actions=True)
-    try:
-        opening = environment.reset(TWO_BOOKS)
-        shown = opening.splitlines()[-1]
-        assert shown.startswith("Admissible actions: go to ")
-        assert shown.endswith(", help, inventory, look")
-        assert "close" not in shown
-        assert opening.splitlines()[-2] == "Your task is to: find two book and put them in bed."
-        assert ", look" in environment.action(shown.removeprefix("Admissible actions: ").split(", ")[0])
-    finally:
-        environment.close()
+def test_observations_can_end_with_the_admissible_actions(make: Open) -> None:
+    environment = make(AlfWorld, python=PYTHON, processes=1, show_actions=True)
+    opening = environment.reset(TWO_BOOKS)
+    shown = opening.splitlines()[-1]
+    assert shown.startswith("Admissible actions: go to ")
+    assert shown.endswith(", help, inventory, look")
+    assert "close" not in shown
+    assert opening.splitlines()[-2] == "Your task is to: find two book and put them in bed."
+    assert ", look" in environment.action(shown.removeprefix("Admissible actions: ").split(", ")[0])
 
 
 async def test_a_killed_process_ends_its_chains_as_infrastructure_and_no_others(games: GeneratedGames) -> None:
@@ -197,26 +191,24 @@ def without_ours(engine: Engine) -> None:
     _ours.update(engine.pids())
 
 
-def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: GeneratedGames) -> None:
-    engine = Engine(processes=1, games=2, python=PYTHON)
+def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: GeneratedGames, make: Open) -> None:
+    engine = make(Engine, processes=1, games=2, python=PYTHON)
     content = games.content("train/000001")
-    try:
-        first, _ = engine.open(content)
-        (old,) = engine.pids()
-        second, scene = engine.open(content)
-        assert engine.pids() == [old]
-        third, third_scene = engine.open(content)
-        assert engine.started == len(engine.pids()) == 2
-        assert third_scene == scene
-        first.close()
-        assert old in engine.pids()
-        assert second.act("look").observation.startswith("You are in the middle")
-        second.close()
-        assert old not in engine.pids()
-        assert not psutil.pid_exists(old)
-        assert third.act("inventory").observation == "You are not carrying anything."
-    finally:
-        engine.close()
+    first, _ = engine.open(content)
+    (old,) = engine.pids()
+    second, scene = engine.open(content)
+    assert engine.pids() == [old]
+    third, third_scene = engine.open(content)
+    assert engine.started == len(engine.pids()) == 2
+    assert third_scene == scene
+    first.close()
+    assert old in engine.pids()
+    assert second.act("look").observation.startswith("You are in the middle")
+    second.close()
+    assert old not in engine.pids()
+    assert not psutil.pid_exists(old)
+    assert third.act("inventory").observation == "You are not carrying anything."
+    engine.close()
     with pytest.raises(ToolInfrastructureError, match="has ended"):
         third.act("look")
 
@@ -233,22 +225,6 @@ def test_a_game_that_cannot_be_loaded_is_an_error_and_the_process_goes_on(enviro
     del environment._games.content
     assert environment.reset(TWO_BOOKS)
     assert environment._engine.pids() == [process]
-
-
-def test_processes_end_with_the_one_that_started_them() -> None:
-    code = "import sys, time; from agentfactory.worlds.alfworld.alfworld import AlfWorld;"
-    code += "AlfWorld(python=sys.argv[1] or None, processes=1); print('made', flush=True); time.sleep(600)"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, PYTHON or ""],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"made\n"
-    (process,) = engine_processes(child.pid)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    process.wait(10)
 
 
 def test_an_unknown_game_is_named(environment: AlfWorld) -> None:

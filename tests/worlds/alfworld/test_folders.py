@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,23 @@ if __name__ == "__main__":
 """
 
 
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def make() -> Iterator[Open]:
+    """Make objects that are closed when the test ends."""
+    made: list[Any] = []
+
+    def make_one(kind: Open, *arguments: Any, **options: Any) -> Any:
+        made.append(kind(*arguments, **options))
+        return made[-1]
+
+    yield make_one
+    for one in reversed(made):
+        one.close()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alfworld")
@@ -73,25 +92,22 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
     return [row for split in Split for row in alfworld_tasks(split, data=str(folder), python=PYTHON)]
 
 
-def test_the_published_loader_takes_our_folder_and_shows_what_we_show(folder: Path, tmp_path: Path) -> None:
+def test_the_published_loader_takes_our_folder_and_shows_what_we_show(folder: Path, tmp_path: Path, make: Open) -> None:
     (tmp_path / "published.py").write_text(PUBLISHED)
     command = own_python(str(tmp_path / "published.py"), str(folder), executable=PYTHON)
     out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=tmp_path).stdout
     listed, played = json.loads(out.splitlines()[-1])
     assert sorted(listed) == sorted(row["game"] for row in rows_of(folder))
     assert len(played) == 4
-    environment = AlfWorld(data=str(folder), python=PYTHON, processes=1)
-    try:
-        for game, (won, seen) in played.items():
-            assert won
-            content = json.loads((folder / FOLDER / game / "game.tw-pddl").read_text())
-            assert environment.reset(game) == seen[0][0]
-            assert environment._play is not None
-            for action, (shown, admissible) in zip(content["walkthrough"], seen[1:], strict=True):
-                scene = environment._play.act(action)
-                assert (scene.observation, [*scene.admissible]) == (shown, admissible)
-    finally:
-        environment.close()
+    environment = make(AlfWorld, data=str(folder), python=PYTHON, processes=1)
+    for game, (won, seen) in played.items():
+        assert won
+        content = json.loads((folder / FOLDER / game / "game.tw-pddl").read_text())
+        assert environment.reset(game) == seen[0][0]
+        assert environment._play is not None
+        for action, (shown, admissible) in zip(content["walkthrough"], seen[1:], strict=True):
+            scene = environment._play.act(action)
+            assert (scene.observation, [*scene.admissible]) == (shown, admissible)
 
 
 def test_a_folder_in_the_published_layout_is_played_by_our_chains(
@@ -146,11 +162,8 @@ def test_what_the_published_loader_leaves_out_is_left_out(folder: Path) -> None:
                 file.unlink()
 
 
-def test_games_that_are_there_are_not_written_again(folder: Path) -> None:
+def test_games_that_are_there_are_not_written_again(folder: Path, make: Open) -> None:
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.tw-pddl")}
-    engine = Engine(processes=1, games=200, python=PYTHON)
-    try:
-        assert len([*write_games(engine, folder, COUNTS)]) == 8
-    finally:
-        engine.close()
+    engine = make(Engine, processes=1, games=200, python=PYTHON)
+    assert len([*write_games(engine, folder, COUNTS)]) == 8
     assert before == {file: file.stat().st_mtime_ns for file in folder.rglob("*.tw-pddl")}

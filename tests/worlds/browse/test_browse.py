@@ -114,17 +114,6 @@ async def test_a_page_that_fails_leaves_the_current_one(browsers: Callable[..., 
             await browser.back()
 
 
-async def test_a_chain_sees_nothing_of_the_one_before(browsers: Callable[..., Browse]) -> None:
-    async with atlas() as served:
-        browser = browsers(served)
-        await browser.reset(question="a")
-        await browser.browse(f"http://127.0.0.1:{served.port}/index.html")
-        await browser.follow(1)
-        await browser.reset(question="b")
-        with pytest.raises(ValueError, match="no page is open"):
-            await browser.page(1)
-
-
 async def test_pages_come_from_the_cache_of_another_run(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     async with atlas() as served:

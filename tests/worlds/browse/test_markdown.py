@@ -1,17 +1,14 @@
 """Documents as text: structure, links, charsets, PDF, and hostile HTML in bounded time."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 from agentfactory.worlds.browse.markdown import decode, read_document
-from agentfactory.worlds.browse.reader import Reader
+from agentfactory.worlds.browse.web_pages import Reader
 from tests.worlds.browse.site import PAGES
 
 SITE = "http://atlas.test/"
@@ -179,31 +176,3 @@ async def test_a_reader_answers_with_errors_and_goes_on(reader: Reader) -> None:
     path = Path("index.html")
     page = await reader.read(Document(SITE, "text/html", None, (PAGES / path).read_bytes()))
     assert page == read_document(Document(SITE, "text/html", None, (PAGES / path).read_bytes()))
-
-
-PARENT = """
-import asyncio
-from agentfactory.worlds.browse.documents import Document
-from agentfactory.worlds.browse.reader import Reader
-
-async def main():
-    reader = Reader(seconds=100.0)
-    await reader.read(Document("http://a/", "text/html", None, b"x"))
-    print("read", flush=True)
-    await reader.read(Document("http://a/", "text/html", None, b"<b>x" * 300_000))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.processes
-def test_readers_end_with_a_parent_that_is_killed() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "read\n"
-    readers = psutil.Process(parent.pid).children()
-    assert readers
-    parent.kill()
-    parent.wait()
-    gone, alive = psutil.wait_procs(readers, timeout=10)
-    assert (len(gone), alive) == (len(readers), [])

@@ -1,6 +1,5 @@
 """The environment through chains: episodes, images, and environments that fail, hang, print or end their process."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -101,27 +100,6 @@ async def test_what_an_environment_prints_stays_out_of_stdout(capfd: pytest.Capt
     printed = capfd.readouterr()
     assert printed.out == ""
     assert "hello from the lake" in printed.err
-
-
-async def test_a_reset_that_fails_ends_the_chain() -> None:
-    task = rows(id=f"{ODD}:BrokenReset-v0", tasks=8)[7]
-    async with open_toolset(RECIPE, Path.cwd()) as toolset:
-        with pytest.raises(ToolInfrastructureError, match="no lake"):
-            async with toolset.chain("a", task):
-                pass
-
-
-async def test_chains_at_the_same_time_have_their_own_episodes() -> None:
-    tasks = rows(id="FrozenLake-v1", random_map={"size": 4}, options={"is_slippery": False}, tasks=8)
-
-    async def play(number: int) -> list[str]:
-        async with toolset.chain(str(number), tasks[number % 8]) as session:
-            return [str(session.opening), *[str((await act(session, action)).content) for action in (0, 3, 0, 3)]]
-
-    async with open_toolset(RECIPE, Path.cwd()) as toolset:
-        together = await asyncio.gather(*map(play, range(16)))
-        assert together[:8] == together[8:]
-        assert len({played[0] for played in together}) > 1
 
 
 def test_processes_end_with_their_last_user() -> None:

@@ -1,6 +1,5 @@
 """Tasks in Harbor's format: parsing and checks, the chain's sandbox, and tests that only real work passes."""
 
-import asyncio
 import os
 import re
 import shutil
@@ -273,13 +272,6 @@ env = {COLOUR = "${COLOUR}", SHAPE = "${NO_SUCH_SHAPE:-round}"}
         assert "the task's 5 s are over" in (await shell.shell("echo on"))["observation"]
     finally:
         await shell.close()
-
-
-@pytest.mark.processes
-async def test_chains_of_a_task_do_not_share_files() -> None:
-    row = rows()["squares"]
-    solved, idle = await asyncio.gather(play(row, solve=True), play(row, ["sleep 0.5"]))
-    assert (solved["success"], idle["success"]) == (1.0, 0.0)
 
 
 @pytest.mark.processes

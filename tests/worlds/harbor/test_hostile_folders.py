@@ -50,30 +50,141 @@ class Place:
         path.write_text(text)
         return path
 
-    def link(self, path: str | Path, target: str | Path) -> None:
+    def link(self, path: str | Path, target: str | Path) -> "Place":
         """Put a link in place of a file or folder of the task."""
         path = self.task / path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.rename(path.with_name("unused"))
         path.symlink_to(target)
+        return self
 
-    def copies(self, *lines: str, workdir: str = "/app") -> None:
+    def copies(self, *lines: str, workdir: str = "/app") -> "Place":
         """Write the Dockerfile."""
         self.write("environment/Dockerfile", "\n".join(("FROM ubuntu:24.04", f"WORKDIR {workdir}", *lines)))
+        return self
 
-    def tests(self, *lines: str) -> None:
+    def tests(self, *lines: str) -> "Place":
         """Write the tests."""
         self.write("tests/test.sh", "\n".join(("#!/bin/bash", *lines)))
+        return self
 
 
-CASES: dict[str, tuple[Callable[[Place], None], str]] = {}
-"""The folders by name, each with the error that refuses it; "" if it is played."""
+CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
+    "a_link_to_a_file": (
+        "environment: environment/data leads out of .*; fix: put the file itself there",
+        lambda p: p.link("environment/data", p.outside / "file").copies("COPY data ."),
+    ),
+    "a_relative_link": (
+        "leads out of ",
+        lambda p: p.link("environment/data", "../../../outside/file").copies("COPY data ."),
+    ),
+    "a_link_to_a_folder": (
+        "leads out of ",
+        lambda p: p.link("environment/data", p.outside).copies("COPY data /app/data"),
+    ),
+    "a_link_on_the_way": (
+        "leads out of ",
+        lambda p: p.link("environment/data", p.outside).copies("COPY data/folder/file ."),
+    ),
+    "a_chain_of_links": (
+        "leads out of ",
+        lambda p: (
+            p.link("environment/a", "b")
+            .link("environment/b", "below/../c")
+            .link("environment/c", p.outside)
+            .copies("COPY a /app/a")
+        ),
+    ),
+    "links_in_a_circle": (
+        "leads to itself; fix: remove it",
+        lambda p: p.link("environment/a", "b").link("environment/b", "a").copies("COPY a /app/a"),
+    ),
+    "chmod_through_a_link": (
+        "environment/deep/link leads out of ",
+        lambda p: p.link("environment/deep/link", p.outside / "file").copies("COPY --chmod=777 deep /app/deep"),
+    ),
+    "a_source_above": (
+        r"COPY \.\./\.\./\.\./outside/file: there is no such file",
+        lambda p: p.copies("COPY ../../../outside/file ."),
+    ),
+    "a_pattern_through_a_link": (
+        "leads out of ",
+        lambda p: p.link("environment/data", p.outside).copies("COPY */file ."),
+    ),
+    "a_reserved_target_in_other_words": (
+        "COPY to /tests: this path is reserved",
+        lambda p: p.copies("COPY Dockerfile //app/..//tests/"),
+    ),
+    "setuid_by_chmod": (
+        "--chmod=4755; fix: give the permissions in three octal digits",
+        lambda p: p.copies("COPY --chmod=4755 Dockerfile /app/x"),
+    ),
+    "a_workdir_above": ("", lambda p: p.copies(workdir=f"../../../../..{p.outside}")),
+    "a_workdir_of_the_kernel": (
+        "environment/Dockerfile: WORKDIR /proc/self: this path is reserved",
+        lambda p: p.copies(workdir="/app/../proc/self"),
+    ),
+    "an_instruction_by_a_link": (
+        "instruction.md: it is a link, which is not followed",
+        lambda p: p.link("instruction.md", p.outside / "instruction.md"),
+    ),
+    "settings_by_a_link": (
+        "task.toml: it is a link, which is not followed",
+        lambda p: p.link("task.toml", p.outside / "task.toml"),
+    ),
+    "tests_by_a_link": ("tests: it is a link, which is not followed", lambda p: p.link("tests", p.outside)),
+    "a_test_by_a_link": (
+        "tests: tests/test.sh leads out of ",
+        lambda p: p.link("tests/test.sh", p.outside / "test.sh"),
+    ),
+    "a_solution_by_a_link": (
+        "solution: solution/solve.sh leads out of ",
+        lambda p: p.link("solution/solve.sh", p.outside / "solve.sh"),
+    ),
+    "variables_that_double": (
+        "environment/Dockerfile: its variables expand to more than 1 MiB",
+        lambda p: p.copies("ENV A=xx", *["ENV A=$A$A"] * 60),
+    ),
+    "a_source_without_end": (
+        "environment/Dockerfile, line 3: it cannot be read: it has a path of 5001 characters",
+        lambda p: p.copies(f"COPY {'d' * 5000} ."),
+    ),
+    "a_path_that_grows": (
+        "environment/Dockerfile: it has a path of ",
+        lambda p: p.copies(*["WORKDIR " + "d" * 200] * 40),
+    ),
+    "a_variable_put_together_by_the_dockerfile": (
+        "",
+        lambda p: p.copies("ENV D=$", "ENV KEY=$D{PLANTED} B='\\${PLANTED}' C=${PLANTED}"),
+    ),
+    "arguments_of_bwrap_in_the_dockerfile": (
+        "environment/Dockerfile: it has a null character",
+        lambda p: p.copies(f'ENV KEY="x\0--bind\0{p.outside}\0/srv"'),
+    ),
+    "a_reward_by_a_link": ("", lambda p: p.tests(f"ln -s {p.outside}/folder/reward.txt /logs/verifier/reward.txt")),
+    "a_reward_by_a_pipe": (
+        "",
+        lambda p: p.tests("mkfifo /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"),
+    ),
+    "a_reward_by_a_folder": (
+        "",
+        lambda p: p.tests("mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"),
+    ),
+    "a_reward_of_a_gigabyte": ("", lambda p: p.tests("truncate -s 1G /logs/verifier/reward.json")),
+    "a_folder_of_links_for_the_next_step": (
+        "",
+        lambda p: p.tests(
+            f"rm -rf /app/*; for n in tests verifier solution 0 1 2; do ln -s {p.outside} /app/$n; done; chmod 0 /app"
+        ),
+    ),
+}
+"""The folders by name, each with the error that refuses it; "" if it is played. Others are added below."""
 
 
 def case(told: str = "") -> Callable[[Callable[[Place], None]], None]:
     def add(build: Callable[[Place], None]) -> None:
-        CASES[build.__name__] = (build, told)
+        CASES[build.__name__] = (told, build)
 
     return add
 
@@ -81,67 +192,11 @@ def case(told: str = "") -> Callable[[Callable[[Place], None]], None]:
 # sources of COPY
 
 
-@case("environment: environment/data leads out of .*; fix: put the file itself there")
-def a_link_to_a_file(p: Place) -> None:
-    p.link("environment/data", p.outside / "file")
-    p.copies("COPY data .")
-
-
-@case("leads out of ")
-def a_relative_link(p: Place) -> None:
-    p.link("environment/data", "../../../outside/file")
-    p.copies("COPY data .")
-
-
-@case("leads out of ")
-def a_link_to_a_folder(p: Place) -> None:
-    p.link("environment/data", p.outside)
-    p.copies("COPY data /app/data")
-
-
-@case("leads out of ")
-def a_link_on_the_way(p: Place) -> None:
-    p.link("environment/data", p.outside)
-    p.copies("COPY data/folder/file .")
-
-
-@case("leads out of ")
-def a_chain_of_links(p: Place) -> None:
-    p.link("environment/a", "b")
-    p.link("environment/b", "below/../c")
-    p.link("environment/c", p.outside)
-    p.copies("COPY a /app/a")
-
-
-@case("leads to itself; fix: remove it")
-def links_in_a_circle(p: Place) -> None:
-    p.link("environment/a", "b")
-    p.link("environment/b", "a")
-    p.copies("COPY a /app/a")
-
-
-@case("environment/deep/link leads out of ")
-def chmod_through_a_link(p: Place) -> None:
-    p.link("environment/deep/link", p.outside / "file")
-    p.copies("COPY --chmod=777 deep /app/deep")
-
-
 @case("environment/inner is a link, which is not followed; fix: put the file")
 def a_link_within_the_folder_as_a_source(p: Place) -> None:
     p.write("environment/own/file")
     p.link("environment/inner", "own")
     p.copies("COPY inner/file .")
-
-
-@case(r"COPY \.\./\.\./\.\./outside/file: there is no such file")
-def a_source_above(p: Place) -> None:
-    p.copies("COPY ../../../outside/file .")
-
-
-@case("leads out of ")
-def a_pattern_through_a_link(p: Place) -> None:
-    p.link("environment/data", p.outside)
-    p.copies("COPY */file .")
 
 
 @case("environment: it is a link, which is not followed")
@@ -250,30 +305,10 @@ def a_target_above(p: Place) -> None:
     p.copies("COPY evil /app/../../../../../opt/evil", "COPY evil ../../../../../../srv/evil")
 
 
-@case("COPY to /tests: this path is reserved")
-def a_reserved_target_in_other_words(p: Place) -> None:
-    p.copies("COPY Dockerfile //app/..//tests/")
-
-
-@case("--chmod=4755; fix: give the permissions in three octal digits")
-def setuid_by_chmod(p: Place) -> None:
-    p.copies("COPY --chmod=4755 Dockerfile /app/x")
-
-
 @case()
 def setuid_by_its_mode(p: Place) -> None:
     p.write("environment/tool").chmod(0o6777)
     p.copies("COPY tool /app/tool")
-
-
-@case()
-def a_workdir_above(p: Place) -> None:
-    p.copies(workdir=f"../../../../..{p.outside}")
-
-
-@case("environment/Dockerfile: WORKDIR /proc/self: this path is reserved")
-def a_workdir_of_the_kernel(p: Place) -> None:
-    p.copies(workdir="/app/../proc/self")
 
 
 # links in the root file system
@@ -320,31 +355,6 @@ def a_root_with_a_circle(p: Place) -> None:
 # files of the format
 
 
-@case("instruction.md: it is a link, which is not followed")
-def an_instruction_by_a_link(p: Place) -> None:
-    p.link("instruction.md", p.outside / "instruction.md")
-
-
-@case("task.toml: it is a link, which is not followed")
-def settings_by_a_link(p: Place) -> None:
-    p.link("task.toml", p.outside / "task.toml")
-
-
-@case("tests: it is a link, which is not followed")
-def tests_by_a_link(p: Place) -> None:
-    p.link("tests", p.outside)
-
-
-@case("tests: tests/test.sh leads out of ")
-def a_test_by_a_link(p: Place) -> None:
-    p.link("tests/test.sh", p.outside / "test.sh")
-
-
-@case("solution: solution/solve.sh leads out of ")
-def a_solution_by_a_link(p: Place) -> None:
-    p.link("solution/solve.sh", p.outside / "solve.sh")
-
-
 @case("task.toml: the task's folder is a link, which is not followed")
 def a_task_by_a_link(p: Place) -> None:
     p.task.rename(p.outside.parent / "elsewhere")
@@ -362,24 +372,9 @@ def an_instruction_of_a_terabyte(p: Place) -> None:
     os.truncate(p.task / "instruction.md", 1 << 40)
 
 
-@case("environment/Dockerfile: its variables expand to more than 1 MiB")
-def variables_that_double(p: Place) -> None:
-    p.copies("ENV A=xx", *["ENV A=$A$A"] * 60)
-
-
-@case("environment/Dockerfile, line 3: it cannot be read: it has a path of 5001 characters")
-def a_source_without_end(p: Place) -> None:
-    p.copies(f"COPY {'d' * 5000} .")
-
-
 @case("environment/Dockerfile: WORKDIR: it has a path of ")
 def a_workdir_without_end(p: Place) -> None:
     p.write("task.toml", f"[environment]\nworkdir = '{'d/' * 5000}'\n")
-
-
-@case("environment/Dockerfile: it has a path of ")
-def a_path_that_grows(p: Place) -> None:
-    p.copies(*["WORKDIR " + "d" * 200] * 40)
 
 
 @case("task.toml: it is not TOML")
@@ -430,47 +425,12 @@ def a_variable_in_a_default(p: Place) -> None:
     _with_env(p, "environment", "'${NONE:-${PLANTED}}'")
 
 
-@case()
-def a_variable_put_together_by_the_dockerfile(p: Place) -> None:
-    p.copies("ENV D=$", "ENV KEY=$D{PLANTED} B='\\${PLANTED}' C=${PLANTED}")
-
-
 @case(r"environment\.env: got .*; fix: correct it")
 def arguments_of_bwrap_in_a_value(p: Place) -> None:
     _with_env(p, "environment", json.dumps(f"x\0--bind\0{p.outside}\0/srv"))
 
 
-@case("environment/Dockerfile: it has a null character")
-def arguments_of_bwrap_in_the_dockerfile(p: Place) -> None:
-    p.copies(f'ENV KEY="x\0--bind\0{p.outside}\0/srv"')
-
-
 # what the tests leave
-
-
-@case()
-def a_reward_by_a_link(p: Place) -> None:
-    p.tests(f"ln -s {p.outside}/folder/reward.txt /logs/verifier/reward.txt")
-
-
-@case()
-def a_reward_by_a_pipe(p: Place) -> None:
-    p.tests("mkfifo /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt")
-
-
-@case()
-def a_reward_by_a_folder(p: Place) -> None:
-    p.tests("mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt")
-
-
-@case()
-def a_reward_of_a_gigabyte(p: Place) -> None:
-    p.tests("truncate -s 1G /logs/verifier/reward.json")
-
-
-@case()
-def a_folder_of_links_for_the_next_step(p: Place) -> None:
-    p.tests(f"rm -rf /app/*; for n in tests verifier solution 0 1 2; do ln -s {p.outside} /app/$n; done; chmod 0 /app")
 
 
 @pytest.fixture
@@ -519,7 +479,7 @@ async def played(row: dict[str, Any], seen: list[str]) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 async def test_a_hostile_folder_reaches_nothing_outside(name: str, place: Place) -> None:
-    build, told = CASES[name]
+    told, build = CASES[name]
     build(place)
     before = state(place.outside.parent)
     images = {"root": str(place.root)} if os.path.lexists(place.root / "app") else {}

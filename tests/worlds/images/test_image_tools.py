@@ -15,7 +15,7 @@ from agentfactory.worlds.images.image_tools import ImageTools
 
 TOKEN, LEAST_PIXELS, MOST_PIXELS = 28, 4 * 28 * 28, 64 * 28 * 28
 RULE = SizeRule(TOKEN, LEAST_PIXELS, MOST_PIXELS)
-TRIALS = 500
+TRIALS = 200
 Size = tuple[int, int]
 
 

@@ -1,4 +1,4 @@
-"""Servers of OpenEnv's own package, run by its Python: `openenv_app.py line|shop PLACES`. Prints the address."""
+"""Servers of OpenEnv's own package, run by its Python: `openenv_app.py PLACES`. Prints the address."""
 
 import os
 import socket
@@ -6,11 +6,8 @@ import sys
 from typing import Any
 
 import uvicorn
-from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.mcp_environment import MCPEnvironment
-from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, EnvironmentMetadata, Observation, State
 from pydantic import Field
 
@@ -55,49 +52,8 @@ class Line(Environment):
         return EnvironmentMetadata(name="line", description="Move to the goal.")
 
 
-class Shop(MCPEnvironment):
-    """A shop whose tools are MCP's."""
-
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self) -> None:
-        self.sold = 0
-        server = FastMCP("shop")
-
-        @server.tool()
-        def buy(item: str, count: int = 1) -> str:
-            """Buy an item."""
-            if item == "x":
-                raise ValueError("sold out")
-            self.sold += count
-            return f"bought {count} {item}"
-
-        super().__init__(server)
-
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Observation:
-        self.sold = 0
-        return Observation()
-
-    def _step_impl(self, action: Action, timeout_s: float | None = None, **more: Any) -> Observation:
-        return Observation()
-
-    async def step_async(self, action: Action, timeout_s: float | None = None, **more: Any) -> Observation:
-        seen = await super().step_async(action, timeout_s)
-        seen.reward, seen.done = float(self.sold), self.sold > 1
-        return seen
-
-    @property
-    def state(self) -> State:
-        return State()
-
-
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "line": (Line, Move, Seen),
-    "shop": (Shop, CallToolAction, CallToolObservation),
-}
-
 if __name__ == "__main__":
-    app = create_app(*ARGUMENTS[sys.argv[1]], max_concurrent_envs=int(sys.argv[2]))
+    app = create_app(Line, Move, Seen, max_concurrent_envs=int(sys.argv[1]))
     listener = socket.create_server(("127.0.0.1", 0))
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

@@ -262,10 +262,10 @@ async def test_a_world_of_ours_is_played_by_its_address(tmp_path: Path, monkeypa
 
 
 @contextmanager
-def openenvs_server(python: str, kind: str, places: int) -> Iterator[str]:
+def openenvs_server(python: str, places: int) -> Iterator[str]:
     """Run OpenEnv's own server of an environment in `openenv_app.py`; yield its address."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, str(Path(__file__).with_name("openenv_app.py")), kind, str(places)]
+    command = [python, str(Path(__file__).with_name("openenv_app.py")), str(places)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
@@ -277,7 +277,7 @@ def openenvs_server(python: str, kind: str, places: int) -> Iterator[str]:
 @pytest.mark.long
 @pytest.mark.processes
 async def test_openenvs_own_server_with_plain_actions(openenv_python: str) -> None:
-    with openenvs_server(openenv_python, "line", 2) as url:
+    with openenvs_server(openenv_python, 2) as url:
         tasks = await rows(url)
         assert tasks[0]["question"] == "Move to the goal."
 
@@ -305,25 +305,3 @@ async def test_openenvs_own_server_with_plain_actions(openenv_python: str) -> No
                         pass
                 with pytest.raises(ToolInfrastructureError, match="closed the connection"):
                     await act(dying, by=1, note="die")
-
-
-@pytest.mark.long
-@pytest.mark.processes
-async def test_openenvs_own_server_with_tools(openenv_python: str) -> None:
-    with openenvs_server(openenv_python, "shop", 2) as url:
-        (task, *_) = await rows(url, question="Buy two things.")
-        async with playing() as toolset, toolset.chain("a", task) as session:
-            assert str(session.opening).splitlines()[2:5] == [
-                *("buy: Buy an item.", "- item (string)", "- count (integer, default 1)"),
-            ]
-            assert "Unknown tool: 'sell'" in str((await act(session, tool_name="sell")).content)
-            wrong = await act(session, tool_name="buy", arguments={"item": "x"})
-            assert wrong.error is CallError.TOOL_ERROR
-            assert "sold out" in str(wrong.content)
-            assert (await act(session, tool_name="buy", arguments={"item": "bread"})).content == "bought 1 bread"
-            last = await act(session, tool_name="buy", arguments={"item": "milk", "count": 2})
-            assert last.finish
-            assert last.content == "The episode has ended. Return: 4.\n\nbought 2 milk"
-            judged = await session.reward()
-        assert judged is not None
-        assert judged.metrics == {"steps": 4, "ended": 1}

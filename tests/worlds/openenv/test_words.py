@@ -8,8 +8,7 @@ import pytest
 from mcp_types import ImageContent
 from PIL import Image
 
-from agentfactory.worlds.openenv.actions import calls_tools, in_words, tools_in_words
-from agentfactory.worlds.openenv.observations import digest, shown
+from agentfactory.worlds.openenv.words import calls_tools, digest, in_words, shown, tools_in_words
 
 METADATA = {"metadata": {"type": "object"}}
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -21,7 +20,6 @@ from agentfactory.base.processes.memory import memory_of
 from agentfactory.worlds.reasoning_gym import gym_tasks
 from agentfactory.worlds.reasoning_gym.gym_tasks import INSTRUCTION, ReasoningGymTasks
 from agentfactory.worlds.reasoning_gym.reasoning_gym import ReasoningGym, VerifierError
-from tests.waiting import wait_for
 
 pytest.importorskip("reasoning_gym")
 pytestmark = pytest.mark.processes
@@ -126,16 +124,6 @@ def test_the_last_answer_is_found_at_once(world: ReasoningGym, one_process: None
     assert score(world, row, f"<answer>x</answer> {right} or not</answer> <answer>") == 1.0
     assert score(world, row, f"{right}<answer>{right}") < 1.0
     assert time.process_time() - began < 5
-
-
-@pytest.mark.extended
-def test_a_process_that_was_killed_is_replaced(world: ReasoningGym, one_process: None) -> None:
-    (row,) = ReasoningGymTasks(datasets="gcd", size=1).rows()
-    idle = world._processes._idle
-    assert score(world, row, answer(row["answer"])) == 1.0
-    psutil.Process(idle[-1].pid).kill()
-    wait_for(lambda: not idle[-1].running)
-    assert score(world, row, answer(row["answer"])) == 1.0
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import pytest
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
-from agentfactory.base.user_code import extras
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.scienceworld import jvm as jvm_module
@@ -24,13 +23,30 @@ from agentfactory.worlds.scienceworld import jvms as jvms_module
 from agentfactory.worlds.scienceworld.jvm import GameLost
 from agentfactory.worlds.scienceworld.jvms import Jvms
 from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, resolved
-from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld, scienceworld_tasks
+from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
 from tests.server_process import only_loopback
 from tests.waiting import wait_for
 from tests.worlds.scienceworld.games import QUICK, act, follow, gold_path, needs_java
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended, needs_java]
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Make objects that are closed when the test ends."""
+    made: list[Any] = []
+
+    def make(kind: Open, *arguments: Any, **options: Any) -> Any:
+        made.append(kind(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +168,7 @@ async def test_simplifications_are_the_options_or_the_rows() -> None:
 
 async def test_hostile_actions_are_not_understood() -> None:
     async with laboratory() as toolset, toolset.chain("a", {"task": "boil", "variation": 0}) as session:
-        for text in ("", " ", "\x00", "\n", "🙂" * 500, "a" * 100_000, "open " * 300, "y\n\rq", "!sp", "0"):
+        for text in ("", " ", "\x00", "\n", "🙂" * 500, "a" * 100_000, "open " * 300, "y\n\rq", "!sp", "0", "\ud800"):
             assert "Unknown action" in (said := str((await act(session, text)).content)) or "No known" in said, text
         assert "thermometer" not in str((await act(session, "inventory")).content)
 
@@ -173,20 +189,17 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
 
 
 @pytest.mark.long
-def test_games_in_turns_show_what_they_show_alone() -> None:
+def test_games_in_turns_show_what_they_show_alone(opened: Open) -> None:
     games = [(task, variation, "easy") for task, variation in QUICK.items()]
     # the thermometer's noise, and plants in pots with or without self-watering
     games += [("use-thermometer", 4, "openDoors"), ("grow-plant", 1, ""), ("grow-plant", 1, "selfWateringFlowerPots")]
     growing = ["go to greenhouse", "wait", "look around", "wait", "open door", "wait", "look around", "wait"]
-    jvms = Jvms(heap_mb=384, games_per_jvm=8)
-    try:
-        paths = [gold_path(jvms, *game)[:25] if "grow" not in game[0] else growing for game in games]
-        together = transcripts(jvms, games, paths)
-        for game, path, shown in zip(games, paths, together, strict=True):
-            assert transcripts(jvms, [game], [path]) == [shown], game
-        assert len(jvms.pids()) == 1
-    finally:
-        jvms.close()
+    jvms = opened(Jvms, heap_mb=384, games_per_jvm=8)
+    paths = [gold_path(jvms, *game)[:25] if "grow" not in game[0] else growing for game in games]
+    together = transcripts(jvms, games, paths)
+    for game, path, shown in zip(games, paths, together, strict=True):
+        assert transcripts(jvms, [game], [path]) == [shown], game
+    assert len(jvms.pids()) == 1
 
 
 def test_a_game_repeats_in_another_process() -> None:
@@ -242,47 +255,32 @@ async def test_a_java_process_that_does_not_answer_is_killed(monkeypatch: pytest
 
 @pytest.mark.parametrize(("constant", "value"), [("_MOST_GAMES", 2), ("_BESIDES_HEAP_MB", -10_000)])
 def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
-    constant: str, value: int, monkeypatch: pytest.MonkeyPatch
+    constant: str, value: int, monkeypatch: pytest.MonkeyPatch, opened: Open
 ) -> None:
-    jvms = Jvms(heap_mb=256, games_per_jvm=4)
-    try:
-        easy = resolved("easy", "boil")
-        plays = [jvms.play("boil", 0, easy)]
-        monkeypatch.setattr(jvms_module, constant, value)
-        if constant == "_MOST_GAMES":
-            plays.append(jvms.play("boil", 1, easy))
-        plays.append(jvms.play("boil", 2, easy))
-        assert plays[0].game.jvm is not plays[-1].game.jvm
-        assert jvms.gauges() == {"jvms": 2, "games": len(plays), "jvms_lost": 0, "jvms_replaced": 1}
-        assert "hallway" in plays[0].game.step("look around").observation
-        for play in plays[:-1]:
-            play.end()
-        assert not plays[0].game.jvm.alive
-        assert plays[-1].game.jvm.alive
-        with pytest.raises(GameLost):
-            plays[0].game.look()
-    finally:
-        jvms.close()
+    jvms = opened(Jvms, heap_mb=256, games_per_jvm=4)
+    easy = resolved("easy", "boil")
+    plays = [jvms.play("boil", 0, easy)]
+    monkeypatch.setattr(jvms_module, constant, value)
+    if constant == "_MOST_GAMES":
+        plays.append(jvms.play("boil", 1, easy))
+    plays.append(jvms.play("boil", 2, easy))
+    assert plays[0].game.jvm is not plays[-1].game.jvm
+    assert jvms.gauges() == {"jvms": 2, "games": len(plays), "jvms_lost": 0, "jvms_replaced": 1}
+    assert "hallway" in plays[0].game.step("look around").observation
+    for play in plays[:-1]:
+        play.end()
+    assert not plays[0].game.jvm.alive
+    assert plays[-1].game.jvm.alive
+    with pytest.raises(GameLost):
+        plays[0].game.look()
+    jvms.close()
     assert not plays[-1].game.jvm.alive
 
 
-def test_letting_go_of_a_game_waits_for_no_other(jvms: Jvms) -> None:
-    easy = resolved("easy", "boil")
-    first, second = jvms.play("boil", 0, easy), jvms.play("boil", 1, easy)
-    with first.game.jvm._lock:  # as while a scene is loaded
-        first.end()
-    assert "kitchen" in second.game.step("teleport to kitchen").observation
-    assert not second.game.jvm._forgotten
-    second.end()
-
-
-def test_a_java_process_without_memory_ends_and_says_so() -> None:
-    jvms = Jvms(heap_mb=40, games_per_jvm=100)
-    try:
-        with pytest.raises(GameLost, match="Java needed more than 40 MiB; raise heap_mb, or lower games_per_jvm"):
-            play_many(jvms)
-    finally:
-        jvms.close()
+def test_a_java_process_without_memory_ends_and_says_so(opened: Open) -> None:
+    jvms = opened(Jvms, heap_mb=40, games_per_jvm=100)
+    with pytest.raises(GameLost, match="Java needed more than 40 MiB; raise heap_mb, or lower games_per_jvm"):
+        play_many(jvms)
 
 
 def play_many(jvms: Jvms) -> None:
@@ -313,20 +311,6 @@ def test_java_ends_with_the_process_that_started_it() -> None:
     child.stdout.close()
 
 
-def test_instances_share_their_java_processes() -> None:
-    first, second, other = ScienceWorld(), ScienceWorld(max_moves=5), ScienceWorld(heap_mb=256)
-    assert first._jvms is second._jvms
-    assert first._jvms is not other._jvms
-    first.reset("boil", 0)
-    second.reset("boil", 1)
-    (pid,) = first._jvms.pids()
-    first.close()
-    assert psutil.pid_exists(pid)
-    second.close()
-    other.close()
-    assert not psutil.pid_exists(pid)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -339,17 +323,6 @@ def test_instances_share_their_java_processes() -> None:
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         ScienceWorld(**options)
-
-
-async def test_a_wrong_row_is_named() -> None:
-    async with laboratory() as toolset:
-        for row, message in (
-            ({"task": "boil", "variation": 30}, "boil has the variations 0 to 29"),
-            ({"task": "bake", "variation": 0}, "task: got 'bake'; fix: use one of boil"),
-        ):
-            with pytest.raises(ToolInfrastructureError, match=message):
-                async with toolset.chain("a", row):
-                    pass
 
 
 @pytest.mark.parametrize("command", ["tools call recipe.yaml act action=wait", "tools serve scienceworld"])
@@ -370,59 +343,35 @@ def test_missing_java_is_told_before_any_chain_begins(command: str, tmp_path: Pa
     assert "ScienceWorld's engine needs Java, and there is no program /nowhere/bin/java; fix: install Java 8" in line
 
 
-def test_a_missing_engine_is_told_with_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "is_installed", lambda name: False)
-    for use in (lambda: scienceworld_tasks("train"), ScienceWorld):
-        with pytest.raises(SettingError, match=r"not installed; fix: pip install 'agentfactory-rl\[scienceworld\]'"):
-            use()
+def test_the_anchor_is_what_was_seen_last_and_the_score(opened: Open) -> None:
+    world = opened(ScienceWorld)
+    world.reset("find-living-thing", 0)
+    first = world.anchor()
+    assert first is not None
+    assert first[1] == 0
+    world.valid_actions()
+    assert world.anchor() == first
+    world.act("teleport to outside")
+    assert world.anchor() == ("You teleport to the outside.", 8)
+    world.act("focus on air")
+    assert world.anchor() is None, "the task has failed"
 
 
-def test_the_anchor_is_what_was_seen_last_and_the_score() -> None:
-    world = ScienceWorld()
-    try:
-        world.reset("find-living-thing", 0)
-        first = world.anchor()
-        assert first is not None
-        assert first[1] == 0
-        world.valid_actions()
-        assert world.anchor() == first
-        world.act("teleport to outside")
-        assert world.anchor() == ("You teleport to the outside.", 8)
-        world.act("focus on air")
-        assert world.anchor() is None, "the task has failed"
-    finally:
-        world.close()
-
-
-def test_actions_of_a_tool_called_directly() -> None:
-    world = ScienceWorld()
-    try:
-        world.reset("find-animal", 3)
-        assert world.act("\ud800")["moves"] == 0
-        assert world.act("teleport to kitchen")["moves"] == 1
-        assert isinstance(world.act("focus on stove"), Finish)
-    finally:
-        world.close()
-
-
-def test_the_experiment_on_the_page_is_what_the_world_shows() -> None:
+def test_the_experiment_on_the_page_is_what_the_world_shows(opened: Open) -> None:
     page = (REPOSITORY / "docs" / "scienceworld.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(("| **act", "| the world"))]
-    world = ScienceWorld()
-    try:
-        shown: Any = {"observation": world.reset("find-living-thing", 0)}
-        for speaker, text, *score in rows:
-            if speaker == "**act**":
-                shown = world.act(text.rstrip(" |"))
-                shown = shown.value if isinstance(shown, Finish) else shown
-                continue
-            said = " ".join(shown["observation"].replace("\n\t", " ").split())
-            for part in text.rstrip(" |.").replace(",", "").replace("picture.", "picture").split(" ... "):
-                assert part in said.replace(",", "")
-            assert [str(shown.get("score"))] == score or "score" not in shown
-        assert world.reward()["success"] == 1
-    finally:
-        world.close()
+    world = opened(ScienceWorld)
+    shown: Any = {"observation": world.reset("find-living-thing", 0)}
+    for speaker, text, *score in rows:
+        if speaker == "**act**":
+            shown = world.act(text.rstrip(" |"))
+            shown = shown.value if isinstance(shown, Finish) else shown
+            continue
+        said = " ".join(shown["observation"].replace("\n\t", " ").split())
+        for part in text.rstrip(" |.").replace(",", "").replace("picture.", "picture").split(" ... "):
+            assert part in said.replace(",", "")
+        assert [str(shown.get("score"))] == score or "score" not in shown
+    assert world.reward()["success"] == 1
 
 
 def java_processes() -> set[psutil.Process]:

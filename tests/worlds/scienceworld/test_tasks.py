@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.worlds.scienceworld.published_prompt import instruction
-from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, check_variation, named, resolved
+from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, check_variation, instruction, named, resolved
 from agentfactory.worlds.scienceworld.scienceworld import in_brief, scienceworld_tasks
 from tests.worlds.scienceworld.games import needs_java
 

@@ -11,7 +11,7 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.answer_cache import DiskCache
-from agentfactory.worlds.search.budget import Budget, BudgetUsedUp, Spending
+from agentfactory.worlds.search.engine import Budget, BudgetUsedUp, Spending
 
 
 class Maker:
@@ -110,7 +110,7 @@ async def test_a_broken_file_is_told(tmp_path: Path) -> None:
 PROCESS = """
 import asyncio, sys
 from pathlib import Path
-from agentfactory.worlds.search.budget import Budget, BudgetUsedUp
+from agentfactory.worlds.search.engine import Budget, BudgetUsedUp
 from agentfactory.worlds.browse.answer_cache import DiskCache
 
 async def main(folder, name):

@@ -1,9 +1,6 @@
 """Dense retrieval and its fusion with BM25, with a generated model of random word vectors."""
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from agentfactory.base.user_code.import_path import is_installed
 from agentfactory.commands.main import main
 from agentfactory.worlds.search import dense
 from agentfactory.worlds.search.dense import EncoderSpec
-from agentfactory.worlds.search.local_index import LocalIndex, build_index
+from agentfactory.worlds.search.local_index import build_index
 from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.ranking import open_index, reciprocal_rank
 from tests.worlds.search.corpora import PLAYS, write_jsonl
@@ -127,13 +124,6 @@ def test_given_prefixes_are_kept_in_the_index(tmp_path: Path, model: str) -> Non
 
 
 @needs_packages
-def test_prefixes_need_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"contents": "t"}])
-    assert main(["index", "build", str(corpus), "--output", str(tmp_path / "x"), "--query-prefix", "q"]) == 2
-    assert "--query-prefix: only the model of --dense uses it; fix: add --dense MODEL" in capsys.readouterr().err
-
-
-@needs_packages
 def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     build_index(PLAYS, tmp_path / "index", finish=lambda place: dense.build_dense(PLAYS, place, EncoderSpec(model)))
@@ -231,52 +221,17 @@ def test_vectors_of_a_killed_build_are_kept(tmp_path: Path, model: str, monkeypa
         assert passage.id in [found.id for found in opened.search(passage.text.split()[0], 2)]
 
 
-@pytest.mark.long
 @needs_packages
-@pytest.mark.processes
-def test_a_dense_index_is_built_and_served_by_commands(
-    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dense_index_is_built_by_the_command(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"id": p.id, "contents": p.contents} for p in PLAYS])
-    folder = tmp_path / "index"
-    assert main(["index", "build", str(corpus), "--output", str(folder), "--dense", model]) == 0
+    build = ["index", "build", str(corpus), "--output"]
+    assert main([*build, str(tmp_path / "index"), "--dense", model]) == 0
     assert capsys.readouterr().out.startswith("indexed 5 passages in ")
-    assert LocalIndex(folder).has_vectors
-    missing = tmp_path / "no-model"
-    assert main(["index", "build", str(corpus), "--output", str(tmp_path / "x"), "--dense", str(missing)]) == 2
-    assert f"dense: {missing} cannot be loaded: " in capsys.readouterr().err
-    command = [sys.executable, "-m", "agentfactory", "tools", "serve", "search"]
-    options = ["--option", f"source={folder}", "--option", "ranking=dense"]
-    answer = _call(command + options, {"query": "a drama with a bet"})
-    assert answer.startswith('Doc 1(Title: "Faust")')
-
-
-def _call(command: list[str], arguments: dict[str, str]) -> str:
-    """Call `search` of a stdio server with raw protocol messages."""
-    meta = {"agentfactory/chain": "c"}
-    calls = [("reset", {}), ("search", arguments)]
-    messages = [
-        {
-            "method": "initialize",
-            "params": {
-                "protocolVersion": "2025-06-18",
-                "capabilities": {},
-                "clientInfo": {"name": "test", "version": "0"},
-            },
-        },
-        *({"method": "tools/call", "params": {"name": n, "arguments": a, "_meta": meta}} for n, a in calls),
-    ]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for number, message in enumerate(messages):
-            process.stdin.write(json.dumps({"jsonrpc": "2.0", "id": number, **message}) + "\n")
-            process.stdin.flush()
-            answer = json.loads(process.stdout.readline())
-            if number == 0:
-                process.stdin.write('{"jsonrpc": "2.0", "method": "notifications/initialized"}\n')
-        process.stdin.close()
-    return str(answer["result"]["content"][0]["text"])
+    assert open_index(tmp_path / "index", "dense").search("a drama with a bet", 1)[0].id == "f"
+    assert main([*build, str(tmp_path / "x"), "--dense", str(tmp_path / "no-model")]) == 2
+    assert "no-model cannot be loaded: " in capsys.readouterr().err
+    assert main([*build, str(tmp_path / "x"), "--query-prefix", "q"]) == 2
+    assert "--query-prefix: only the model of --dense uses it; fix: add --dense MODEL" in capsys.readouterr().err
 
 
 @needs_packages

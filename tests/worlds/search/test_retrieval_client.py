@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.search.passage import Passage
-from agentfactory.worlds.search.retrieval_client import RetrievalClient
+from agentfactory.worlds.search.sources import RetrievalClient
 
 HAMLET = {"id": "1", "contents": '"Hamlet"\nA play.'}
 

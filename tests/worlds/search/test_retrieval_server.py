@@ -14,17 +14,19 @@ import pytest
 
 from agentfactory.base.http.server_keys import key_header
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.worlds.search.retrieval_client import RetrievalClient
+from agentfactory.commands.main import main
+from agentfactory.worlds.search.sources import RetrievalClient
 from tests.waiting import wait_for
 from tests.worlds.search.corpora import PLAYS, index_of
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture
-def retrieval(tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server's address and its process."""
-    command = [sys.executable, "-m", "agentfactory", "index", "serve", str(index_of(tmp_path)), "--port", "0"]
+@pytest.fixture(scope="module")
+def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A server's address and its process, which the last test ends."""
+    folder = index_of(tmp_path_factory.mktemp("retrieval"))
+    command = [sys.executable, "-m", "agentfactory", "index", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -89,7 +91,15 @@ def test_bad_requests_are_refused_and_hostile_queries_are_not(retrieval: tuple[s
     assert answer["result"][2][0]["id"] == "h"
 
 
-async def test_our_client_reads_our_server_until_it_is_killed(
+def test_a_taken_port_is_refused(
+    retrieval: tuple[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = retrieval[0].split(":")[2].split("/")[0]
+    assert main(["index", "serve", str(index_of(tmp_path)), "--port", port]) == 2
+    assert f"--port: 127.0.0.1:{port} cannot be used: " in capsys.readouterr().err
+
+
+async def test_our_client_reads_our_server_until_it_ends(
     retrieval: tuple[str, "subprocess.Popen[str]"],
 ) -> None:
     address, process = retrieval
@@ -97,22 +107,8 @@ async def test_our_client_reads_our_server_until_it_is_killed(
     (found,) = await client.search("wager", 3)
     assert (found.contents, found.url) == (PLAYS[2].contents, PLAYS[2].url)
     assert (found.score or 0) > 0
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGTERM)
+    assert wait_for(lambda: process.poll() is not None)
     with pytest.raises(ToolInfrastructureError, match="does not answer"):
         await client.search("wager", 3)
     await client.close()
-
-
-def test_it_ends_on_sigterm_and_refuses_a_taken_port(
-    retrieval: tuple[str, "subprocess.Popen[str]"], tmp_path: Path
-) -> None:
-    address, process = retrieval
-    port = address.split(":")[2].split("/")[0]
-    command = [sys.executable, "-m", "agentfactory", "index", "serve", str(tmp_path / "index"), "--port", port]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2
-    assert f"--port: 127.0.0.1:{port} cannot be used: " in refused.stderr
-    assert "Traceback" not in refused.stderr
-    process.send_signal(signal.SIGTERM)
-    assert wait_for(lambda: process.poll() is not None)

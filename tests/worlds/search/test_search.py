@@ -17,8 +17,8 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.search import sources
 from agentfactory.worlds.search.passage import Passage
-from agentfactory.worlds.search.retrieval_client import RetrievalClient
 from agentfactory.worlds.search.search import Search
+from agentfactory.worlds.search.sources import RetrievalClient
 from tests.worlds.search.corpora import index_of
 
 

@@ -16,8 +16,7 @@ from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, RolloutRecipe
 from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.worlds.verifiers.tasks import VerifiersSource
-from agentfactory.worlds.verifiers.verifiers_agent import VerifiersAgent
+from agentfactory.worlds.verifiers.tasks import VerifiersAgent, VerifiersSource
 from tests.scripted_chains import Scripted, scripted_chains
 
 PYTHON = os.environ.get("AGENTFACTORY_VERIFIERS_PYTHON", "")

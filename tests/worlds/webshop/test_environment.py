@@ -183,15 +183,6 @@ async def test_a_perfect_shopper_gets_one_on_200_of_200_goals(catalogue: Path) -
     assert rewards == [1.0] * 200
 
 
-async def test_a_shopper_who_does_nothing_gets_zero_on_200_of_200_goals(catalogue: Path) -> None:
-    environment = WebShop(cache=str(catalogue))
-    shop = open_shop(ShopConfig(cache=catalogue))
-    for number in range(200):
-        opening = environment.reset(number)
-        assert await shop_in_vain(shop.goal(number), Shopper(environment).act) == opening
-        assert environment.reward() == {"reward": 0.0, "success": 0.0, "bought": 0.0}
-
-
 @pytest.mark.processes
 async def test_shoppers_beside_each_other_on_the_mcp_server(catalogue: Path) -> None:
     shop = open_shop(ShopConfig(cache=catalogue))
@@ -300,10 +291,6 @@ def test_the_small_tagger_finds_nouns() -> None:
     assert nouns("Acme Oak Lamp, 2 Pack") == ("acme", "oak", "lamp", "pack")
     assert nouns("The new waterproof Men's jacket for men (XL-size)") == ("men's", "jacket", "men", "xl", "size")
     assert nouns("10 x 20 & 3.5") == nouns("") == ()
-
-
-def test_instances_share_products_and_index(catalogue: Path) -> None:
-    assert WebShop(cache=str(catalogue))._shop is WebShop(cache=str(catalogue), results_per_page=5)._shop
 
 
 async def test_the_visit_on_the_page_is_what_the_shop_shows(catalogue: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sqlite3
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -28,8 +29,75 @@ from agentfactory.worlds.browse.answer_cache import DiskCache
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import content_of
 from agentfactory.worlds.browse.web_pages import Pages
-from agentfactory.worlds.search.budget import Budget
+from agentfactory.worlds.search.database import Database
 from agentfactory.worlds.search.passage import Passage, encodable
+
+logger = logging.getLogger(__name__)
+
+_TABLES = "CREATE TABLE IF NOT EXISTS spending (name TEXT PRIMARY KEY, calls INTEGER, cost REAL)"
+
+
+class BudgetUsedUp(ToolInfrastructureError):
+    """The budget allows no further call. The model did not cause this, so its chain is not scored."""
+
+
+@dataclass(frozen=True)
+class Spending:
+    """The amounts spent: `calls`, and `cost` in dollars."""
+
+    calls: int
+    cost: float
+
+
+class Budget:
+    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs.
+
+    Args:
+        folder: Folder of the counter file, `spending.sqlite`. Remove the file to reset the count.
+        name: Name of the engine.
+        calls: Maximum number of calls; None: no limit.
+        cost: Maximum cost in dollars; None: no limit.
+        price: Dollars per call.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, calls: int | None = None, cost: float | None = None, price: float = 0.0
+    ) -> None:
+        self._database = Database(folder / "spending.sqlite", _TABLES)
+        self._name, self._calls, self._cost, self._price = name, calls, cost, price
+
+    def spend(self) -> None:
+        """Count a call before it is made. Raises BudgetUsedUp if it would exceed the budget."""
+        with self._database.transaction() as connection:
+            spent = self._read(connection)
+            calls, cost = spent.calls + 1, spent.cost + self._price
+            if reached := self._reached(calls, cost):
+                told = f"{self._name}: the budget of {reached} is used up ({self._database.path})"
+                notify(logger, f"budget of {self._name}", f"{told}; fix: raise the search's budget")
+                raise BudgetUsedUp(told)
+            connection.execute("INSERT OR REPLACE INTO spending VALUES (?, ?, ?)", (self._name, calls, cost))
+
+    def spent(self) -> Spending:
+        """Return the calls and the cost so far."""
+        with self._database.reading() as connection:
+            return self._read(connection)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def _read(self, connection: sqlite3.Connection) -> Spending:
+        row = connection.execute("SELECT calls, cost FROM spending WHERE name = ?", (self._name,)).fetchone()
+        return Spending(*row) if row else Spending(0, 0.0)
+
+    def _reached(self, calls: int, cost: float) -> str:
+        if self._calls is not None and calls > self._calls:
+            return f"{self._calls:,} calls"
+        # costs are summed as floats: 3 x 0.1 must not exceed 0.3
+        if self._cost is not None and cost > self._cost * (1 + 1e-9):
+            return f"{self._cost:g} dollars"
+        return ""
+
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +213,7 @@ class Engine(ABC):
         the format is unexpected."""
 
     async def search(self, query: str, count: int) -> list[Passage]:
-        """See Source. A passage's `id` and `url` are both the address of its page."""
+        """A passage's `id` and `url` are both the address of its page."""
         query = " ".join(query.split())[: self.query_characters].strip()
         query = "".join(character for character in query if character.isprintable())
         found: dict[str, Passage] = {}
@@ -159,7 +227,7 @@ class Engine(ABC):
         return list(found.values())[:count]
 
     async def open(self, id: str) -> str | None:
-        """See Source. Returns the page at the address `id`."""
+        """Returns the page at the address `id`."""
         try:
             page = await self._pages.open(id)
         except PageError:
@@ -174,7 +242,6 @@ class Engine(ABC):
         return counts
 
     async def close(self) -> None:
-        """See Source."""
         if self._cache is not None:
             await self._cache.close()
         if self._budget is not None:

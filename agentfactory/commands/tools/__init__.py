@@ -1,1 +1,0 @@
-"""`agentfactory tools`: a recipe's tools without a model."""

@@ -1,0 +1,334 @@
+"""Tool servers of a recipe, each opened and tried by itself, and a check that their chains are isolated."""
+
+import asyncio
+import inspect
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentfactory.base.config import McpServerConfig, ToolsRecipe
+from agentfactory.base.errors import SettingError
+from agentfactory.base.messages import (
+    EnvironmentReward,
+    EnvironmentRewardError,
+    ToolCall,
+    ToolInfrastructureError,
+    ToolSpec,
+    properties_of,
+    required_of,
+    text_of,
+)
+from agentfactory.base.processes.threads import run_in_thread
+from agentfactory.base.user_code.loading import load_object
+from agentfactory.recipe.load import NO_MODEL
+from agentfactory.recipe.schema import Recipe
+from agentfactory.rollout.data import Task
+from agentfactory.tools.environments.environment import Environment
+from agentfactory.tools.environments.workspaces import check_template
+from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView
+from agentfactory.tools.prebuilt import prebuilt
+from agentfactory.tools.sessions.tool_session import ToolSession
+from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+
+_CALL_SECONDS = 10.0
+_FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")
+
+
+class Seen(NamedTuple):
+    """The result of the check. `proven`: the second chain read a value that only the first had written. Not `tried`: no
+    call succeeded that could have changed state."""
+
+    text: str
+    proven: bool = False
+    tried: bool = True
+
+
+class _Answer(NamedTuple):
+    text: str
+    failed: bool
+
+
+class _Answers(NamedTuple):
+    """The answers of one chain, in the order of the tools."""
+
+    reads: list[_Answer]
+    writes: list[_Answer]
+
+
+async def seen_of_another_chain(toolset: Toolset) -> Seen:
+    """Make the same calls in two chains and compare the answers.
+
+    Each chain first reads, with the first chain's word as argument, and then writes its own word. So the first chain
+    reads the earlier state. Call only tools that are annotated as non-destructive and confined to the server.
+    """
+    reads, writes = toolset.harmless(reads=True), toolset.harmless(reads=False)
+    if not reads and not writes:
+        return _untried("no tool is annotated as non-destructive and confined to its server")
+    words = [f"check-{secrets.token_hex(4)}" for _ in range(2)]
+    first, second = [await _answers(toolset, reads, writes, words[0], word) for word in words]
+    for spec, one, other in zip(reads, first.reads, second.reads, strict=True):
+        if other.text.count(words[0]) > one.text.count(words[0]) or (one.failed and not other.failed):
+            return _leak(spec, other)
+    for spec, other in zip(writes, second.writes, strict=True):
+        if words[0] in other.text:
+            return _leak(spec, other)
+    pairs = [
+        *zip(reads, first.reads, second.reads, strict=True),
+        *zip(writes, first.writes, second.writes, strict=True),
+    ]
+    for spec, one, other in pairs:
+        before, after = _masked(one.text, words[0]), _masked(other.text, words[0], words[1])
+        if before != after:
+            start = max(0, next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
+            return Seen(
+                f"{spec.name} answered the same call differently in a second chain: {_short(before[start:])}, then "
+                f"{_short(after[start:])}; if the first chain caused this, they share its state"
+            )
+    worked = [spec for spec, one, other in pairs if not one.failed and not other.failed]
+    if len(reads) < len(toolset.specs) and not any(spec in writes for spec in worked):
+        if not writes:
+            return _untried("no state-changing tool is annotated as non-destructive")
+        return _untried(f"no state-changing call succeeded: {writes[0].name} returned {_short(first.writes[0].text)}")
+    if not worked:
+        return _untried(f"no call succeeded: {reads[0].name} returned {_short(first.reads[0].text)}")
+    return Seen(f"two chains that called {', '.join(spec.name for spec in worked)} did not see each other's state")
+
+
+async def _answers(
+    toolset: Toolset, reads: Sequence[ToolSpec], writes: Sequence[ToolSpec], sought: str, word: str
+) -> _Answers:
+    async with toolset.chain(word, {}) as session:
+        return _Answers(
+            [await _answer(session, spec, sought) for spec in reads],
+            [await _answer(session, spec, word) for spec in writes],
+        )
+
+
+async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
+    arguments = _example({"type": "object", **spec.parameters}, spec.parameters, word)
+    arguments = arguments if isinstance(arguments, dict) else {}
+    result = await session.call(ToolCall("check", spec.name, arguments), _CALL_SECONDS)
+    return _Answer(text_of(result.content), result.error is not None)
+
+
+def _leak(spec: ToolSpec, answer: _Answer) -> Seen:
+    return Seen(f"a second chain saw the first one's state: {spec.name} returned {_short(answer.text)}", proven=True)
+
+
+def _untried(reason: str) -> Seen:
+    return Seen(f"isolation was not tried: {reason}; whether chains see each other's state is unknown", tried=False)
+
+
+def _masked(text: str, *words: str) -> str:
+    for word in words:
+        text = text.replace(word, "WORD")
+    return _FOLDER.sub("FOLDER", text)
+
+
+def _example(schema: Any, root: dict[str, Any], word: str) -> Any:
+    """Return a value that fits `schema`: `word` for a text, and of an object only the required properties."""
+    if not isinstance(schema, dict):
+        return word
+    if (reference := schema.get("$ref")) is not None:
+        name = str(reference).rpartition("/")[2]
+        definitions = root.get("$defs")
+        target = definitions.get(name) if isinstance(definitions, dict) else None
+        return _example(target, {**root, "$defs": {}}, word)
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    match schema:
+        case {"enum": [value, *_]}:
+            return value
+        case {"anyOf": [option, *_]} | {"oneOf": [option, *_]}:
+            return _example(option, root, word)
+    kind = schema.get("type")
+    match kind[0] if isinstance(kind, list) and kind else kind:
+        case "object":
+            properties = properties_of(schema)
+            return {name: _example(properties.get(name), root, word) for name in required_of(schema)}
+        case "array":
+            return [_example(schema.get("items"), root, word)]
+        case "integer" | "number":
+            return schema.get("minimum", 1)
+        case "boolean":
+            return False
+        case "null":
+            return None
+    return word
+
+
+def _short(text: str, most: int = 100) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= most else line[: most - 3] + "...")
+
+
+LARGE_BYTES = 100 << 20
+"""Minimum bytes of a workspace that is announced before it is copied."""
+
+
+@dataclass
+class TriedServer:
+    """The result of opening one server of a recipe. `seconds` is the time that it took to open, `tried` is False
+    if the isolation of its chains is unknown, `needed` are the missing task fields that prevented a reset of the
+    environment, `problems` are its faults."""
+
+    name: str
+    opened: bool = False
+    seconds: float = 0.0
+    specs: list[ToolSpec] = field(default_factory=list)
+    environment: str = ""
+    verdict: EnvironmentReward | None = None
+    isolation: list[str] = field(default_factory=list)
+    tried: bool = True
+    needed: list[str] | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+FindTask = Callable[[], Awaitable[Task | None]]
+
+
+async def open_each(
+    recipe: Recipe, find_task: FindTask | None = None, prepared: Path | None = None
+) -> list[TriedServer]:
+    """Open each server separately and all concurrently, so that a failure does not hide others. With `find_task`, begin
+    a chain on each; environments get the task that it finds; without one, they are created but not reset. `prepared` is
+    the folder that `prepare` fills."""
+    parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
+    parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
+    return await asyncio.gather(*(_open(part, find_task, recipe, prepared) for part in parts))
+
+
+def _for_a_try(config: McpServerConfig) -> McpServerConfig:
+    """Return the entry for a single chain: if chains have folders, it starts no spare processes, each of which would
+    copy the workspace, and keeps no folders."""
+    if not config.has_folders:
+        return config
+    pool = config.pool.model_copy(update={"warm": 0})
+    return config.model_copy(update={"pool": pool, "keep_workspaces": None})
+
+
+def _announce(name: str, config: McpServerConfig) -> None:
+    """Print a note if a large workspace is copied."""
+    if config.workspace is None:
+        return
+    size = check_template(f"mcp_servers.{name}.workspace", Path.cwd() / config.workspace)
+    if size >= LARGE_BYTES:
+        print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
+
+
+async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, prepared: Path | None) -> TriedServer:
+    server = TriedServer([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
+    started = time.perf_counter()
+    try:
+        for name, config in part.mcp_servers.items():
+            _announce(name, config)
+        async with open_toolset(part, Path.cwd()) as toolset:
+            server.opened, server.seconds = True, time.perf_counter() - started
+            server.specs = toolset.specs
+            if toolset.environments and not server.specs and not toolset.judges_predictions:
+                server.problems.append("an environment without a tool: no model can act on it; mark methods with @tool")
+            if find_task is None:
+                return server
+            server.isolation = toolset.isolation
+            if toolset.isolation and not toolset.environments:
+                entry = next(iter(part.mcp_servers.values()))
+                if (writes := toolset.harmless(reads=False)) and not entry.has_folders:
+                    names = ", ".join(spec.name for spec in writes)
+                    print(f"{server.name}: calls {names}; its data may keep entries called check-...", flush=True)
+                seen = await seen_of_another_chain(toolset)
+                server.isolation.append(seen.text)
+                server.tried = seen.tried
+                if seen.proven and entry.isolation is None:
+                    fix = "give each chain a folder by ${chain} in args, env or cwd, or set isolation: shared"
+                    server.problems.append(f"chains share its state; fix: {fix}")
+                return server
+            task: Task | None = await find_task() if toolset.environments else {}
+            if task is None:
+                server.needed = [*toolset.needed]
+                server.environment = f"an environment: {await _made(part, prepared)}"
+            else:
+                started = time.perf_counter()
+                async with toolset.chain("check", for_tools(task, toolset, recipe)) as session:
+                    seconds = time.perf_counter() - started
+                    if toolset.environments:
+                        says = f", says {_short(text_of(session.opening), 60)}" if session.opening else ""
+                        server.environment = f"an environment: reset in {seconds:.2f} s{says}"
+                        # an error here would also fail every chain that ends without a call
+                        verdict = server.verdict = await session.reward()
+                        judge = f"without any call, {_figures(verdict)}" if verdict else "gives no reward"
+                        server.environment += f"; {judge}"
+    except EnvironmentRewardError as error:
+        server.environment += "; cannot give a reward"
+        server.problems.append(f"{error} (right after reset; a chain may end without a call)")
+    except (ToolInfrastructureError, ValueError, TypeError) as error:
+        # the name is printed before each problem
+        server.problems.append(str(error).removeprefix(f"tool server {server.name}: "))
+    return server
+
+
+async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
+    """Create the only environment of `part`, which checks its options, unless it is in another process or its options
+    name files that `prepare` has not created yet. Return a description of the result.
+
+    Raises SettingError or ToolInfrastructureError if it cannot be created.
+    """
+    (config,) = part.mcp_servers.values() if part.mcp_servers else (McpServerConfig(module=part.tools[0]),)
+    waits = prepared is not None and not prepared.exists() and str(prepared) in json.dumps(config.options)
+    if config.module is None or waits:
+        return "not created" if waits else "not reset"
+    environment = load_object(config.module, Path.cwd(), prebuilt())
+    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+        return "not reset"
+    started = time.perf_counter()
+    try:
+        instance = await run_in_thread(lambda: environment(**config.options))
+    except Exception as error:  # boundary: user code
+        if isinstance(error, SettingError):
+            raise error.at(field=f"options.{error.field}") from None
+        raise ToolInfrastructureError(f"cannot be created: {type(error).__name__}: {error}") from error
+    seconds = time.perf_counter() - started
+    if inspect.iscoroutinefunction(instance.close):
+        await instance.close()
+    else:
+        await run_in_thread(instance.close)
+    return f"created in {seconds:.2f} s, but not reset"
+
+
+def for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
+    """Return a row with the model's image coordinates added if a reset needs them; if they are unknown, pixels are
+    used."""
+    if not toolset.takes(VIEW_FIELD):
+        return task
+    view, why = model_view(recipe)
+    if view is None:
+        told = "the model's image coordinates are unknown, so this check uses pixels of the file"
+        print(f"model.path: got {recipe.model.path!r}: {told}{why}", file=sys.stderr)
+        return task
+    return {**task, VIEW_FIELD: view.to_json()}
+
+
+def model_view(recipe: Recipe) -> tuple[ModelView | None, str]:
+    """Return the image coordinates of the recipe's model, or None and the reason. Without the model's files, only the
+    recipe's setting is known, and not the size in which the model gets images."""
+    stated = recipe.rollout.coordinates
+    if recipe.model.path == NO_MODEL:
+        return None, ""
+    from agentfactory.rollout.images.families import view_of_model
+
+    try:
+        return view_of_model(recipe.model, stated), "; fix: set rollout.coordinates"
+    except FileNotFoundError as error:
+        if stated in ("auto", Coordinates.RESIZED):
+            return None, f": {error}"
+        return ModelView(Coordinates(stated)), ""
+
+
+def _figures(verdict: EnvironmentReward) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in {"reward": verdict.reward, **verdict.metrics}.items())

@@ -1,1 +1,0 @@
-"""Web search engines: each module maps one engine's published format to passages."""
