@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.opened import Opened, open_part
+from agentfactory.audit.check import Opened, open_part
 from agentfactory.audit.replay.prefix import tokens_of
 from agentfactory.base.messages import text_of
 from agentfactory.commands.worlds.trial import NoLegalCall, RandomCalls

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from agentfactory.audit.check import Check, Parts
+from agentfactory.audit.check import Check, Opened, Parts, open_part
 from agentfactory.audit.checks.behaviour import FormatCheck, OutcomeCheck, ToolCallCheck
 from agentfactory.audit.checks.ending import EndingCheck
 from agentfactory.audit.checks.groups import GroupCheck
@@ -15,7 +15,6 @@ from agentfactory.audit.checks.rewards import RewardCheck
 from agentfactory.audit.checks.tasks import TaskCheck
 from agentfactory.audit.checks.tokens import GreedyCheck, TokenCheck, TrainedCheck
 from agentfactory.audit.checks.weights import WeightCheck
-from agentfactory.audit.opened import Opened, open_part
 from agentfactory.audit.record import READ, RECIPE, Places, Record
 from agentfactory.audit.reports import Report, Unchecked
 from agentfactory.base.errors import SettingError

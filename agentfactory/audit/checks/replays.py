@@ -13,7 +13,7 @@ from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 MOST_CHAINS, MOST_SECONDS = 200, 60.0
-"""Chains that are played again, evenly over the run, and the time after which no more are."""
+"""Chains that are played again, evenly over the run, and the time in all after which no more are."""
 CHAIN_SECONDS = 60.0
 """Time limit of a chain; after the first that exceeds it, no more are played."""
 MOST = 0.5
@@ -30,7 +30,7 @@ class ReplayCheck(Check):
     def __init__(self, record: Record, parts: Parts) -> None:
         super().__init__(record, parts)
         self._played = self._same = 0
-        self._until = 0.0
+        self._spent = 0.0
         self._rewards, self._diverged, self._failed, self._changing = Places(), Places(), Places(), Places()
         self._slow = False
         self._late = 0
@@ -47,9 +47,10 @@ class ReplayCheck(Check):
         for chain in self.some_of(seen, MOST_CHAINS):
             if chain.reward is None:
                 continue
-            self._until = self._until or time.monotonic() + MOST_SECONDS
-            if time.monotonic() < self._until:
+            if self._spent < MOST_SECONDS:
+                begun = time.monotonic()
                 await self._replay(seen, chain)
+                self._spent += time.monotonic() - begun
             else:
                 self._late += 1
 

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
-from agentfactory.audit.check import Check, Parts, differ
-from agentfactory.audit.opened import Opened
+from agentfactory.audit.check import Check, Opened, Parts, differ
 from agentfactory.audit.record import RECIPE, REWARDS, Places, Record, Seen
 from agentfactory.audit.reports import Unchecked
 from agentfactory.base.findings import Evidence, Finding

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.opened import Opened
+from agentfactory.audit.check import Check, Opened, Parts
 from agentfactory.audit.record import HELD_OUT, MESSAGES, RECIPE, TOKENS, TRAINED, Places, Record, Seen
 from agentfactory.audit.replay.replay_runner import own_messages
 from agentfactory.base.findings import Evidence, Finding
