@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import GeneratedGames
 from agentfactory.worlds.alfworld.generator import TaskType
@@ -23,9 +22,8 @@ Room, Goal, small_games, look_everywhere, goals, search, make_tokenizer = (
     load_object(f"prepare.py:{name}", RECIPES)
     for name in ("Room", "Goal", "small_games", "look_everywhere", "goals", "search", "make_tokenizer")
 )
-GIVES_UP, LEAVES, NAME, ORDER, ORDERED, PLACES, QUESTION, TASK = (
-    load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("GIVES_UP", "LEAVES", "NAME", "ORDER", "ORDERED", "PLACES", "QUESTION", "TASK")
+NAME, ORDER, PLACES, TASK = (
+    load_object(f"prepare.py:{name}", RECIPES) for name in ("NAME", "ORDER", "PLACES", "TASK")
 )
 TEMPLATE = "put some {obj} on {recep}"
 ROOM = Room(

@@ -1,4 +1,4 @@
-"""The code interpreter's recipe: its questions, transcripts and reward; and the recipe for a real model."""
+"""The code interpreter's recipe: its questions, transcripts and reward."""
 
 import json
 import random
@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.conftest import REPOSITORY
 

@@ -15,14 +15,12 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.images.sizes import SizeRule
 from agentfactory.tools.tool import Finish
 from tests.conftest import REPOSITORY
-from tests.project import Command
 from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving
 
 from agentfactory.base.user_code.loading import load_object

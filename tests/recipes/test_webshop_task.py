@@ -12,7 +12,6 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
