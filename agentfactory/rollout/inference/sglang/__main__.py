@@ -39,9 +39,8 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens per sequence, prompt included")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="maximum number of concurrent sequences")
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key), also that of --attach"
-    )
+    key_help = "environment variable with the API key, also that of --attach (default: a random key)"
+    parser.add_argument("--api-key-env", metavar="NAME", help=key_help)
     parser.add_argument("--python", help="Python that has SGLang (default: this one)")
     parser.add_argument("--attach", metavar="URL", help="address of a running SGLang server, instead of starting one")
     return parser.parse_known_args()
