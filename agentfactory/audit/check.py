@@ -17,7 +17,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.rollout.text.template_renderer import TemplateRenderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 
@@ -29,7 +29,7 @@ class Opened:
     """A part of a recipe, as its chains had it."""
 
     recipe: Recipe
-    renderer: TemplateRenderer
+    renderer: Renderer
     specs: list[ToolSpec]
     rewards: Rewards
     images: TaskImages

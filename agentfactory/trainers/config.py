@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from agentfactory.base.config import Choice, Options, PositiveFloat, Section, TypedOptions
+from agentfactory.base.config import Choice, Options, PositiveFloat, PositiveInt, Section, TypedOptions
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import LARGEST_REWARD
 from agentfactory.rollout.config import EqualRewards, RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.config.sources import SourceConfig, sections
 
-PositiveInt = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 ACCELERATE = (Path(__file__).parents[1] / "recipes" / "accelerate").resolve()

@@ -19,7 +19,6 @@ FSDP2 = "train.strategy=fsdp2; train.processes=2"
 NF4 = "model.lora={rank: 8, quantization: nf4}"
 UNCORRECTED = "train.loss.mismatch.correction=none"
 ATTACH = "server.options.attach=http://127.0.0.1:30000"
-LORA = "model.lora.rank=8"
 # settings, the field that is named, and a part of what is said of it
 LEARNING = [
     (

@@ -22,10 +22,7 @@ Room, Goal, small_games, look_everywhere, goals, search, make_tokenizer = (
     load_object(f"prepare.py:{name}", RECIPES)
     for name in ("Room", "Goal", "small_games", "look_everywhere", "goals", "search", "make_tokenizer")
 )
-GIVES_UP, LEAVES, NAME, ORDER, ORDERED, PLACES, QUESTION, TASK = (
-    load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("GIVES_UP", "LEAVES", "NAME", "ORDER", "ORDERED", "PLACES", "QUESTION", "TASK")
-)
+NAME, ORDER, PLACES, TASK = (load_object(f"prepare.py:{name}", RECIPES) for name in ("NAME", "ORDER", "PLACES", "TASK"))
 TEMPLATE = "put some {obj} on {recep}"
 ROOM = Room(
     "You see a bed 1, a drawer 2, a drawer 1, and a shelf 1.\n\n",

@@ -1,4 +1,4 @@
-"""The code interpreter's recipe: its questions, transcripts and reward; and the recipe for a real model."""
+"""The code interpreter's recipe: its questions, transcripts and reward."""
 
 import json
 import random

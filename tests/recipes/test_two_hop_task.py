@@ -16,10 +16,7 @@ RECIPES = REPOSITORY / "recipes" / "two_hop"
 answered, COUNTRIES, UNKNOWN = (
     load_object(f"museum.py:{name}", RECIPES) for name in ("answered", "COUNTRIES", "UNKNOWN")
 )
-prepare, HELD_OUT, HABIT, ONE_STEP = (
-    load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("prepare", "HELD_OUT", "SEARCHES_FOR_THE_SAME_AGAIN", "ONE_STEP")
-)
+prepare, HELD_OUT = (load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "HELD_OUT"))
 
 
 @pytest.fixture(scope="module")

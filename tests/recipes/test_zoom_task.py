@@ -17,12 +17,9 @@ from tests.conftest import REPOSITORY
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 RECIPE = REPOSITORY / "recipes" / "zoom"
-Picture, PATTERNS, COLOURS, named = (
-    load_object(f"pictures.py:{name}", RECIPE) for name in ("Picture", "PATTERNS", "COLOURS", "named")
-)
-prepare, VIEW, HELD_OUT, LOOKS, ASKED, QUESTION, GIVE_UP = (
-    load_object(f"prepare.py:{name}", RECIPE)
-    for name in ("prepare", "VIEW", "HELD_OUT", "LOOKS", "ASKED", "QUESTION", "GIVE_UP")
+Picture, PATTERNS, named = (load_object(f"pictures.py:{name}", RECIPE) for name in ("Picture", "PATTERNS", "named"))
+prepare, VIEW, HELD_OUT, ASKED, GIVE_UP = (
+    load_object(f"prepare.py:{name}", RECIPE) for name in ("prepare", "VIEW", "HELD_OUT", "ASKED", "GIVE_UP")
 )
 
 

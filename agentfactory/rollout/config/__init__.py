@@ -12,7 +12,6 @@ from agentfactory.rollout.config.data import CurriculumConfig, DataConfig, TaskS
 from agentfactory.rollout.config.model import LoraConfig, ModelConfig
 from agentfactory.rollout.config.recipe import (
     EqualRewards,
-    EvalConfig,
     Inflight,
     LateChains,
     OutcomePolicy,
@@ -30,7 +29,6 @@ __all__ = [
     "CurriculumConfig",
     "DataConfig",
     "EqualRewards",
-    "EvalConfig",
     "Inflight",
     "LateChains",
     "LoraConfig",
