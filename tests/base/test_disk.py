@@ -40,21 +40,21 @@ def test_a_place_to_write() -> None:
 
 @pytest.mark.extended
 @pytest.mark.processes
-@pytest.mark.parametrize("library", ["safetensors", "torch"])
-def test_real_libraries_at_a_file_size_limit(tmp_path: Path, library: str) -> None:
+def test_real_libraries_at_a_file_size_limit(tmp_path: Path) -> None:
     """Use the limit instead of a full disk, which only root can create."""
     code = f"""
 import torch
 from pathlib import Path
 from safetensors.torch import save_file
 from agentfactory.base.files.disk import DiskError, writing
-file = Path({str(tmp_path)!r}) / "weights"
 state = {{"weight": torch.ones(1 << 16)}}
-try:
-    with writing(file):
-        save_file(state, file) if {library!r} == "safetensors" else torch.save(state, file)
-except DiskError as error:
-    print(error)
+for save in (save_file, torch.save):
+    file = Path({str(tmp_path)!r}) / save.__name__
+    try:
+        with writing(file):
+            save(state, file)
+    except DiskError as error:
+        print(error)
 """
     limit = 1 << 15
     done = subprocess.run(
@@ -64,4 +64,5 @@ except DiskError as error:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    assert f"{tmp_path}/weights cannot be written: File too large" in done.stdout, done.stderr
+    for name in ("save_file", "save"):
+        assert f"{tmp_path}/{name} cannot be written: File too large" in done.stdout, done.stderr

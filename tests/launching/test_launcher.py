@@ -6,19 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from agentfactory.commands import main as commands_main
-from agentfactory.launching import launch_plan
 from agentfactory.launching.child_processes import Terminated
 from agentfactory.launching.launcher import _note_signal
 from agentfactory.launching.run_folder import RunFolder
-from tests.forked import Forked
-from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -73,6 +69,15 @@ summary = {"status": "completed", "steps": step, "seed": recipe.seed}
 folder.write_summary({**summary, "checkpoint": f"checkpoints/{folder.last_checkpoint().name}"})
 """
 
+COMMAND = """
+import sys
+from pathlib import Path
+from agentfactory.commands import main
+from agentfactory.launching import launch_plan as plan
+plan.TRAINER = [str(Path("trainer.py").resolve())]
+sys.exit(main.main(sys.argv[1:]))
+"""
+
 STAGE = """
 model: {path: '${prepared}/model'}
 data: {path: '${prepared}/talks.jsonl'}
@@ -94,24 +99,13 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "both"
 
 
-def main() -> int:
-    """The command with a trainer of its own, in a forked process."""
-    launch_plan.TRAINER = (str(Path("trainer.py").resolve()),)
-    return commands_main.main(sys.argv[1:])
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", COMMAND, *arguments]
 
 
-def start(*arguments: str) -> Forked:
-    said = Path(tempfile.mkdtemp(dir=Path.cwd()))
-    return Forked("tests.launching.test_launcher", *arguments, log=said / "stdout", errors=said / "stderr")
-
-
-def said(process: Forked) -> subprocess.CompletedProcess[str]:
-    status, errors = process.wait(), process.log.with_name("stderr")
-    return subprocess.CompletedProcess([], status, process.log.read_text(), errors.read_text())
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return said(start(*arguments))
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **env}
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
 
 
 def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) -> None:
@@ -165,9 +159,17 @@ def test_what_prepare_made_is_checked_before_anything_starts(staged: Path) -> No
         assert json.loads((staged / "summary.json").read_text())["status"] == "failed"
 
 
-def begin_long_training() -> Forked:
-    launcher = start("train", "both.yaml", "train.max_grad_norm=60.0")
-    wait_for(lambda: launcher.log.exists() and "training" in launcher.log.read_text(), 120)
+def begin_long_training() -> subprocess.Popen[str]:
+    launcher = subprocess.Popen(
+        command("train", "both.yaml", "train.max_grad_norm=60.0"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    while "training" not in launcher.stdout.readline():
+        assert launcher.poll() is None
+        time.sleep(0.01)
     return launcher
 
 
@@ -175,10 +177,9 @@ def test_an_interrupted_run_says_so(staged: Path) -> None:
     """For SIGTERM see tests/test_hygiene.py."""
     launcher = begin_long_training()
     os.kill(launcher.pid, signal.SIGINT)
-    result = said(launcher)
-    assert result.returncode == 130
-    last = result.stderr.splitlines()[-1]
-    assert last == "agentfactory: interrupted by Ctrl-C; run folder runs/both; continue with --resume"
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert said.splitlines()[-1] == "agentfactory: interrupted by Ctrl-C; run folder runs/both; continue with --resume"
     found = json.loads((staged / "summary.json").read_text())
     assert (found["status"], found["reason"]) == ("interrupted", "Ctrl-C")
 
@@ -204,14 +205,16 @@ def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:
         assert result.returncode == 2
         assert result.stderr == f"agentfactory: output: {staged}: a run is alive there (pid {launcher.pid}); {fix}\n"
     assert state() == before
-    assert launcher.is_running()
+    assert launcher.poll() is None
     trainer = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text())
     launcher.kill()
+    launcher.wait(timeout=20)
     try:
         os.kill(trainer, 0)
         result = run("train", "both.yaml", "--overwrite")
     finally:
         os.kill(trainer, signal.SIGKILL)
+        launcher.communicate(timeout=20)
     assert result.returncode == 0, f"a child keeps the lock of a launcher that was killed: {result.stderr}"
 
 
