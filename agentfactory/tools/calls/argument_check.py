@@ -109,10 +109,7 @@ def fits_plainly(value: Any, schema: Any) -> bool:
 
 
 class _UsableSchema:
-    """A copy of a schema, for validators of `kind`, without the parts that cannot be used, which `unchecked` names.
-
-    References that lead back to the same place without a step into the value stay: a check of arguments fails there.
-    """
+    """A copy of a schema, for validators of `kind`, without the parts that cannot be used, which `unchecked` names."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.schema = copy.deepcopy(schema)
@@ -124,6 +121,8 @@ class _UsableSchema:
         self._paths: dict[int, str] = {}  # id of a visited schema -> its path
         self._parents: dict[int, list[tuple[dict[str, Any], str]]] = {}
         """id of a visited schema -> the schemas and keywords that contain it or refer to it."""
+        self._in_place: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        """id of a visited schema -> the keywords and schemas in it that judge the same value."""
         self._references: list[dict[str, Any]] = []  # the schemas that have a `$ref`
         self._holes: list[dict[str, Any]] = []  # the schemas that lost a part
         self._visit(self.schema, "")
@@ -131,6 +130,9 @@ class _UsableSchema:
         self._resolver = Registry().resolver_with_root(specification.create_resource(self.schema))
         for referring in self._references:  # grows while it is read
             self._follow(referring)
+        for referring in self._references:
+            if "$ref" in referring and self._is_endless(referring):
+                self._remove(referring, "$ref")
         self._remove_dependents()
 
     def _visit(self, schema: Any, path: str) -> None:
@@ -171,8 +173,13 @@ class _UsableSchema:
 
     def _enter(self, schema: dict[str, Any], key: str, child: Any, step: str) -> None:
         if isinstance(child, dict):
-            self._parents.setdefault(id(child), []).append((schema, key))
+            self._connect(schema, key, child)
             self._visit(child, self._path(schema, step))
+
+    def _connect(self, schema: dict[str, Any], key: str, child: dict[str, Any]) -> None:
+        self._parents.setdefault(id(child), []).append((schema, key))
+        if key in _IN_PLACE:
+            self._in_place.setdefault(id(schema), []).append((key, child))
 
     def _follow(self, schema: dict[str, Any]) -> None:
         """Find the target of a schema's `$ref`, which may lie outside the schemas that were visited."""
@@ -182,10 +189,23 @@ class _UsableSchema:
         except Exception:  # boundary: `referencing` on references of any shape
             target = None
         if isinstance(target, dict):
-            self._parents.setdefault(id(target), []).append((schema, "$ref"))
+            self._connect(schema, "$ref", target)
             self._visit(target, reference.removeprefix("#/").replace("/", "."))
         elif not isinstance(target, bool):
             self._remove(schema, "$ref")
+
+    def _is_endless(self, schema: dict[str, Any]) -> bool:
+        """Return whether a schema leads back to itself without a step into the value."""
+        waiting, seen = [schema], set[int]()
+        while waiting:
+            one = waiting.pop()
+            for key, child in self._in_place.get(id(one), []):
+                if key in one and child is schema:
+                    return True
+                if key in one and id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append(child)
+        return False
 
     def _remove_dependents(self) -> None:
         """Remove keywords that would refuse a value because a schema that lost a part now accepts more."""
@@ -266,6 +286,8 @@ _SINGLE = (
 )
 _WITHOUT_VALIDATOR = ("$defs", "definitions", "else", "maxContains", "minContains", "then")
 """Keywords that are read by the validators of others, or hold only definitions."""
+_IN_PLACE = ("$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then")
+"""Keywords whose subschemas judge the same value as their schema."""
 _DEPENDENTS = {
     "contains": ("maxContains",),
     "if": ("if", "then", "else"),

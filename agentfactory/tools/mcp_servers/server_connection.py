@@ -284,9 +284,9 @@ class Connection:
         self._wanted.set()
         return await asyncio.shield(self._client)
 
-    def _lost(self, generation: int) -> None:
-        """Note that the connection of `generation` ended: the next call waits for a new one."""
-        if generation == self.generation and self._client.done():
+    def _lost(self, generation: int | None = None) -> None:
+        """Note that the connection of `generation` (None: the present one) ended: the next call waits for a new one."""
+        if generation in (None, self.generation) and self._client.done():
             self._client = asyncio.get_running_loop().create_future()
             self._ended.set()
 
@@ -352,7 +352,7 @@ class Connection:
         finally:
             slow.cancel()
             self._opening = False
-            self._lost(self.generation)
+            self._lost()
         stderr = self._stderr_tail.strip()
         return f"{_where(self._target)}: {reason}{through(self._proxy)}" + (
             f"; the end of its stderr:\n{stderr}" if stderr else ""
@@ -374,18 +374,12 @@ class Connection:
                     raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
                 yield client
                 return
+            served: Any = target
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(collected_stderr(self.name, self._keep_stderr))
-                target = stdio_transport(
-                    target,
-                    errlog,
-                    self._result_bytes,
-                    self._tell,
-                    lambda: self._lost(self.generation),
-                    self._started,
-                )
-            client = Client(target, cache=None, message_handler=self._receive)
-            yield await stack.enter_async_context(client)
+                limits = self._result_bytes, self._tell
+                served = stdio_transport(target, errlog, *limits, on_end=self._lost, on_start=self._started)
+            yield await stack.enter_async_context(Client(served, cache=None, message_handler=self._receive))
 
     def _started(self, pid: int) -> None:
         self.pid = pid

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,11 +103,6 @@ class SandboxProcess:
             remove(Path(self.folder))
 
 
-def start(settings: SandboxSettings, output_bytes: list[int]) -> "Future[SandboxProcess]":
-    """Start a sandbox in the background. `output_bytes`: one size for stdout and stderr together, or one for each."""
-    return starter.submit(_start, settings, output_bytes)
-
-
 def start_program(
     command: list[str],
     view: View,
@@ -168,7 +163,9 @@ def _limited(limits: ProgramLimits, full: bool) -> str:
     )
 
 
-def _start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
+def start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
+    """Start a sandbox; called in the thread of `starter`. `output_bytes`: one size for stdout and stderr together, or
+    one for each."""
     bubblewrapped = settings.kind is SandboxKind.BUBBLEWRAP
     user = sandbox_user() if bubblewrapped else None
     interpreter = find_interpreter(user)

@@ -75,7 +75,7 @@ class Sandbox:
     @classmethod
     def begin(cls, settings: SandboxSettings) -> "Future[SandboxProcess]":
         """Start a sandbox in the background, from any thread; pass the result to `ready`, or to `discard`."""
-        return process.start(settings, [4 * settings.output_characters])
+        return process.starter.submit(process.start, settings, [4 * settings.output_characters])
 
     @staticmethod
     def discard(starting: "Future[SandboxProcess]") -> None:
@@ -332,7 +332,7 @@ async def run_script(
         ValueError: a file's name leads out of the workspace, or the files do not fit into it.
     """
     settings = settings or SandboxSettings(memory_mb=memory_mb)
-    starting = process.start(settings, [_STDOUT_BYTES, _STDERR_BYTES])
+    starting = process.starter.submit(process.start, settings, [_STDOUT_BYTES, _STDERR_BYTES])
     sandbox = await Sandbox.ready(settings, starting)
     try:
         for name, content in (files or {}).items():

@@ -34,6 +34,17 @@ SCHEMAS = [
     Rough("dangling", _object(x={"$ref": "#/$defs/Nope"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "properties.x.$ref"),
     Rough("remote", _object(x={"$ref": "https://example.com/s.json"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "x.$ref"),
     Rough("ref-of-number", _object(x={"$ref": 5}), {"x": 1}, None, "properties.x.$ref (5)"),
+    Rough("self", {"$ref": "#"}, {"a": 1}, None, "$ref ('#')"),
+    Rough(
+        "circle",
+        {
+            "allOf": [{"$ref": "#/$defs/a"}],
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}},
+        },
+        {},
+        None,
+        "$ref ('#/$defs/",
+    ),
     Rough(
         "recursive",
         {**_object(root={"$ref": "#/$defs/node"}), "$defs": {"node": _NODE}},
