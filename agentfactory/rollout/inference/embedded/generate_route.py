@@ -163,8 +163,8 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
 
 
 def _prompt_logprobs(request: Request) -> list[Json | None]:
-    """Return {id: {logprob, rank}} per prompt token in vLLM's format: the token itself, then the most likely ones. The
-    first token has none."""
+    """Return {id: {logprob, rank}} per prompt token but the first in vLLM's format: the token itself, the likely
+    ones."""
     listed: list[Json | None] = [None]
     for place, token in enumerate(request.token_ids[1:], 1):
         score = request.prompt_scores.get(place)
