@@ -4,18 +4,15 @@ import math
 import random
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request
 from agentfactory.rollout.inference.http_server import ApiError, Json
 from agentfactory.rollout.text.stop_strings import Decode, StopWatch
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.image_encoder import HeldImage
 
 # Supported sampling parameters, and parameters accepted only with the value that has no effect.
 _SAMPLING = {
@@ -61,7 +58,7 @@ def make_request(
     engine: Engine,
     eos_token_ids: frozenset[int],
     on_finish: Callable[[Request], None],
-    held: Sequence["HeldImage"] = (),
+    held: Sequence[HeldImage] = (),
     decode: Decode | None = None,
 ) -> Request:
     """Create the request for `engine`, with the images of its content parts. `decode` converts ids to text; None if the
