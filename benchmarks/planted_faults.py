@@ -185,14 +185,14 @@ FAULTS = (
         "rollout/inference/embedded/sampling.py",
         "scaled = scaled / torch",
         "scaled = scaled * torch",
-        "rollout/test_embedded_server.py",
+        "rollout/test_server_contract.py",
     ),
     Fault(
         "stale-cache",
         "rollout/inference/embedded/engine.py",
         "        self._forget(np.ones_like(self._held))\n        return True",
         "        return True",
-        "rollout/test_embedded_server.py",
+        "rollout/test_server_contract.py",
     ),
     Fault(
         "image-places",

@@ -20,9 +20,9 @@ from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.adapters import AdapterError
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.image_encoder import HeldImage, ImageCache, ImageEncoder, load_encoder
+from agentfactory.rollout.inference.embedded.image_encoder import ImageCache, ImageEncoder, load_encoder
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
-from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
+from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request, UnsupportedModel
 from agentfactory.tools.images.lru_cache import ByteCache
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model

@@ -169,8 +169,7 @@ def _used(turn: Reply) -> dict[str, int]:
 
 
 def _blocks(turn_request: TurnRequest, turn: Reply) -> list[dict[str, Any]]:
-    """Return the blocks of a turn. Reasoning is included only for clients that enable thinking; they return its
-    signature."""
+    """Return the blocks of a turn. Only clients that enable thinking get reasoning; they return its signature."""
     blocks: list[dict[str, Any]] = []
     if turn.reasoning and turn_request.options["thinking"]:
         blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": turn.id})

@@ -43,8 +43,7 @@ class ChainEnded(Exception):
 
 
 class ChainTools:
-    """The recipe's tools for one chain, whose calls count toward the recipe's limits. `definitions` has the format of
-    OpenAI's `tools`."""
+    """The recipe's tools for one chain, whose calls count toward its limits; `definitions` is in OpenAI's format."""
 
     def __init__(
         self,
@@ -178,8 +177,7 @@ class ClientAgent(ABC):
 
     @abstractmethod
     async def run(self, visit: Visit) -> str | None:
-        """Run one chain. Return its answer, or None if that is the model's last message. Raise AgentFailed if the agent
-        fails."""
+        """Run one chain. Return its answer, or None for the model's last message. Raise AgentFailed if it fails."""
 
 
 INPUTS = {

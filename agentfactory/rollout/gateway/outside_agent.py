@@ -161,8 +161,7 @@ class OutsideAgent(ClientAgent):
         return taken
 
     async def _hear(self, request: web.Request) -> tuple[_Taken, dict[str, Any]]:
-        """Return the chain of a program's request, and the request's JSON object. Raise Refusal if either is invalid,
-        or if the chain ends before the body has arrived."""
+        """As Gateway.hear, for a chain that a program runs."""
         self._of(request)
         _, body = await self._gateway.hear(request)
         return self._of(request), body

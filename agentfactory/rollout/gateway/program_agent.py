@@ -280,8 +280,7 @@ def _named(command: list[str]) -> list[Path]:
 
 
 async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[int, str, str]:
-    """Run a program without a sandbox, then end all its processes. Return its exit status and the last parts of its
-    stdout and stderr."""
+    """Run a program without a sandbox, then end all its processes. Return status and ends of stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-I", "-S", keeper.__file__, *command],
         cwd=folder,

@@ -237,8 +237,7 @@ class ChainTree:
         )
 
     def record(self, plan: Plan, completion: Completion, parsed: Parsed, delivered: Delivered) -> Node:
-        """Append a turn that was sampled after `plan.ids` to the row of the previous turn, or to a new row if that one
-        has already been continued."""
+        """Append a turn that was sampled after `plan.ids` to the row that it continues, or to a new row."""
         parent = plan.parent
         if parent is not None and plan.shared and len(self.rows[parent.row].token_ids) == plan.shared:
             number, new = parent.row, plan.shared
@@ -283,8 +282,7 @@ class ChainTree:
         return named
 
     def _likeness(self, node: Node, replayed: ComparedMessage) -> tuple[bool, bool] | None:
-        """See Delivered.likeness. A message with the call ids of another turn matches only that turn, even if both have
-        the same content."""
+        """As Delivered.likeness. A message with the call ids of another turn matches only that turn."""
         if self._by_ids.get(replayed.ids, node) is not node:
             return None
         return node.delivered.likeness(replayed)
@@ -356,8 +354,7 @@ class ChainTree:
         return piece is not None
 
     def _as_written(self, known: Sequence[Message], added: Sequence[Message]) -> list[Message]:
-        """Prepare `added` for the chat template: restore the call ids of the sampled turns, and add to results the
-        names of the tools, which clients omit."""
+        """Restore the call ids of the sampled turns, and add to results the names of the tools, which clients omit."""
         names = {call["id"]: call["function"]["name"] for message in known for call in message.get("tool_calls") or []}
         written = []
         for message in added:

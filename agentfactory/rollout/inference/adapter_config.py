@@ -17,8 +17,7 @@ _KNOWN_FIELDS = {
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Return the reason why an adapter with this configuration cannot be served unmerged; None for plain LoRA and
-    rsLoRA."""
+    """Return why an adapter with this configuration cannot be served unmerged; None for plain LoRA and rsLoRA."""
     if config.get("peft_type") != "LORA":
         return f"peft_type: {config.get('peft_type')}; only LORA is supported"
     if config.get("bias", "none") != "none":

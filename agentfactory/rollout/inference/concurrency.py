@@ -18,8 +18,7 @@ class Places:
         self._excess = 0
 
     def resize(self, limit: int) -> None:
-        """Allow `limit` holders. If more places are held, released places stay unused until the number falls below
-        `limit`."""
+        """Allow `limit` holders. Of more, released places stay unused until the number falls below `limit`."""
         grown, self.limit = limit - self.limit, limit
         if grown < 0:
             self._excess -= grown

@@ -117,8 +117,8 @@ class InferenceClient:
         await self._connection.__aexit__(*exception)
 
     def restore_by(self, restore: Callable[[str], Awaitable[bool]]) -> None:
-        """Set the callback that loads the current weights into a server that lacks them. It returns False if the server
-        has gone meanwhile."""
+        """Set the callback that loads the current weights into a server that lacks them; False if it has gone
+        meanwhile."""
         self._recovery.restore = restore
 
     def published(self, published: Published) -> None:
@@ -131,8 +131,7 @@ class InferenceClient:
         return await self._connection.models(url)
 
     async def check_routes(self) -> None:
-        """Check that each server's OpenAPI description has the routes that rollouts need. Raises
-        ServerUnreachableError."""
+        """Check that each server describes the routes that rollouts need. Raises ServerUnreachableError."""
         for url in self.urls:
             try:
                 status, text = await self._connection.request("GET", url + "/openapi.json")

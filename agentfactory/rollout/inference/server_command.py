@@ -90,8 +90,7 @@ def address_fault(recipe: RolloutRecipe) -> SettingError | None:
 
 
 def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
-    """Return the error if external agents could not fetch tasks because the port is unavailable; None if they could, or
-    if there are none."""
+    """Return the error if external agents could not fetch tasks because their port is unavailable; None otherwise."""
     for part in recipe.parts() or [Part("data", recipe)]:
         agent = part.recipe.rollout.agent
         if agent is None or agent.outside is None:
@@ -248,8 +247,7 @@ def vllm_arguments(recipe: RolloutRecipe, adapters: Mapping[str, Path], weight_t
 
 
 def _image_flags(recipe: RolloutRecipe) -> list[str]:
-    """Return the flags for a vision-language model. The client resizes images, and the server must not resize them
-    again."""
+    """Return the flags for a vision-language model. The client resizes images, the server must not do it again."""
     flags = []
     limits = recipe.model.min_image_pixels, recipe.model.max_image_pixels
     if limits != (None, None):

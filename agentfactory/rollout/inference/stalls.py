@@ -59,8 +59,7 @@ class StallWatch:
     """A watchdog of the requests to all replicas. A replica that computes tokens is not stalled, however slow."""
 
     def __init__(self, connection: Connection, limit: float) -> None:
-        """After `limit` seconds without progress, give up the requests to a replica that is neither paused nor
-        asleep."""
+        """Requests to a replica that is not paused or asleep are given up after `limit` seconds without progress."""
         self._connection = connection
         self._limit = limit
         self._stalls: defaultdict[str, dict[Replica, Stall]] = defaultdict(dict)
@@ -124,8 +123,7 @@ class StallWatch:
                 deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _ask(self, url: str) -> tuple[list[Load], str | None]:
-        """Return the load of each replica, and the likely reason for a stall; None if the server does not report its
-        token counts."""
+        """Return the load of each replica, and the likely reason for a stall; None if token counts are not reported."""
         try:
             loads = await self._connection.loads(url, LOOK_SECONDS)
             return loads, _HELD if await self._connection.holds_requests(url) else "and it computes none"

@@ -191,8 +191,7 @@ class TeacherClient:
         await self.check_weights()
 
     async def check_weights(self) -> None:
-        """Raise SettingError if the server has other weights than at the start, by the log-probabilities of fixed
-        contexts."""
+        """Raise SettingError if fixed contexts show that the server has other weights than at the start."""
         canary = self._canary
         assert canary is not None
         try:
@@ -209,8 +208,7 @@ class TeacherClient:
     # ---- grades
 
     async def grade(self, chain: Trajectory) -> int:
-        """Add the teacher's grades to the rows of a chain that has ended. Return the number of tokens that the server
-        had to compute."""
+        """Add grades to the rows of a chain that has ended. Return the number of tokens that the server computed."""
         asked = 0
         for row in chain.rows:
             graded = row.graded()
@@ -246,8 +244,7 @@ class TeacherClient:
             raise self._fault(problem, fix)
 
     async def _ask(self, ids: Sequence[int], places: Int[np.ndarray, "places"], chain: str) -> _Grades:
-        """Return the grades of the tokens at `places`, of which none is 0. The requests of one `chain` go to one
-        replica."""
+        """Return the grades of the tokens at `places` (none is 0). One replica gets the requests of one `chain`."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self.server.top_k or 0}
         try:
             completion = await self._client.generate(ids, self._model, sampling, chain=chain)
@@ -281,8 +278,7 @@ def canary_file(server: TeacherServer, source: str) -> str:
 async def open_teachers(
     servers: Mapping[str, TeacherServer], recipe: RolloutRecipe
 ) -> AsyncIterator[dict[str, TeacherClient]]:
-    """Open the clients of the servers, which are given by the source of their chains. Sources with the same server
-    share one."""
+    """Open the clients of the servers, by the source of their chains. Sources with the same server share one."""
     longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
     opened: dict[TeacherServer, TeacherClient] = {}
     async with AsyncExitStack() as stack:

@@ -36,8 +36,7 @@ class WeightVersions:
         return self.numbers[label]
 
     def age(self, label: str, version: int) -> int:
-        """Return the staleness of the weights called `label` at `version`, in versions. Raises ValueError as `number`
-        does."""
+        """Return the staleness of the weights called `label` at `version`. Raises ValueError as `number` does."""
         return version - self.number(label)
 
     def ages(self, groups: list[Group], version: int) -> Counter[int]:
@@ -81,8 +80,7 @@ class Cancellations:
         return lengths
 
     def cancelled(self, task: int) -> bool:
-        """Note that a whole group of `task` was cancelled. Return True if every group of the task was, and at least
-        two."""
+        """Note that a group of `task` was cancelled. Return True if all its groups were, and at least two."""
         self.groups += 1
         self._cancelled[task] += 1
         return self._cancelled[task] >= 2 and task not in self._trained

@@ -130,8 +130,8 @@ class StaticDecoder:
         return self._logits[: shape.slots]
 
     def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph:
-        """Capture a graph that writes the step's logits to `_logits`. A step may run more than once, because it writes
-        the same values again."""
+        """Capture a graph that writes the step's logits to `_logits`. A step may run twice: it writes the same
+        values."""
         device = self._planner.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)

@@ -2,7 +2,6 @@
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -10,14 +9,11 @@ from agentfactory.rollout.inference.embedded.adapters import Adapter, AdapterErr
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.generate_route import answer, make_request
-from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate, checksums
 from agentfactory.rollout.inference.http_server import ApiError, Json, ProtocolServer, body_of
 from agentfactory.rollout.inference.server_metrics import Load, write_load
 from agentfactory.rollout.text.stop_strings import Decode
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.image_encoder import HeldImage
 
 # Event loop iterations after each step, in which sockets are read, requests parsed and responses written.
 LOOP_TURNS = 4
@@ -93,7 +89,7 @@ class Server(ProtocolServer):
             raise ApiError(500, "the model's logits contain NaN: its weights or the adapter have diverged")
         return answer(body, request, self.eos_token_ids)
 
-    async def _images(self, body: Json) -> list["HeldImage"]:
+    async def _images(self, body: Json) -> list[HeldImage]:
         parts = body.get("content_parts")
         if parts and self.engine.encoder is None:
             raise ApiError(400, f"content_parts: the model `{self.served_model_name}` reads only text")

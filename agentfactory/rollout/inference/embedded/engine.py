@@ -199,8 +199,8 @@ class Engine:
         self._give_back()
 
     def wake(self, weights: bool, cache: bool) -> None:
-        """Undo `sleep` for the given parts. Raises MemoryError if there is too little memory; the engine is then
-        unchanged."""
+        """Undo `sleep` for the given parts. Raises MemoryError, with the engine unchanged, if there is too little
+        memory."""
         restored: list[Evictable] = []
         try:
             for evictable in self._evicted if weights else []:
@@ -255,8 +255,7 @@ class Engine:
         self.waiting = kept
 
     def _place(self, request: Request) -> bool:
-        """Assign `request` to the slot where it has the least to compute. Return False if it should wait for a shared
-        prompt."""
+        """Give `request` the slot with the least to compute. Return False if it should wait for a shared prompt."""
         prompt, size = request.prompt, len(request.prompt)
         shared_by = hash((request.adapter.serial if request.adapter else 0, request.cache_salt))
         same = self._ids[:, : size - 1] == prompt[:-1]  # always compute the last token: its logits are needed
@@ -452,8 +451,7 @@ class Engine:
         return self.model if self.encoder is None else self.model.get_decoder()
 
     def _prove(self) -> None:
-        """Decode a few requests together and compare each with the model's own attention, to reject unsupported model
-        features."""
+        """Decode a few requests together, and reject a model whose own attention computes otherwise."""
         language = self._language
         own = "sdpa" if self.model._supports_sdpa else "eager"
         beyond = proof_length(self.model.config.get_text_config().to_dict(), self.max_model_len)

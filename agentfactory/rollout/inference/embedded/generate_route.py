@@ -3,19 +3,16 @@
 import random
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from agentfactory.base.messages import is_finite_number
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request
 from agentfactory.rollout.inference.http_server import ApiError, Json
 from agentfactory.rollout.text.stop_strings import Decode, StopWatch
-
-if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.image_encoder import HeldImage
 
 # Supported sampling parameters, and parameters accepted only with the value that has no effect.
 _SAMPLING = {
@@ -57,7 +54,7 @@ def make_request(
     engine: Engine,
     eos_token_ids: frozenset[int],
     on_finish: Callable[[Request], None],
-    held: Sequence["HeldImage"] = (),
+    held: Sequence[HeldImage] = (),
     decode: Decode | None = None,
 ) -> Request:
     """Create the request for `engine`, with the images of its content parts. `decode` converts ids to text; None if the
@@ -159,8 +156,8 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
 
 
 def _prompt_logprobs(request: Request) -> list[Json | None]:
-    """Return {id: {logprob, rank}} per prompt token in vLLM's format: the token itself, then the most likely ones. The
-    first token has none."""
+    """Return {id: {logprob, rank}} per prompt token but the first in vLLM's format: the token itself, the likely
+    ones."""
     listed: list[Json | None] = [None]
     for place, token in enumerate(request.token_ids[1:], 1):
         score = request.prompt_scores.get(place)

@@ -2,57 +2,24 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import Features, PixelMaker, compute_features, encoder_outputs, join
-from agentfactory.rollout.images.image_tokens import Grid, PatchVision
+from agentfactory.rollout.images.image_tokens import PatchVision
 from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.inference.embedded.sampling import Request
-from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.lru_cache import ByteCache
 
 IMAGE_BYTES = 2**30
 """Maximum size of the pixels held for requests that name an image by its uuid."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class HeldImage:
-    """A received image. `first_id` and the ids below it stand for its tokens in the engine's cache. They are negative
-    and unique to the image, so prompts with equal token ids but different images share no cache."""
-
-    uuid: str
-    image: Image.Image
-    grid: Grid
-    tokens: int
-    first_id: int
-
-
-class PromptImages(NamedTuple):
-    """The images of a prompt and their positions. `rotary` contains the rotary positions in time, height and width; for
-    a token after the prompt, all three are its index plus `shift`."""
-
-    held: Sequence[HeldImage]
-    spans: Sequence[ImageSpan]
-    rotary: Int[np.ndarray, "3 prompt"]
-    image_token_id: int
-
-    @property
-    def shift(self) -> int:
-        return int(self.rotary.max()) + 1 - self.rotary.shape[1]
-
-    def token_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Convert the ids of the engine's cache to the model's token ids."""
-        return np.where(ids < 0, self.image_token_id, ids)
 
 
 class ImageCache:

@@ -61,8 +61,7 @@ def computes_bfloat16() -> bool:
 
 
 def second_copies(model: Any, sequences: int) -> int:
-    """Return the bytes of weights that are kept twice, for a model on the meta device and at most `sequences` rows in
-    its head."""
+    """Return the bytes of weights that are kept twice, for a meta model and at most `sequences` rows in its head."""
     whole = _whole_weights(model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return sum(

@@ -8,18 +8,51 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.text.stop_strings import StopWatch
+from agentfactory.rollout.token_row import ImageSpan
 
 if TYPE_CHECKING:
-    from agentfactory.rollout.inference.embedded.image_encoder import PromptImages
+    from PIL import Image
+
+    from agentfactory.rollout.images.image_tokens import Grid
 
 
 class UnsupportedModel(ValueError):
     """A model that needs something that the engine does not support; the message names it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldImage:
+    """A received image. `first_id` and the ids below it stand for its tokens in the engine's cache. They are negative
+    and unique to the image, so prompts with equal token ids but different images share no cache."""
+
+    uuid: str
+    image: "Image.Image"
+    grid: "Grid"
+    tokens: int
+    first_id: int
+
+
+class PromptImages(NamedTuple):
+    """The images of a prompt and their positions. `rotary` contains the rotary positions in time, height and width; for
+    a token after the prompt, all three are its index plus `shift`."""
+
+    held: Sequence[HeldImage]
+    spans: Sequence[ImageSpan]
+    rotary: Int[np.ndarray, "3 prompt"]
+    image_token_id: int
+
+    @property
+    def shift(self) -> int:
+        return int(self.rotary.max()) + 1 - self.rotary.shape[1]
+
+    def token_ids(self, ids: np.ndarray) -> np.ndarray:
+        """Convert the ids of the engine's cache to the model's token ids."""
+        return np.where(ids < 0, self.image_token_id, ids)
 
 
 class PromptScore(NamedTuple):
@@ -55,7 +88,7 @@ class Request:
     adapter: Adapter | None = None
     candidates: list[int] = field(default_factory=list)
     logit_bias: dict[int, float] = field(default_factory=dict)
-    images: "PromptImages | None" = None
+    images: PromptImages | None = None
     fresh: bool = False
     cache_salt: str | None = None
     prompt_logprobs: int | None = None

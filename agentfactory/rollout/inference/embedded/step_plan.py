@@ -78,8 +78,7 @@ class Planner:
     """Number of tokens, itself included, that a token attends to in sliding-window layers."""
 
     def plan(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Plan:
-        """Plan a step from each request's slot, its new tokens `start` to `start + count`, and the `position` of every
-        token."""
+        """Plan a step from requests' slots, their new tokens `start` to `start + count`, and all tokens' `position`."""
         slot_of = np.repeat(slots, count)
         rows = (slot_of[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.length + position[:, None]
         return Plan(self.tensor(rows.ravel()), list(self._groups(slots, start, count, position)))
@@ -102,8 +101,7 @@ class Planner:
         return filled(later), None if self.window is None else filled(later | (places <= own - self.window))
 
     def _groups(self, slots: np.ndarray, start: np.ndarray, count: np.ndarray, position: np.ndarray) -> Iterator[Group]:
-        """Group requests with similar numbers of new tokens; split a group by this number or by length if padding
-        would double its work."""
+        """Group requests with similar numbers of new tokens; split a group where padding would double its work."""
         offset, end = count.cumsum() - count, start + count
         width = np.where(count == 1, 0, np.ceil(np.log2(np.maximum(count, 32))))
         short = (count > 1) & (count <= 32)

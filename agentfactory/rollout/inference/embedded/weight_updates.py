@@ -27,8 +27,7 @@ class WeightUpdate:
     """One update of all weights: from files, or in parts through shared memory."""
 
     def __init__(self, model: nn.Module, overwritten: bool = False) -> None:
-        """`model` must stay on its device until the update ends. Set `overwritten` if an earlier update
-        remained incomplete."""
+        """`model` stays on its device until the update ends; `overwritten`: an earlier update remained incomplete."""
         self.overwritten = overwritten
         """True if weights have been overwritten: the model then matches no version until an update has replaced all."""
         self._weights = ServedWeights(model)

@@ -162,8 +162,7 @@ class WeightUpdates:
         self._loaded = False
 
     async def join(self, info: Any) -> None:
-        """Let SGLang's workers join the trainer's process group; {}, for updates from files, needs none. Returns when
-        all have joined."""
+        """Let SGLang's workers join the trainer's process group, and wait for all; {}, for files, needs none."""
         if not info:
             return
         needed = {"master_address", "master_port", "rank_offset", "world_size", "packed_buffer_size_bytes"}

@@ -185,8 +185,7 @@ def _used(module: Any, own_name: str, weight: Tensor) -> Tensor:
 
 
 def _reordering(module: Any) -> str:
-    """Return the name of the kernel that has reordered a module's experts; "" if they are in order, or if the order
-    can be restored."""
+    """Return the kernel that has reordered a module's experts; "" if they are in order, or it can be restored."""
     backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     name = getattr(backend, "name", "another")
     if name == "CPU":

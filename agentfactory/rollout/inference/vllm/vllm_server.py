@@ -119,8 +119,7 @@ def _cores(cores: list[int], workers: int) -> str:
 
 
 def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
-    """Wait until the server answers, request one log-probability from each replica (which triggers seconds of
-    compilation), and print `ready URL`."""
+    """Wait until the server answers, warm each replica (seconds of compilation), and print `ready URL`."""
 
     # directly, whatever proxies the environment names
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
