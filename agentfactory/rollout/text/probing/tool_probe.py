@@ -19,7 +19,8 @@ from agentfactory.rollout.text.templates import (
     shared_length,
 )
 
-_TAG = re.compile(r"<[^<>/\s][^<>\s]*>|\[[A-Z_]+\]")
+_TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
+_OPENING_TAG = re.compile(r"<[^<>/\s][^<>\s]*>|\[[A-Z_]+\]")
 _EXAMPLE = re.compile(r"\s*(?:[{\[(]|<[^/])")
 USE = "use rollout.parser="
 """Begins the fix of an error about a format."""
@@ -101,7 +102,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
 def shown_otherwise(opened: str, turn: str, name: str) -> str | None:
     """Return the beginning of a call as a template's instructions show it, if its own calls begin differently; None if
     they begin alike, or if it shows none. `turn` has a call of the tool `name`."""
-    begins = _TAG.search(turn[: turn.find(name)])
+    begins = _OPENING_TAG.search(turn[: turn.find(name)])
     if begins is None:
         return None
     written = _compact(turn[begins.end() : turn.find(name)])
@@ -215,9 +216,6 @@ def _fitting_formats(template: ChatTemplate) -> list[str]:
 
 def _use(formats: list[str]) -> str:
     return f"{USE}{' or '.join(formats)}" if formats else ""
-
-
-_TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
 
 
 def shows(template: ChatTemplate, messages: list[Message], specs: Tools, word: str) -> bool:

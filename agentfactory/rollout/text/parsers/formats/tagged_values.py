@@ -78,7 +78,6 @@ class TaggedValues(NativeParser):
 
     def _read_arguments(self, text: str, position: int, spec: ToolSpec | None) -> tuple[Arguments, int]:
         arguments: Arguments = {}
-        before, after = self.PARAMETER[0].partition(">")[2][-1:], self.PARAMETER[1][:1]
         position = skip_space(text, position)
         while (given := self._parameter.match(text, position)) is not None:
             key = given["key"].strip()
@@ -88,7 +87,7 @@ class TaggedValues(NativeParser):
             if ending is None:
                 raise ValueError(f"no {self._value_end} after the value of {key}")
             value = text[given.end() : ending.start()]
-            if before == after == "\n":
+            if self.PARAMETER[0].endswith("\n"):
                 # one line break may be that of both tags
                 value = value.removeprefix("\n").removesuffix("\n")
             kind = given.groupdict().get("text")
