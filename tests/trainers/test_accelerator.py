@@ -148,7 +148,7 @@ def train(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpus", marks=TWO_GPUS)])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
 def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, device: str) -> None:
     one, two = train("single", device), train(strategy, device)
     for number, case in enumerate(CASES):
