@@ -20,7 +20,7 @@ _TIMING = ("seconds/", "tokens_per_second")
 def train_twice(
     recipe: TrainRecipe, groups: Sequence[Group], tokenizer: PreTrainedTokenizerFast, folder: Path, resume_at: int
 ) -> tuple[list[dict[str, float]], Path, Path]:
-    """Train on all of `groups`, or on their rows by SFT, then again from the checkpoint of step `resume_at`. Assert that
+    """Train on all of `groups` (SFT: on their rows), then again from the checkpoint of step `resume_at`. Assert that
     the metrics of both are equal, and return them with the last checkpoint of each."""
     file, train = folder / "groups.jsonl", recipe.train
     write_groups(file, groups)

@@ -148,7 +148,7 @@ def train(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpus", marks=TWO_GPUS)])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
 def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, device: str) -> None:
     one, two = train("single", device), train(strategy, device)
     for number, case in enumerate(CASES):
@@ -282,6 +282,9 @@ def test_no_other_variable_of_accelerate_is_read(
     with suppress(LaunchError):  # there is one process
         make_accelerator(make_recipe(processes=1 + (strategy == "fsdp2"), strategy=strategy))
     AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.undo()
+    # all accelerators of a process share their state, also the one of other tests
+    Accelerator(cpu=True)
     known = {*HARMLESS, *_WITHOUT_EFFECT, *_FSDP_SETTINGS}
     of_accelerate = {name for name in read if name.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_", "PARALLELISM_"))}
     assert {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_MEGATRON_LM"} <= of_accelerate

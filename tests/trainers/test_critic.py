@@ -185,11 +185,14 @@ def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe
 
 @pytest.mark.extended
 @pytest.mark.processes
-def test_two_processes_equal_one(make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_equal_one(
+    make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path, strategy: str
+) -> None:
     settings = [{"lora": LORA, "gradient_checkpointing": True}, {}]
     one = [exercise(make_recipe(**changed, algorithm="ppo"), accelerator) for changed in settings]
-    recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy="fsdp2") for changed in settings]
-    for given, expected in zip(on_ranks(exercise, recipes, tmp_path, "fsdp2")[0], one, strict=True):
+    recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy=strategy) for changed in settings]
+    for given, expected in zip(on_ranks(exercise, recipes, tmp_path, strategy)[0], one, strict=True):
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
         assert torch.equal(given["put back"]["reference"], given["before"]["reference"])

@@ -22,6 +22,7 @@ from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
+from tests.trainers.ranks import on_ranks
 from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
 

@@ -296,15 +296,27 @@ def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
         ("/wake_up", (200, '{"status": "awake"}'), r"accepted /wake_up, but reports that it is asleep"),
     ],
 )
-def test_a_refusal_stops_the_run(
-    train: Train, recorder: Recorder, path: str, answer: tuple[int, str], words: str
-) -> None:
+def test_a_refusal_is_told(recorder: Recorder, path: str, answer: tuple[int, str], words: str) -> None:
     recorder.answers[path] = answer
+    server = ServerControl(recorder.url)
+
+    def sleep_and_wake() -> None:
+        server.sleep()
+        server.wake_up("weights")
+        server.wake_up("kv_cache")
+
     with pytest.raises(SyncError, match=rf"^placement\.mode: time_share: .*{words}"):
+        sleep_and_wake()
+    assert server.asleep == (path == "/wake_up")
+
+
+def test_a_refusal_stops_the_run(train: Train, recorder: Recorder) -> None:
+    """Neither the canary nor a chain uses a server with unproven weights."""
+    recorder.answers["/wake_up"] = (500, "out of memory")
+    with pytest.raises(SyncError):
         train({"rank": 4})
-    # neither the canary nor a chain used a server with unproven weights
     assert not {"canary", "turn"} & set(recorder.calls)
-    assert ("trainer: made" in recorder.calls) == (path == "/wake_up"), "the trainer takes no memory that is in use"
+    assert "trainer: made" in recorder.calls
 
 
 def test_a_server_that_is_away_for_a_moment_is_asked_again(train: Train, recorder: Recorder) -> None:
