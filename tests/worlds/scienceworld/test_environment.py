@@ -311,21 +311,10 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         ScienceWorld(**options)
 
 
-def test_missing_java_is_told_before_any_chain_begins(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("model: {path: x}\ntools: [scienceworld]\ndata: {path: rows.jsonl}\n")
-    (tmp_path / "rows.jsonl").write_text('{"question": "", "task": "boil", "variation": 0}\n')
-    environment = {**os.environ, "JAVA_HOME": "/nowhere", "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(
-        [sys.executable, "-m", "agentfactory", "tools", "serve", "scienceworld"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert result.returncode != 0
-    *_, line = result.stderr.strip().splitlines()
-    assert "ScienceWorld's engine needs Java, and there is no program /nowhere/bin/java; fix: install Java 8" in line
+def test_missing_java_is_told_before_any_chain_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
+    with pytest.raises(SettingError, match="there is no program /nowhere/bin/java; fix: install Java 8"):
+        ScienceWorld.check_machine()
 
 
 def test_the_anchor_is_what_was_seen_last_and_the_score(opened: Open) -> None:
