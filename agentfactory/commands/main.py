@@ -372,6 +372,10 @@ def _registered(options: argparse.Namespace) -> int | None:
         raise
 
 
+def _completion(options: argparse.Namespace) -> None:
+    _say(completion_script(options.shell))
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("train", "serve", "rollout", "eval"), _run),
     "new": _new,
@@ -381,7 +385,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _export,
     "tools": _tools,
     "worlds": _worlds,
-    "completion": lambda options: _say(completion_script(options.shell)),
+    "completion": _completion,
 }
 
 
