@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -136,33 +134,6 @@ async def test_a_model_gets_a_server_that_ends_with_the_agent(warm_start: Path) 
 
 def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-SCRIPT = """
-import asyncio, sys
-from agentfactory import Agent
-
-async def main():
-    agent = Agent(sys.argv[1], engine="embedded", server={"max_model_len": 512})
-    result = await agent.run("go", max_turns=1)
-    print(result.trajectories[0].outcome, flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.long
-def test_a_killed_script_leaves_no_server(warm_start: Path, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(warm_start)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as script:
-        assert script.stdout is not None
-        assert script.stdout.readline().strip() in [*Outcome]
-        (server,) = psutil.Process(script.pid).children()
-        script.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs([server], timeout=10)
-    assert not alive
 
 
 async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_path: Path) -> None:

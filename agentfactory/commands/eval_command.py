@@ -52,12 +52,7 @@ def compared(chains: Path, other: OtherEvaluation) -> list[str]:
 
 
 def _beside(mode: str, where: str, metrics: dict[str, Difference]) -> str:
-    table = Table()
-    table.add_column("figure", overflow="fold")
-    for name in ("this", "other", "difference"):
-        table.add_column(name, justify="right")
-    table.add_column("95 % interval")
-    table.add_column("tasks", justify="right")
+    table = _empty_table("this", "other", "difference")
     for name, found in metrics.items():
         values = f"{found.this:.4f}", f"{found.other:.4f}", f"{found.difference.value:+.4f}"
         table.add_row(name, *values, _interval(found.difference, "+"), str(found.difference.tasks))
@@ -65,17 +60,23 @@ def _beside(mode: str, where: str, metrics: dict[str, Difference]) -> str:
 
 
 def _table(mode: str, source: str, estimates: dict[str, Estimate], means: dict[str, float]) -> str:
-    table = Table()
-    table.add_column("figure", overflow="fold")
-    table.add_column("value", justify="right")
-    table.add_column("95 % interval")
-    table.add_column("tasks", justify="right")
+    table = _empty_table("value")
     for name, estimate in estimates.items():
         table.add_row(name, f"{estimate.value:.4f}", _interval(estimate), str(estimate.tasks))
     for name in _BESIDE:
         if f"{mode}/{name}" in means:
             table.add_row(name, f"{means[f'{mode}/{name}']:.4f}", "", "")
     return f"{mode}, {f'source {source}' if source else 'all tasks'}\n{_as_text(table)}"
+
+
+def _empty_table(*values: str) -> Table:
+    table = Table()
+    table.add_column("figure", overflow="fold")
+    for name in values:
+        table.add_column(name, justify="right")
+    table.add_column("95 % interval")
+    table.add_column("tasks", justify="right")
+    return table
 
 
 def _interval(estimate: Estimate, sign: str = "") -> str:

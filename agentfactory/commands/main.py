@@ -85,9 +85,8 @@ def _ended_by(error: BaseException) -> int:
     """Print the line that an error ends the command with, and the notes that were added to the error; return the exit
     status."""
     after = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    if is_interruption(error):
-        number = str(error) if isinstance(error, KeyboardInterrupt) else ""
-        return _end(f"interrupted by {number or 'Ctrl-C'}{after}", INTERRUPTED)
+    if isinstance(error, KeyboardInterrupt):
+        return _end(f"interrupted by {str(error) or 'Ctrl-C'}{after}", INTERRUPTED)
     if isinstance(error, SystemExit):
         if (why := exited_by(error)) is None:
             raise error
@@ -120,6 +119,8 @@ def _ended_by(error: BaseException) -> int:
             return _end(f"most chains were dropped: {error}{after}", MOSTLY_DROPPED)
         case RunStopped():
             return _end(f"stopped: {error}{after}", STOPPED)
+    if is_interruption(error):
+        return _end("interrupted by Ctrl-C", INTERRUPTED)
     _show_traceback()
     return _end(f"failed: {type(error).__name__}: {error}{after}{_other_version(error)}", FAILED)
 
@@ -352,6 +353,10 @@ def _registered(options: argparse.Namespace) -> int | None:
         raise
 
 
+def _completion(options: argparse.Namespace) -> None:
+    _say(completion_script(options.shell))
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("train", "serve", "rollout", "eval"), _run),
     "new": _new,
@@ -361,7 +366,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _export,
     "tools": _tools,
     "worlds": _worlds,
-    "completion": lambda options: _say(completion_script(options.shell)),
+    "completion": _completion,
 }
 
 

@@ -345,10 +345,17 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--push", metavar="REPO", help=about)
 
 
-def _add_tools(command: argparse.ArgumentParser) -> None:
+def _add_actions(
+    command: argparse.ArgumentParser, texts: dict[str, str]
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, text in _TOOLS.items():
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    for name, text in texts.items():
+        about = f"{text[0].upper()}{text[1:]}."
+        yield name, actions.add_parser(name, help=text, description=about, allow_abbrev=False)
+
+
+def _add_tools(command: argparse.ArgumentParser) -> None:
+    for name, action in _add_actions(command, _TOOLS):
         if name == "serve":
             continue  # its options are parsed by agentfactory.tools.serve
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
@@ -372,9 +379,7 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
 
 
 def _add_worlds(command: argparse.ArgumentParser) -> None:
-    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, text in _WORLDS.items():
-        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    for name, action in _add_actions(command, _WORLDS):
         if name in ("list", "show"):
             action.add_argument("--json", action="store_true", help="print JSON")
         if name == "list":

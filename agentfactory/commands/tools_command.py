@@ -80,6 +80,12 @@ DOWNLOADERS = ("npx", "uvx")
 """Programs that query a registry first, and may download the server."""
 
 
+class ToolsRefused(CommandFailed):
+    """A command line that cannot work; the message gives the reason and a fix."""
+
+    status = 2
+
+
 class ToolsUnchecked(CommandFailed):
     """No fault was found, but a part could not be checked; the message says which, why, and what would help."""
 
@@ -90,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
     """Run `list`, `call` or `check`.
 
     Raises:
-        SettingError: nothing was done.
+        SettingError, ToolsRefused: nothing was done.
         CommandFailed: a server cannot be used, the call failed, or a prompt cannot be shown.
         ToolsUnchecked: `check` found no fault, but could not check everything, or a prompt is not that of a task.
     """
@@ -118,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
         if listed is not None:
             print(json.dumps(listed.get("", listed), indent=2, ensure_ascii=False))
         for kind in (CommandFailed, ToolsUnchecked):
-            if found := [str(fault) for fault in faults if isinstance(fault, kind)]:
+            if found := [str(fault) for fault in faults if type(fault) is kind]:
                 raise kind("\n".join(found))
 
 
@@ -127,6 +133,8 @@ def _kept(faults: list[Exception], part: Part[Recipe]) -> Iterator[None]:
     """Keep the faults of one source for later, so that the others are tried; they name the source."""
     try:
         yield
+    except ToolsRefused:
+        raise
     except CommandFailed as error:
         of = f"{part.name}: " if part.name else ""
         faults.append(type(error)("\n".join(f"{of}{line}" for line in str(error).splitlines())))
@@ -156,7 +164,7 @@ async def _prompt(recipe: Recipe, images: Path) -> None:
 
     try:
         rows, origin = _first_rows(recipe, images)
-    except SettingError as error:
+    except ToolsRefused as error:
         rows, origin = [], str(error).removesuffix(", or give --task")
     if is_hub_name(recipe.model.path):
         use_hub_if_it_answers(recipe.model.path)
@@ -262,18 +270,18 @@ async def _try_rewards(
 
 
 def _given_row(task: Task, images: Path) -> Task:
-    """Return the row of --task as tools get it. Raises SettingError."""
+    """Return the row of --task as tools get it. Raises ToolsRefused."""
     try:
         return with_files(clean_row(task, Path.cwd()), images)
     except ValueError as error:
-        raise SettingError("--task", str(error), "correct it") from error
+        raise ToolsRefused(f"--task: {error}; fix: correct it") from error
 
 
 def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
     """Return the tasks to try environments and rewards with, and their origin; none if the recipe's data does not
     exist. Their images are files, in the folder `images` where the data holds the images themselves.
 
-    Raises SettingError if the data cannot be read.
+    Raises ToolsRefused if the data cannot be read.
     """
     for name, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
         if data is None:
@@ -288,9 +296,9 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
             rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
             return rows, f"the first row of {name}"
         except SettingError as error:
-            raise SettingError("", error.without_fix, f"{error.fix}, or give --task") from error
+            raise ToolsRefused(f"{error.without_fix}; fix: {error.fix}, or give --task") from error
         except Exception as error:  # boundary: files of any content, and the hub
-            raise SettingError(f"{name}.path", str(error), "correct it, or give --task") from error
+            raise ToolsRefused(f"{name}.path: {error}; fix: correct it, or give --task") from error
     return [{}], "an empty row, for the recipe has no data"
 
 
@@ -334,15 +342,15 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
         try:
             return json_object(given[0])
         except argparse.ArgumentTypeError as error:
-            raise SettingError("", f"the arguments {given[0]!r} are {error}") from None
+            raise ToolsRefused(f"the arguments {given[0]!r} are {error}") from None
     known = properties_of(spec.parameters) if spec else {}
     arguments: dict[str, Any] = {}
     for pair in given:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise SettingError("", f"the argument {pair!r} has no `=`", "write key=value, or one JSON object")
+            raise ToolsRefused(f"the argument {pair!r} has no `=`; fix: write key=value, or one JSON object")
         if spec and key not in known and "." in key and key.partition(".")[0] in Recipe.model_fields:
-            raise SettingError(pair, f"{spec.name} has no such argument", "write overrides before TOOL")
+            raise ToolsRefused(f"{pair}: {spec.name} has no such argument; fix: write overrides before TOOL")
         arguments[key] = value
         schema = known.get(key)
         if not isinstance(schema, dict) or schema.get("type") != "string":

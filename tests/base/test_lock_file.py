@@ -16,7 +16,7 @@ import pytest
 
 from agentfactory.base.files.lock_file import holder, locked, open_lock
 from agentfactory.launching.run_folder import Hold, RunFolder, RunFolderError
-from agentfactory.worlds.search.database import Database
+from agentfactory.worlds.browse.database import Database
 from tests.waiting import until
 
 NOBODY = 65534

@@ -2,7 +2,6 @@
 commands as a person runs them."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from agentfactory.base.errors import SettingError
 from agentfactory.commands import main
 from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
-from agentfactory.launching.launch_plan import Assignment
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import MARGIN, Gpu, Machine
 from agentfactory.placement.meta_model import SHAPES, NoConfigError, load_config
@@ -26,7 +24,6 @@ from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-from tests.conftest import QUICKSTART
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -449,53 +446,6 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     with pytest.raises(SettingError, match=said):
         launcher.train(whole, False, None, print)
     assert sorted(project.rglob("*")) == before
-
-
-TRAINER = """
-import sys
-from pathlib import Path
-from agentfactory.launching.launch_plan import Assignment
-Assignment.wait_for(Path(sys.argv[2]))
-print("trainer", sys.argv[1:], flush=True)
-"""
-
-COPY = """
-import shutil
-def make(folder, seed):
-    shutil.copytree("{made}", folder, dirs_exist_ok=True)
-"""
-
-LAUNCH = """
-import sys
-from pathlib import Path
-from agentfactory.commands import main
-from agentfactory.launching import launch_plan as plan
-plan.TRAINER = [str(Path("trainer.py").resolve())]
-sys.exit(main.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.long
-def test_the_launcher_plans_once_the_model_is_there_and_tells_the_trainer(
-    tmp_path: Path, quickstart_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "trainer.py").write_text(TRAINER)
-    made = quickstart_run / "prepared"
-    (tmp_path / "make.py").write_text(COPY.format(made=made))
-    settings = ["prepare=make.py:make", f"output={tmp_path / 'run'}", "placement.gpu_memory_gib=4"]
-    command = [sys.executable, "-c", LAUNCH, "train", str(QUICKSTART / "grpo.yaml"), *settings]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    lines = result.stdout.splitlines()
-    events = ("preparing ", "memory by estimate, split: a GPU of 4.0 GiB", "starting the embedded server", "trainer [")
-    places = [index for event in events for index, line in enumerate(lines) if line.startswith(event)]
-    assert len(places) == 4, result.stdout + result.stderr
-    assert places == sorted(places)
-    given = Assignment.read(tmp_path / "run" / "assignment.json").recipe
-    assert given.placement.mode == "split"
-    assert str(given.server.url).startswith("http://127.0.0.1:")
-    assert given.sync.backend == "auto", "without a GPU, weights go by file"
 
 
 def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:

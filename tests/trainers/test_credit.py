@@ -191,7 +191,7 @@ RECIPES_OWN = {
     ("launching/trainer_main.py", "reasoning"): "sft",
     ("launching/trainer_main.py", "coordinates"): "sft",
     # no source may have more
-    **dict.fromkeys((f"placement/{name}.py", "max_total_tokens") for name in ("memory_table", "suggested_changes")),
+    **dict.fromkeys((f"placement/{name}.py", "max_total_tokens") for name in ("plan_choice", "suggested_changes")),
     **dict.fromkeys((f"placement/{name}_memory.py", "max_total_tokens") for name in ("activation", "server")),
     ("trainers/networks/network.py", "max_total_tokens"): "no source may have more",
     ("launching/trainer_main.py", "max_total_tokens"): "contexts of the canary",

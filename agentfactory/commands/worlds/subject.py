@@ -8,9 +8,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,6 @@ class Entry:
     missing: str | None = None
     world: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as JSON."""
-        return asdict(self)
-
     @property
     def line(self) -> str:
         """The entry in one line."""
@@ -55,52 +50,35 @@ class Entry:
         return f"{self.kind:<6} {self.name:<18} {self.about or 'no docstring'}{of} [{self.package}{needs}{lack}]"
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A world or source as its package registers it."""
-
-    kind: str
-    name: str
-    place: str
-
-    @cached_property
-    def point(self) -> EntryPoint | None:
-        """The entry point."""
-        group = WORLDS if self.kind == "world" else SOURCES
-        return next((found for found in entry_points(group=group) if found.name == self.name), None)
-
-    @property
-    def needs(self) -> list[tuple[str, str]]:
-        """The extra that the object's module is named after, with its distribution; empty if there is none."""
-        distribution = self.point.dist.name if self.point is not None and self.point.dist is not None else ""
-        parts = re.split(r"[.:]", self.place)
-        known = extras(distribution) if distribution else {}
-        return [(extra, distribution) for extra in known if extra.replace("-", "_") in parts]
-
-    def describe(self) -> Entry:
-        """Load the object, without creating it, and check what it needs."""
-        dist = self.point.dist if self.point is not None else None
-        package = f"{dist.name} {dist.version}" if dist is not None else self.place
-        needs = [f"{distribution}[{extra}]" for extra, distribution in self.needs]
-        entry = Entry(self.kind, self.name, self.place, package, needs=needs)
-        try:
-            for extra, distribution in self.needs:
-                check_extra(extra, distribution)
-        except SettingError as error:
-            entry.missing = str(error)
-        try:
-            with redirect_stdout(sys.stderr), announced(f"importing {self.place}"):
-                found = load_named(self.place)
-                entry.about = first_line(found)
-                if isinstance(found, type) and issubclass(found, TaskSource):
-                    entry.world = found.world
-                if entry.missing is None and isinstance(found, type) and issubclass(found, Environment):
-                    _check_machine(found)
-        except SettingError as error:
-            entry.missing = entry.missing or str(error)
-        except Exception as error:  # boundary: third-party packages
-            entry.missing = entry.missing or f"{self.place} raised {type(error).__name__}: {error}"
-        return entry
+def describe(kind: str, name: str, place: str) -> Entry:
+    """Load the object at `place`, a world or a source as its package registers it, without creating it, and check what
+    it needs."""
+    group = WORLDS if kind == "world" else SOURCES
+    point = next((found for found in entry_points(group=group) if found.name == name), None)
+    dist = point.dist if point is not None else None
+    # an extra that the object's module is named after is needed
+    parts = re.split(r"[.:]", place)
+    needs = [extra for extra in (extras(dist.name) if dist else ()) if extra.replace("-", "_") in parts]
+    package = f"{dist.name} {dist.version}" if dist is not None else place
+    entry = Entry(kind, name, place, package, needs=[f"{dist.name}[{extra}]" for extra in needs if dist is not None])
+    try:
+        for extra in needs:
+            check_extra(extra, dist.name if dist is not None else "")
+    except SettingError as error:
+        entry.missing = str(error)
+    try:
+        with redirect_stdout(sys.stderr), announced(f"importing {place}"):
+            found = load_named(place)
+            entry.about = first_line(found)
+            if isinstance(found, type) and issubclass(found, TaskSource):
+                entry.world = found.world
+            if entry.missing is None and isinstance(found, type) and issubclass(found, Environment):
+                _check_machine(found)
+    except SettingError as error:
+        entry.missing = entry.missing or str(error)
+    except Exception as error:  # boundary: third-party packages
+        entry.missing = entry.missing or f"{place} raised {type(error).__name__}: {error}"
+    return entry
 
 
 def _check_machine(environment: type[Environment]) -> None:
@@ -120,7 +98,7 @@ def catalogue() -> Iterator[Entry]:
     """Yield every installed world and task source, by name."""
     for kind, group in (("world", WORLDS), ("tasks", SOURCES)):
         for name, place in registered(group).items():
-            yield Registered(kind, name, place).describe()
+            yield describe(kind, name, place)
 
 
 def sources_of(world: str) -> dict[str, type[TaskSource]]:

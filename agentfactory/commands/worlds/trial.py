@@ -220,18 +220,15 @@ async def play(subject: Subject, episode: Episode) -> None:
                     verdict = await session.reward()
         except (ToolInfrastructureError, NoLegalCall, WorldFailed) as error:
             told = str(error).replace(f"mcp_servers.{name}.timeout_seconds", "--seconds")
-            raise WorldFailed(_named(name, told)) from None
+            raise WorldFailed(told if name in told else f"{name}: {told}") from None
         if verdict is None:
             show("reward: none of its own; a recipe's `rewards` judge the chain")
         else:
-            show(f"reward: {', '.join(f'{key} {value:g}' for key, value in _numbers(verdict.to_json()))}")
+            numbers = {key: value for key, value in verdict.to_json().items() if not isinstance(value, list)}
+            show(f"reward: {', '.join(f'{key} {value:g}' for key, value in numbers.items())}")
         if text := printed().strip():
             told = "prints to stdout, which breaks the protocol of a server that runs on it"
             raise WorldFailed(f"{name} {told}: {_short(text, 200)!r}")
-
-
-def _numbers(verdict: dict[str, Any]) -> list[tuple[str, float]]:
-    return [(key, value) for key, value in verdict.items() if not isinstance(value, list)]
 
 
 def _origin(subject: Subject, episode: Episode, rows: int) -> str:
@@ -288,10 +285,6 @@ def _recorded() -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
 
     with redirect_stdout(record):
         yield show, record.getvalue
-
-
-def _named(name: str, fault: str) -> str:
-    return fault if name in fault else f"{name}: {fault}"
 
 
 def _shown(content: Content) -> str:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.base.user_code.watch import limited
 from agentfactory.commands.tools_command import signature_of
 from agentfactory.commands.worlds.subject import (
-    Registered,
     catalogue,
+    describe,
     first_line,
     open_subject,
     sources_of,
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 def _list(as_json: bool, say: Callable[[str], None]) -> None:
     if as_json:
-        say(json.dumps([entry.to_json() for entry in catalogue()], indent=2, ensure_ascii=False))
+        say(json.dumps([asdict(entry) for entry in catalogue()], indent=2, ensure_ascii=False))
         return
     for entry in catalogue():
         say(entry.line)
@@ -116,7 +117,7 @@ def _show(name: str, as_json: bool, say: Callable[[str], None]) -> None:
         "reward": _reward(found),
         "tasks": {source: _fields(kind) for source, kind in sources.items()},
         "installed": [
-            Registered(kind, each, places[each]).describe().to_json()
+            asdict(describe(kind, each, places[each]))
             for kind, group in (("world", WORLDS), ("tasks", SOURCES))
             for places in [registered(group)]
             for each in ([world] if kind == "world" else [*sources])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.base.processes.threads import run_in_thread
-from agentfactory.worlds.search.database import Database
+from agentfactory.worlds.browse.database import Database
 
 _DAY = 86400.0
 _ROOM = 0.9

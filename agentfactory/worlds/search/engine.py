@@ -26,10 +26,10 @@ from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.extension import check_types
 from agentfactory.tools.calls.limits import Rates
 from agentfactory.worlds.browse.answer_cache import DiskCache
+from agentfactory.worlds.browse.database import Database
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import content_of
 from agentfactory.worlds.browse.web_pages import Pages
-from agentfactory.worlds.search.database import Database
 from agentfactory.worlds.search.passage import Passage, encodable
 
 logger = logging.getLogger(__name__)

@@ -160,10 +160,3 @@ def test_what_the_published_loader_leaves_out_is_left_out(folder: Path) -> None:
         for name in added:
             for file in (folder / FOLDER / name).iterdir():
                 file.unlink()
-
-
-def test_games_that_are_there_are_not_written_again(folder: Path, make: Open) -> None:
-    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*.tw-pddl")}
-    engine = make(Engine, processes=1, games=200, python=PYTHON)
-    assert len([*write_games(engine, folder, COUNTS)]) == 8
-    assert before == {file: file.stat().st_mtime_ns for file in folder.rglob("*.tw-pddl")}

@@ -188,20 +188,6 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
     return shown
 
 
-@pytest.mark.long
-def test_games_in_turns_show_what_they_show_alone(opened: Open) -> None:
-    games = [(task, variation, "easy") for task, variation in QUICK.items()]
-    # the thermometer's noise, and plants in pots with or without self-watering
-    games += [("use-thermometer", 4, "openDoors"), ("grow-plant", 1, ""), ("grow-plant", 1, "selfWateringFlowerPots")]
-    growing = ["go to greenhouse", "wait", "look around", "wait", "open door", "wait", "look around", "wait"]
-    jvms = opened(Jvms, heap_mb=384, games_per_jvm=8)
-    paths = [gold_path(jvms, *game)[:25] if "grow" not in game[0] else growing for game in games]
-    together = transcripts(jvms, games, paths)
-    for game, path, shown in zip(games, paths, together, strict=True):
-        assert transcripts(jvms, [game], [path]) == [shown], game
-    assert len(jvms.pids()) == 1
-
-
 def test_a_game_repeats_in_another_process() -> None:
     # each room lists its things in the order of a set
     actions = ["go to outside", "look around", *["wait1", "look around"] * 6, "go to greenhouse", "look around"]
@@ -325,22 +311,10 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         ScienceWorld(**options)
 
 
-@pytest.mark.parametrize("command", ["tools call recipe.yaml act action=wait", "tools serve scienceworld"])
-def test_missing_java_is_told_before_any_chain_begins(command: str, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("model: {path: x}\ntools: [scienceworld]\ndata: {path: rows.jsonl}\n")
-    (tmp_path / "rows.jsonl").write_text('{"question": "", "task": "boil", "variation": 0}\n')
-    environment = {**os.environ, "JAVA_HOME": "/nowhere", "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run(
-        [sys.executable, "-m", "agentfactory", *command.split()],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert result.returncode != 0
-    *_, line = result.stderr.strip().splitlines()
-    assert "ScienceWorld's engine needs Java, and there is no program /nowhere/bin/java; fix: install Java 8" in line
+def test_missing_java_is_told_before_any_chain_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAVA_HOME", "/nowhere")
+    with pytest.raises(SettingError, match="there is no program /nowhere/bin/java; fix: install Java 8"):
+        ScienceWorld.check_machine()
 
 
 def test_the_anchor_is_what_was_seen_last_and_the_score(opened: Open) -> None:

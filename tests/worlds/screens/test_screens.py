@@ -63,7 +63,6 @@ PAGES = {
     "/moves": "<meta http-equiv='refresh' content='0; /plain'>",
     "/moves_later": f"<script>onclick = () => setTimeout(() => location = '/plain', 30)</script>{TALL}",
     "/tab_closes": f"<script>onclick = () => setTimeout(a => a.close(), 80, open('/plain'))</script>{TALL}",
-    "/alerts": f"<script>onclick = () => setInterval(() => alert(1), 0)</script>{TALL}",
     "/writes_itself": """<script>onload = () => {
   document.open();
   document.write("<body style='margin:0'><textarea style='width:100vw; height:100vh'>");
@@ -374,21 +373,6 @@ async def test_no_other_way_pastes_it_either(screen: Screen, server: str, opened
 
 
 @pytest.mark.extended
-async def test_no_key_stays_held_where_another_is_unknown(screen: Screen) -> None:
-    await screen.reset(page="login", seed=1)
-    with pytest.raises(ValueError, match="keys: got 'Shift\\+Foo'"):
-        await screen.key("Shift+Foo")
-    await screen.release()
-    await screen.reset(page="login", seed=1)
-    await screen.click(*await Player(screen, "").ask(CHOSEN, ["input", 0]))
-    await screen._page.evaluate("() => { onkeydown = event => { document.title = event.shiftKey } }")
-    await screen.key("a")
-    assert await Player(screen, "").ask("() => document.title") == "false"
-    await screen.key("+")
-    assert await Player(screen, "").ask("() => document.querySelector('input').value") == "a+"
-
-
-@pytest.mark.extended
 async def test_the_next_chain_on_a_page_of_ours_gets_the_tab_afresh(screen: Screen, server: str) -> None:
     # state that a tab could carry from one chain to the next
     for file in PAGES_FOLDER.iterdir():
@@ -536,20 +520,6 @@ async def test_pages_that_go_elsewhere_are_seen_where_they_are(server: str) -> N
                     await screen.wait(0.1)
         finally:
             await screen.close()
-
-
-@pytest.mark.extended
-async def test_what_a_page_asks_at_its_end_fails_no_other_chain(screen: Screen, server: str, opened: Open) -> None:
-    other = opened(Screen, **SIZE)
-    await other.reset(page="form")
-    tab = other._page
-    for _ in range(8):
-        await screen.reset(**at(server, "/alerts"))
-        await screen.click(160, 120)
-        await screen.release()
-        await other.release()
-        await other.reset(page="form")
-    assert other._page is tab
 
 
 ASKS_ABOUT = """async ([reached, name]) => {

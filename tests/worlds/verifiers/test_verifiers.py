@@ -69,40 +69,6 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 
 __all__ = ["SumTaskset"]
 """
-TALK = """
-import verifiers.v1 as vf
-
-
-class TalkTask(vf.Task[vf.TaskData]):
-    @vf.metric
-    async def asked(self, trace: vf.Trace) -> float:
-        return float(trace.num_turns)
-
-
-class TalkConfig(vf.EnvConfig):
-    player: vf.AgentConfig = vf.AgentConfig()
-
-
-class TalkEnv(vf.Env[TalkConfig]):
-    async def run(self, task, agents):
-        said = 0
-        async with agents.player.interaction(task) as interaction:
-            segment = await interaction.turn()
-            while not segment.terminated:
-                said += len(segment.last_reply)
-                if segment.last_reply == "bye":
-                    break
-                segment = await interaction.turn(f"You said {segment.last_reply}. And?")
-        interaction.trace.record_reward("said", said)
-
-
-class TalkTaskset(vf.Taskset[TalkTask, vf.TasksetConfig]):
-    def load(self):
-        yield TalkTask(vf.TaskData(prompt="Hello."), self.config.task)
-
-
-__all__ = ["TalkTaskset", "TalkEnv"]
-"""
 BOXES = '''
 import verifiers.v1 as vf
 
@@ -162,7 +128,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, text in (("sums", SUMS), ("talk", TALK), ("boxes", BOXES)):
+    for name, text in (("sums", SUMS), ("boxes", BOXES)):
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "lacking.py").write_text("import no_such_package\n")
     (tmp_path / "broken.py").write_text("raise RuntimeError('not today')\n")
@@ -237,14 +203,6 @@ class TestReal:
         with pytest.raises(SettingError, match=f"verifiers.{message}"):
             source(folder, name, **fields).rows()
 
-    def test_another_version_of_a_package_is_named(self, tmp_path: Path) -> None:
-        # as after the installation of OpenEnv 0.10, which needs an older mcp
-        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mcp.server.mcpserver'] = None\n")
-        message = "got 'textarena', which needs the package mcp.server.mcpserver, and the installed mcp has none"
-        with pytest.raises(SettingError, match=message) as caught:
-            source(tmp_path, "textarena", options={"game": "Hangman-v0"}).rows()
-        assert "pip check" in caught.value.fix
-
     async def test_single_turns_are_scored_by_verifiers(self, folder: Path) -> None:
         rows = source(folder, "sums", tasks=6).rows()
         replies = {"0 + 1 =": "It is 1", "1 + 2 =": "4", "2 + 3 =": "raise", "3 + 4 =": "7"}
@@ -264,17 +222,6 @@ class TestReal:
         assert (raised.outcome, raised.reward) == (Outcome.AGENT_ERROR, None)
         assert "verifiers' sums failed: TaskError" in str(raised.error)
         assert "the scorer broke" in str(raised.error)
-
-    async def test_a_user_of_the_environment_talks_with_the_policy(self, folder: Path) -> None:
-        (row,) = source(folder, "talk").rows()
-        async with played(folder, lambda prompt: "bye" if prompt.count("And?") == 2 else "hm") as chains:
-            talk = await run(chains, row)
-            chains.check(talk)
-        assert (talk.outcome, talk.reward, talk.metrics["asked"], talk.turns) == (Outcome.COMPLETED, 7.0, 3.0, 3)
-        assert len(talk.rows) == 1
-        async with played(folder, lambda _: "hm", max_turns=2) as chains:
-            talk = await run(chains, row)
-        assert (talk.reward, talk.metrics["asked"], talk.turns) == (4.0, 2.0, 2)
 
     async def test_tools_of_the_environment_are_called(self, folder: Path) -> None:
         rows = source(folder, "boxes").rows()
