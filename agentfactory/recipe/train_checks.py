@@ -344,11 +344,11 @@ def _serving_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield what worker and server cannot do for the trainer."""
     train, server, lora = recipe.train, recipe.server, recipe.model.lora
     yield from _worker_faults(recipe)
-    if lora is not None and train.trains_vision and server.engine == "vllm" and server.url is None:
-        # by default, vLLM answers 200 and drops them
-        if ADAPTED_TOWER not in server.vllm.args:
-            problem = "got trained with model.lora, and vLLM drops the adapter's weights in the vision tower"
-            yield "train.vision", problem, f"add {ADAPTED_TOWER} to server.options.args, or use frozen"
+    ours = server.engine == "vllm" and server.url is None
+    # by default, vLLM answers 200 and drops them
+    if lora is not None and train.trains_vision and ours and ADAPTED_TOWER not in server.vllm.args:
+        problem = "got trained with model.lora, and vLLM drops the adapter's weights in the vision tower"
+        yield "train.vision", problem, f"add {ADAPTED_TOWER} to server.options.args, or use frozen"
     if train.loss.mismatch.correction == "none":
         own = {} if train.precision == "auto" else {"train.precision": train.precision}
         for name, value in {**recipe.rounding, **own}.items():

@@ -14,7 +14,7 @@ from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.features import Features, PixelMaker, compute_features, encoder_outputs, join
 from agentfactory.rollout.images.image_tokens import PatchVision
 from agentfactory.rollout.images.store import digest_of
-from agentfactory.rollout.inference.embedded.sampling import Request
+from agentfactory.rollout.inference.embedded.sampling import HeldImage, PromptImages, Request
 from agentfactory.tools.images.decode import decode
 from agentfactory.tools.images.lru_cache import ByteCache
 
