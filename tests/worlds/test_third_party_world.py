@@ -1,12 +1,15 @@
 """A world from another package, by its name in a recipe: its tool, its tasks and its command."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import agentfactory
 from agentfactory.base.user_code.entry_points import registered
 from agentfactory.commands.main import main
 
@@ -107,9 +110,26 @@ def run(installed: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return main_on
 
 
-def test_a_recipe_names_a_world_of_another_package(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def own_process(installed: Path) -> Run:
+    """The command in a process of its own: one that has run other recipes can keep what it knew of packages."""
+
+    def command_on(recipe: str, *arguments: str) -> tuple[int, str, str]:
+        Path("recipe.yaml").write_text(recipe)
+        command = [sys.executable, "-m", "agentfactory", *arguments]
+        paths = os.pathsep.join([str(installed), str(Path(agentfactory.__file__).parents[1])])
+        ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    return command_on
+
+
+@pytest.mark.processes
+def test_a_recipe_names_a_world_of_another_package(own_process: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run = own_process
     check = ("tools", "check", "recipe.yaml")
-    _, listed, _ = run(RECIPE, "tools", "list", "recipe.yaml", "--json")
+    _, listed, told = run(RECIPE, "tools", "list", "recipe.yaml", "--json")
+    assert listed, told
     assert [each["function"]["name"] for each in json.loads(listed)] == ["water"]
     status, checked, told = run(RECIPE, *check)
     assert status == 0, checked + told
