@@ -204,8 +204,8 @@ CODE = (
         (
             Edit(
                 "trainers/loop/advantages.py",
-                "else (reward - mean) / scaling for reward in rewards]\n\n\ndef rloo",
-                "else (mean - reward) / scaling for reward in rewards]\n\n\ndef rloo",
+                "_centred(rewards, known, _scaling(known, scale, batch_std))",
+                "[-value for value in _centred(rewards, known, _scaling(known, scale, batch_std))]",
             ),
         ),
         origin="a sign",
@@ -217,8 +217,8 @@ CODE = (
         (
             Edit(
                 "trainers/loop/advantages.py",
-                "    mean, scaling = fmean(known), _scaling(known, scale, batch_std)\n    return [0.0 if",
-                "    mean, scaling = fmean(known) - 0.3, _scaling(known, scale, batch_std)\n    return [0.0 if",
+                "_centred(rewards, known, _scaling(known, scale, batch_std))",
+                "[value + 0.3 for value in _centred(rewards, known, _scaling(known, scale, batch_std))]",
             ),
         ),
         origin="baselines over other chains than the group's (dllm-reasoning/d1 #19)",
