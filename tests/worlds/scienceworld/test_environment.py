@@ -168,7 +168,7 @@ async def test_simplifications_are_the_options_or_the_rows() -> None:
 
 async def test_hostile_actions_are_not_understood() -> None:
     async with laboratory() as toolset, toolset.chain("a", {"task": "boil", "variation": 0}) as session:
-        for text in ("", " ", "\x00", "\n", "🙂" * 500, "a" * 100_000, "open " * 300, "y\n\rq", "!sp", "0", "\ud800"):
+        for text in ("", " ", "\x00", "\n", "🙂" * 500, "a" * 100_000, "open " * 300, "y\n\rq", "!sp", "0"):
             assert "Unknown action" in (said := str((await act(session, text)).content)) or "No known" in said, text
         assert "thermometer" not in str((await act(session, "inventory")).content)
 
