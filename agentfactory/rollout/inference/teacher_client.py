@@ -279,11 +279,12 @@ async def open_teachers(
     servers: Mapping[str, TeacherServer], recipe: RolloutRecipe
 ) -> AsyncIterator[dict[str, TeacherClient]]:
     """Open the clients of the servers, by the source of their chains. Sources with the same server share one."""
-    longest, retry_seconds = recipe.rollout.max_total_tokens, recipe.server.retry_seconds
+    limits = {part.name: part.recipe.rollout.max_total_tokens for part in recipe.parts()}
     opened: dict[TeacherServer, TeacherClient] = {}
     async with AsyncExitStack() as stack:
         for server in dict.fromkeys(servers.values()):
-            teacher = TeacherClient(server, recipe.model.path, longest, retry_seconds)
+            own = (limits.get(name, recipe.rollout.max_total_tokens) for name, of in servers.items() if of == server)
+            teacher = TeacherClient(server, recipe.model.path, max(own), recipe.server.retry_seconds)
             opened[server] = await stack.enter_async_context(teacher)
         yield {name: opened[server] for name, server in servers.items()}
 
