@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +74,37 @@ def talk_of(row: dict[str, Any]) -> Talk:
     messages, tools = _parsed(messages), _parsed(row.get("tools") or [])
     try:
         unread: set[str] = set()
-        read = [_message(message, unread) for message in messages]
+        read = _ordered([_message(message, unread) for message in messages])
         weights = [message.pop("weight", None) for message in read]
         own = [1.0 if message["role"] == "assistant" else 0.0 for message in read]
         weights = [mine if given is None else float(given) for mine, given in zip(own, weights, strict=True)]
         return Talk(read, [_tool(tool, unread) for tool in tools or []], weights, unread)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise Unreadable(str(error)) from error
+
+
+def _ordered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the results of each turn in the order of its calls, if all have ids; those of one id stay in order."""
+    ordered: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" and index > 0:
+            continue
+        ordered.append(message)
+        calls = message.get("tool_calls") or []
+        results = [*takewhile(lambda other: other["role"] == "tool", messages[index + 1 :])]
+        ids = [call.get("id") for call in calls]
+        if calls and None not in ids:
+            free = list(enumerate(ids))
+            keys = []
+            for result in results:
+                wanted = result.get("tool_call_id")
+                place = next((place for place in free if place[1] == wanted), free[0] if free else (len(ids), None))
+                keys.append(place[0])
+                if place in free:
+                    free.remove(place)
+            results = [result for _, result in sorted(zip(keys, results, strict=True), key=lambda pair: pair[0])]
+        ordered += results
+    return ordered
 
 
 def _parsed(value: Any) -> Any:

@@ -75,7 +75,8 @@ def test_results_come_in_the_order_of_their_calls(tmp_path: Path) -> None:
     rest = [CALL, seen("a"), USER]
     messages = [USER, CALLS, seen("b"), seen("a"), *rest]
     (task,) = load_tasks(write(tmp_path / "t.json", json.dumps([{"messages": messages}])))
-    assert task["messages"] == [USER, CALLS, seen("a"), seen("b"), *rest]
+    results = [message["tool_call_id"] for message in task["messages"] if message["role"] == "tool"]
+    assert results == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -93,10 +94,6 @@ def test_results_come_in_the_order_of_their_calls(tmp_path: Path) -> None:
         ),
         ([USER, SEEN], r"messages\.1: it is the result of no call; remove it"),
         ([USER, CALL, {**seen("a"), "name": "go"}], r"messages\.2\.name: got 'go', but the call is of 'look'"),
-        (
-            [USER, {**CALL, "tool_calls": CALL["tool_calls"] * 2}],
-            r"messages\.1\.tool_calls: two of them have the same id, among 'a', 'a'",
-        ),
         (
             [USER, {"role": "assistant", "content": "Hm.", "weight": 10**400}],
             r"messages\.1\.weight: got 1000.*, not a number of at least 0",

@@ -139,7 +139,6 @@ def test_there_is_no_hope_when_all_rewards_are_equal() -> None:
         ({"on_outcome": {"cancelled": "retry"}}, "on_outcome.cancelled: got retry.* use drop"),
         ({"on_outcome": {"finished": "keep"}}, "on_outcome.finished"),
         ({"on_outcome": {"completed": "refill"}}, "on_outcome.completed"),
-        ({"equal_rewards": "drop", "group_size": 1}, "equal_rewards: got drop with group_size=1"),
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], reason: str) -> None:

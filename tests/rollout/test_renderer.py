@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer

@@ -224,6 +224,7 @@ def _in_the_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     """Per message, the number of its turn, and of its call in the turn."""
     waiting: dict[int, dict[str, Any]] = {}
     made: int | None = None
+    named = False
     for number, message in enumerate(messages):
         place = f"messages.{number}"
         if message["role"] == "tool":
@@ -241,16 +242,14 @@ def _in_the_order_of_calls(messages: Sequence[Message]) -> list[Message]:
             called = waiting.pop(index)["function"]["name"]
             if message.get("name", called) != called:
                 raise ValueError(f"{place}.name: got {message['name']!r}, but the call is of {called!r}")
-            places.append((made or 0, index + 1))
+            places.append((made or 0, index + 1 if named else number))
             continue
         if waiting:
             left = f"{len(waiting)} of the calls in messages.{made} have no result before {place}"
             raise ValueError(f"{left}; add messages of the role tool, or remove the calls")
         made = number if message["role"] == "assistant" else None
         waiting = dict(enumerate(message.get("tool_calls", ())))
-        given = [call["id"] for call in waiting.values() if call.get("id") is not None]
-        if len({*given}) < len(given):
-            raise ValueError(f"{place}.tool_calls: two of them have the same id, among {', '.join(map(repr, given))}")
+        named = all("id" in call for call in waiting.values())
         places.append((number, 0))
     return [message for _, message in sorted(zip(places, messages, strict=True), key=lambda pair: pair[0])]
 
