@@ -142,11 +142,6 @@ BROKEN = {
         ["rollout.on_outcome={reward_error: mask}"],
         ["on_outcome.reward_error", "got mask", "use drop or retry"],
     ),
-    "nothing left of groups": (
-        {},
-        ["rollout.group_size=1", "rollout.equal_rewards=refill"],
-        ["equal_rewards", "group_size=1", "use keep"],
-    ),
 }
 
 
