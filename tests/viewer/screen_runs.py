@@ -83,15 +83,24 @@ async def record(page: str, coordinates: Coordinates, store: ImageStore, by_numb
 
 
 async def screen_run(
-    folder: Path, pages: list[str], coordinates: Coordinates = Coordinates.RELATIVE1000, by_number: bool = False
+    folder: Path,
+    pages: list[str],
+    coordinates: Coordinates = Coordinates.RELATIVE1000,
+    by_number: bool = False,
+    source: str = "",
 ) -> RunFolder:
-    """A run with a chain for each page."""
-    run = RunFolder.create(folder, f"name: screens\nmodel: {{path: x}}\nrollout: {{coordinates: {coordinates}}}\n")
+    """A run with a chain for each page. The coordinates are those of the source, if it has one."""
+    settings = f"rollout: {{coordinates: {coordinates}}}\n"
+    if source:
+        settings = (
+            f"data: {{sources: [{{name: {source}, coordinates: {coordinates}}}]}}\nrollout: {{coordinates: pixels}}\n"
+        )
+    run = RunFolder.create(folder, f"name: screens\nmodel: {{path: x}}\n{settings}")
     store = ImageStore(run.images)
     groups = []
     for number, page in enumerate(pages):
         messages = await record(page, coordinates, store, by_number)
         one = chain(f"g{number:06d}.0", messages, [], metrics={"success": 1.0})
-        groups.append(Group(f"g{number:06d}", {"question": "", "page": page}, [one]))
+        groups.append(Group(f"g{number:06d}", {"question": "", "page": page}, [one], source=source))
     write_groups(run.trajectories / "train.jsonl", groups)
     return run

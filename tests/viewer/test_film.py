@@ -38,9 +38,12 @@ def pages_of(run: RunFolder) -> tuple[list[dict[str, Any]], Any]:
     return [client.get("/api/trajectory", params={key: row[key] for key in keys}).json() for row in rows], client
 
 
-@pytest.mark.parametrize("coordinates", [Coordinates.PIXELS, Coordinates.RELATIVE1000])
-async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordinates) -> None:
-    run = await screen_run(tmp_path / "run", ["click_color", "drag"], coordinates)
+@pytest.mark.parametrize(
+    ("coordinates", "source"),
+    [(Coordinates.PIXELS, ""), (Coordinates.RELATIVE1000, ""), (Coordinates.RELATIVE1, "pages")],
+)
+async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordinates, source: str) -> None:
+    run = await screen_run(tmp_path / "run", ["click_color", "drag"], coordinates, source=source)
     [colours, dragged], client = pages_of(run)
     [click], [drag] = colours["messages"][1]["calls"], dragged["messages"][1]["calls"]
     said, shown = colours["messages"][0]["parts"]

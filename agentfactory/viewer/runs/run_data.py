@@ -235,8 +235,13 @@ class Run:
         cached = try_to_load_from_cache(model, name) if _is_hub_name(model) else None
         return (Path(cached), None) if isinstance(cached, str) else None
 
-    def coordinates(self) -> str:
-        """Return the model's image coordinates, `rollout.coordinates`."""
+    def coordinates(self, source: Any = None) -> str:
+        """Return the model's image coordinates in chains of a source: its own, or `rollout.coordinates`."""
+        data = self._recipe.data().get("data")
+        sources = data.get("sources") if isinstance(data, dict) else None
+        for own in sources if isinstance(sources, list) else ():
+            if isinstance(own, dict) and own.get("name") == source and isinstance(own.get("coordinates"), str):
+                return str(own["coordinates"])
         return self._setting("rollout", "coordinates") or "auto"
 
     def step(self) -> Any:

@@ -92,13 +92,13 @@ class Marks:
     """Points by the call that acted there, in the last image before its message."""
 
 
-def marks_of(run: Run, messages: list[dict[str, Any]]) -> Marks:
-    """Return the boxes and the points of a chain's tool calls.
+def marks_of(run: Run, messages: list[dict[str, Any]], source: Any = None) -> Marks:
+    """Return the boxes and the points of the tool calls of a chain, whose tasks are of `source`.
 
     A box is in the image whose number is another argument of the call, else in the chain's first one. A point is in the
     last image before the call. For both, the info of a tool's result takes precedence over the model's arguments.
     """
-    coordinates = _coordinates(run)
+    coordinates = _coordinates(run, source)
     images: list[tuple[Part, str]] = []
     marks = Marks()
     for number, message in enumerate(messages):
@@ -204,9 +204,9 @@ def _units(run: Run, url: str, coordinates: Coordinates) -> tuple[int, int] | No
         return None
 
 
-def _coordinates(run: Run) -> Coordinates:
+def _coordinates(run: Run, source: Any) -> Coordinates:
     """Return the image coordinates of the run's model; 0 to 1000 if unknown."""
-    asked = run.coordinates()
+    asked = run.coordinates(source)
     if asked in tuple(Coordinates):
         return Coordinates(asked)
     return STATED.get(_model_type(run), Coordinates.RELATIVE1000)

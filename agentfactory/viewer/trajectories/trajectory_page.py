@@ -93,7 +93,7 @@ def _page_of(follower: Follower, chain: Chain, image: Place) -> dict[str, Any]:
         "facts": members[chain.place],
         "group": [{name: member[name] for name in ("place", "chain", "reward", "outcome")} for member in members],
         "task": chain.group.get("task"),
-        "messages": _messages(saved, image, marks_of(chain.run, saved["messages"])),
+        "messages": _messages(saved, image, marks_of(chain.run, saved["messages"], chain.group.get("source"))),
         "turn_rewards": saved.get("turn_rewards"),
         "timeline": _timeline(saved),
         "workspaces": saved.get("workspaces") or [],
