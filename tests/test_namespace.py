@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.user_code.entry_points import COMMANDS, SOURCES, WORLDS, registered
+from benchmarks.house import size
 from tests.conftest import REPOSITORY
 
 LINKS = ("rollout", "tools", "trainers")
@@ -157,6 +158,15 @@ def test_a_folder_can_be_read_at_a_glance() -> None:
         if not _DATA & {*folder.relative_to(package).parts}
     }
     assert {str(folder): len(names) for folder, names in entries.items() if len(names) > MOST_ENTRIES} == {}
+
+
+LINES = {"core": 63_750, "all": 84_100, "files": 526, "tests": 77_700}
+"""Bounds that only go down: a capability deletes as much as it adds."""
+
+
+@pytest.mark.processes
+def test_the_house_does_not_grow() -> None:
+    assert {name: count for name, count in size().items() if count > LINES[name]} == {}
 
 
 MOST_ENTRIES = 16
