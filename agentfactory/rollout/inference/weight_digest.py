@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.inference.sglang import ON_CPU
-
+ON_CPU, ON_GPU = "sglang_cpu", "sglang_gpu"
+"""Prefixes of SGLang's checksums, which it computes differently on a CPU and on a GPU."""
 UNKNOWN = "unknown"
 """Prefix of a server's report for a weight that its kernels have reordered, which cannot be compared."""
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from agentfactory.base.run_notices import notify
-from agentfactory.rollout.inference.sglang import ON_CPU, ON_GPU
-from agentfactory.rollout.inference.weight_digest import FUNCTIONS, UNKNOWN, sglang_hash, weight_digest
+from agentfactory.rollout.inference.weight_digest import FUNCTIONS, ON_CPU, ON_GPU, UNKNOWN, sglang_hash, weight_digest
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -2,6 +2,3 @@
 
 Written against SGLang 0.5.23. Not yet run on a GPU: see docs/servers.md.
 """
-
-ON_CPU, ON_GPU = "sglang_cpu", "sglang_gpu"
-"""Prefixes of checksums: SGLang hashes differently on a CPU and on a GPU."""

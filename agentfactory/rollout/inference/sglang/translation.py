@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.rollout.inference.http_server import ApiError, Json
-from agentfactory.rollout.inference.sglang import ON_CPU, ON_GPU
 from agentfactory.rollout.inference.sglang.upstream import Sglang
+from agentfactory.rollout.inference.weight_digest import ON_CPU, ON_GPU
 
 RESERVED_TOKENS = 7
 """Tokens at the end of the context that SGLang gives to no prompt (`TpModelWorker.get_worker_info`)."""
