@@ -23,7 +23,7 @@ from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE
-from agentfactory.rollout.inference.teacher_client import TeacherClient, _grades
+from agentfactory.rollout.inference.teacher_client import TeacherClient, _grades, open_teachers
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from tests.chat_tokenizers import make_tokenizer
@@ -371,12 +371,32 @@ async def test_a_server_that_dies_is_waited_for_and_then_named(model: Path, capl
             await client.grade(chain(two_turns()))
 
 
+async def test_a_teacher_needs_room_for_the_chains_of_its_sources(model: Path) -> None:
+    async with teaching(model) as (teacher, _):
+        server, kept = TeacherServer(teacher.url), SimpleNamespace(retry_seconds=1.0)
+        limits = {"short": LONGEST, "long": 10 * LONGEST}
+        parts = [
+            SimpleNamespace(name=name, recipe=SimpleNamespace(rollout=SimpleNamespace(max_total_tokens=limit)))
+            for name, limit in limits.items()
+        ]
+        rollout = SimpleNamespace(max_total_tokens=10 * LONGEST)
+        recipe: Any = SimpleNamespace(
+            model=SimpleNamespace(path=str(model)), rollout=rollout, server=kept, parts=lambda: parts
+        )
+        teacher.card["max_model_len"] = 2 * LONGEST
+        async with open_teachers({"short": server}, recipe) as clients:
+            await clients["short"].check()
+        async with open_teachers({"short": server, "long": server}, recipe) as clients:
+            with pytest.raises(SettingError, match=rf"a chain may have rollout\.max_total_tokens={10 * LONGEST}"):
+                await clients["short"].check()
+
+
 async def test_a_policy_that_an_earlier_stage_makes_is_no_reason_to_refuse_the_server(tmp_path: Path) -> None:
     async with teaching(tmp_path / "not-yet") as (teacher, client):
         policy = SimpleNamespace(path=str(tmp_path / "not-yet"))
         rollout, server = SimpleNamespace(max_total_tokens=LONGEST), SimpleNamespace(retry_seconds=1.0)
         recipe: Any = SimpleNamespace(model=policy, rollout=rollout, server=server)
-        recipe.teacher_servers = {"": TeacherServer(teacher.url)}
+        recipe.teacher_servers, recipe.parts = {"": TeacherServer(teacher.url)}, lambda: []
         await asyncio.to_thread(check_teacher_answers, recipe)
         assert not teacher.asked
         with pytest.raises(SettingError, match=r"not-yet has no tokenizer"):
