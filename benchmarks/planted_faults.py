@@ -48,9 +48,9 @@ FAULTS = (
     # trainers
     Fault(
         "mask",
-        "trainers/batches/batch.py",
-        "np.flatnonzero(row.mask)",
-        "np.flatnonzero(row.mask) - 1",
+        "rollout/token_row.py",
+        "sampled = np.flatnonzero(self.mask)",
+        "sampled = np.flatnonzero(self.mask) - 1",
         "trainers/test_batch.py",
     ),
     Fault(
