@@ -1,4 +1,4 @@
-"""Hold every text family of transformers against its model alone, and write docs/text-families.md:
+"""Compare every text family of transformers with its model alone, and write docs/text-families.md:
 `python benchmarks/text_families.py [FAMILY ...]`.
 
 For each family, a tiny random network is trained on in three layouts and served by the embedded engine, as in the tests
@@ -77,9 +77,9 @@ def _page(rows: dict[str, dict[str, str]], totals: dict[str, Counter[str]]) -> s
     words = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
     return f"""# Text models
 
-A network that the trainer or the embedded engine accepts gives each token the log-probability that the model alone
-gives it. Where one cannot, it is refused at the start. `python benchmarks/text_families.py` holds every text family of
-transformers {transformers.__version__} against this and writes this page.
+Trainer and embedded engine compute for each token the log-probability that the model gives it in a forward pass of its
+own, or refuse the model at the start. `python benchmarks/text_families.py` checks every text family of
+transformers {transformers.__version__} and writes this page.
 
 Each network is tiny and random, in float32. The trainer scores seven rows of 3 to 100 tokens in each
 [layout](recipe/training.md); the [embedded engine](servers.md) decodes seven requests of different length in four

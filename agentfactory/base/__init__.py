@@ -1,1 +1,1 @@
-"""What every package builds on: errors, messages, typed configuration, user code, processes, HTTP and files."""
+"""The foundation of all packages: errors, messages, typed configuration, user code, processes, HTTP and files."""

@@ -1,4 +1,4 @@
-"""What chains did: their tool calls (never made, failed, unanswered, repeated), their ends, and unreadable turns."""
+"""Check tool calls (never made, failed, unanswered, repeated), outcomes, and unreadable turns."""
 
 import json
 from collections import Counter

@@ -29,7 +29,7 @@ Warn = Callable[[str, str], None]
 """(topic, text): warns the user."""
 
 QUIET_SECONDS = 10.0
-"""Seconds after which the user is told what has not ended. Each further time comes after three times as long."""
+"""Seconds until the first notice of a running call; each further notice takes three times as long."""
 BEAT_SECONDS = 1.0
 """Seconds between two beats to a supervising process."""
 BLOCKED_SECONDS = 0.5

@@ -88,7 +88,7 @@ class FirstVerdicts:
     fix: str = "correct the reward, and try it with `agentfactory tools check RECIPE`"
     source: str = ""
     _works: set[bool] = field(default_factory=set)
-    """Whether a chain got a reward (False), and whether one kept it after the group rewards (True)."""
+    """The stages in which a chain got a reward: False stands for its own rewards, True for those of its group."""
     _failed: int = 0
     _failed_tasks: list[Task] = field(default_factory=list)
 

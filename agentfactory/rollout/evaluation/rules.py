@@ -1,6 +1,5 @@
-"""Rules of diagnosis that several of its parts apply: the look at the first chains, alarms and symptoms of a training,
-and the audit of a saved run. Each of these thresholds, texts and fixes stands here once; those of bad outcomes stand in
-`agentfactory.rollout.chains.outcome_warnings`."""
+"""Thresholds, texts and fixes that the first look, the alarms of training and the audit share. Those of bad outcomes
+stand in `agentfactory.rollout.chains.outcome_warnings`."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What other ranks get from rank 0: its decisions, and under fsdp2 their shards of the weights, which only it loads."""
+"""Send rank 0's decisions to the other ranks and, under fsdp2, their shards of the weights, which only rank 0 loads."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

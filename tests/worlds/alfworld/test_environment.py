@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from agentfactory.worlds.alfworld.generator import TaskType
 from agentfactory.worlds.alfworld.write_games import check
 from tests.conftest import REPOSITORY
 from tests.waiting import wait_for
+from tests.worlds.alfworld.conftest import Open
 from tests.worlds.alfworld.engines import PYTHON, needs_engine
 
 pytestmark = [needs_engine, pytest.mark.processes]
@@ -42,23 +43,6 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def games(engine: Engine) -> GeneratedGames:
     return GeneratedGames(0, engine.package())
-
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def make() -> Iterator[Open]:
-    """Make objects that are closed when the test ends."""
-    made: list[Any] = []
-
-    def make_one(kind: Open, *arguments: Any, **options: Any) -> Any:
-        made.append(kind(*arguments, **options))
-        return made[-1]
-
-    yield make_one
-    for one in reversed(made):
-        one.close()
 
 
 @pytest.fixture

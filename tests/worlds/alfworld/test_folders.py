@@ -2,9 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from agentfactory.worlds.alfworld.alfworld import AlfWorld, alfworld_tasks
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import FOLDER, Split
 from agentfactory.worlds.alfworld.write_games import write_games
+from tests.worlds.alfworld.conftest import Open
 from tests.worlds.alfworld.engines import PYTHON, needs_engine
 
 pytestmark = [needs_engine, pytest.mark.processes]
@@ -56,23 +55,6 @@ if __name__ == "__main__":
             played[os.path.relpath(os.path.dirname(file), data + "/json_2.1.1")] = [infos["won"][0], seen]
     print("\\n" + json.dumps([listed, played]))
 """
-
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def make() -> Iterator[Open]:
-    """Make objects that are closed when the test ends."""
-    made: list[Any] = []
-
-    def make_one(kind: Open, *arguments: Any, **options: Any) -> Any:
-        made.append(kind(*arguments, **options))
-        return made[-1]
-
-    yield make_one
-    for one in reversed(made):
-        one.close()
 
 
 @pytest.fixture(scope="module")
