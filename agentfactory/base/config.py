@@ -314,9 +314,8 @@ class LimitsConfig(Section):
     def _limits_can_be_reached(self) -> "LimitsConfig":
         for limit in self.on_breach:
             if not getattr(self, limit):
-                raise SettingError(
-                    f"on_breach.{limit}", "there is no such limit", f"set limits.{limit}, or remove the entry"
-                )
+                fix = f"set limits.{limit}, or remove the entry"
+                raise SettingError(f"on_breach.{limit}", "there is no such limit", fix)
         if self.cost is not None and not self.cost_per_call:
             raise SettingError("cost", f"got {self.cost:g}, but no call costs anything", "set limits.cost_per_call")
         return self

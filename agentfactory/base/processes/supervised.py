@@ -219,13 +219,12 @@ def supervised(command: Callable[[], int]) -> int:
     status = supervisor.wait(awaited)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     supervisor.hear()
-    if supervisor.returned is None and -status in supervisor.received:
-        # before or after the command has handlers of its own
+    if supervisor.returned is not None:
+        # after its last word, the child may still get a signal, or end otherwise
+        return supervisor.returned
+    if -status in supervisor.received:  # before or after the command has handlers of its own
         raise Signalled(-status)
-    if supervisor.returned is None:
-        raise DiedFromInside(ended_by(status, supervisor.doing))
-    # after its last word, the child may still get a signal, or end otherwise
-    return supervisor.returned
+    raise DiedFromInside(ended_by(status, supervisor.doing))
 
 
 class _Supervisor:

@@ -41,12 +41,8 @@ def is_path(image: Any) -> bool:
 
 def decode(source: Any, base: Path = Path()) -> Image.Image:
     """Decode an image to RGB, turned upright by its EXIF data. Transparency becomes white; of an animation, the first
-    frame is used.
-
-    `source` is a Pillow image, bytes of a file, a path (relative to `base`), a `data:` URL, base64 text, or a dict with
-    `bytes` or `path`, as in data sets. Raises ValueError if it is none of these or cannot be decoded; web addresses are
-    not fetched.
-    """
+    frame is used. `source` is a Pillow image, bytes of a file, a path (relative to `base`), a `data:` URL, base64 text,
+    or a dict with `bytes` or `path`, as in data sets; web addresses are not fetched. Raises ValueError."""
     name = _name_of(source)
     image = source if isinstance(source, Image.Image) else _open(BytesIO(content_of(source, base)), name)
     try:

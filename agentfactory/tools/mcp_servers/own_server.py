@@ -87,17 +87,14 @@ def build_server(
     if own is None or own.host is None:
         for field, value in (("pool", pool not in (None, PoolConfig())), ("options", options)):
             if value:
-                raise TypeError(
-                    f"{field}: only an Environment class takes {field}, and server {name} has none; remove it"
-                )
+                problem = f"only an Environment class takes {field}, and server {name} has none"
+                raise TypeError(f"{field}: {problem}; remove it")
     return objects[0] if own is None else own
 
 
 class OwnServer(Server[Any]):
     """An MCP server of our tools. Calls from this process (`call`) bypass the protocol, which takes 0.2 ms of CPU.
-
-    `host` has the environment's instances, if there is an environment.
-    """
+    `host` has the environment's instances, if there is an environment."""
 
     def __init__(
         self,
@@ -182,8 +179,8 @@ class OwnServer(Server[Any]):
     async def call(
         self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
     ) -> CallToolResult:
-        """Return the result of a call from this process. Copies the arguments, which a tool may keep or change. For
-        `reset_seconds` see SECONDS_KEY. Raises MCPError."""
+        """Return the result of a call from this process, with a copy of the arguments. `reset_seconds`: see
+        SECONDS_KEY. Raises MCPError."""
         return await self._answer(tool, deepcopy(arguments), chain, reset_seconds)
 
     async def _answer(
@@ -225,7 +222,7 @@ class OwnServer(Server[Any]):
         if name == "reset":
             return await self.host.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
-            return await self.host.call(chain, "reward", arguments, lambda value, _: _verdict(value))
+            return await self.host.call(chain, name, arguments, lambda value, _: _verdict(value))
         if name == "take_images":
             return await self.host.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":
@@ -243,8 +240,8 @@ class OwnServer(Server[Any]):
         return self._observed(value, held)
 
     def _observed(self, value: Any, held: Held) -> CallToolResult:
-        """Return the result of a method of an environment, with the anchor of its current state. Raises
-        ToolInfrastructureError if `anchor` fails, because the model did not cause that."""
+        """Return the result of an environment's method, with the anchor of its state. Raises ToolInfrastructureError
+        if `anchor` fails, because the model did not cause that."""
         result = self._result(value)
         if not overrides(type(held.environment), "anchor"):
             return result
@@ -291,8 +288,7 @@ def _structured(answer: dict[str, Any]) -> CallToolResult:
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _IMAGES = {
-    "type": "object",
+    **_NO_ARGUMENTS,
     "properties": {"images": {"type": "array", "items": {"type": "string"}}},
     "required": ["images"],
-    "additionalProperties": False,
 }

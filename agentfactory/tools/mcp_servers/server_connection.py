@@ -71,11 +71,11 @@ class CallTimeout(Exception):
 
 
 class Connection:
-    """One MCP server, kept open from `open` to `close`.
+    """One MCP server, kept open from `open` to `close`. `tools` is its list.
 
-    `tools` is the server's list. `generation` counts openings: when it changes, state in the server process is lost.
-    Without `reopens` a lost connection stays lost: its pool creates another. Results are cut to `result_bytes`.
-    `on_list` gets each list of tools, and returns how tools differ from those that the run began with, by name.
+    `generation` counts openings: when it changes, state in the server process is lost. Without `reopens` a lost
+    connection stays lost: its pool creates another. Results are cut to `result_bytes`. `on_list` gets each list of
+    tools, and returns how tools differ from those that the run began with, by name.
     """
 
     def __init__(
@@ -149,10 +149,8 @@ class Connection:
         """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given. For
         `reset_seconds` see SECONDS_KEY.
 
-        Raises:
-            CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
-            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, changed this tool, or
-                broke the protocol; the message names it.
+        Raises CallTimeout after `timeout_seconds`, or the server's own time limit, and ToolInfrastructureError if the
+        server cannot be reached, died, lost the chain's state, changed this tool, or broke the protocol.
         """
         client = await self._connected()
         if generation not in (None, self.generation):
@@ -193,11 +191,8 @@ class Connection:
         return bounded(result, self._result_bytes)
 
     async def _failed(self, client: Client, tool: str, error: MCPError) -> CallToolResult:
-        """Return the result for the model of a call that the server answered with a JSON-RPC error.
-
-        Raises ToolInfrastructureError if the error's cause is that the server changed the tool, or if one of our
-        servers hides the error from the model.
-        """
+        """Return the result for the model of a call that the server answered with a JSON-RPC error. Raises
+        ToolInfrastructureError if the server changed the tool, or if one of ours hides the error from the model."""
         self._used = True
         data, text = error_data(error), error_text(error)
         if isinstance(data, dict) and NOT_FOR_MODELS in data:
@@ -262,8 +257,7 @@ class Connection:
         notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
 
     async def answers(self) -> bool:
-        """Return whether the server still answers and knows this connection. The newer protocol has no such request, so
-        it counts as answering."""
+        """Return whether the server still answers and knows this connection, as far as its protocol can tell."""
         if not self.alive:
             return False
         client = self._client.result()
@@ -354,9 +348,8 @@ class Connection:
             self._opening = False
             self._lost()
         stderr = self._stderr_tail.strip()
-        return f"{_where(self._target)}: {reason}{through(self._proxy)}" + (
-            f"; the end of its stderr:\n{stderr}" if stderr else ""
-        )
+        end = f"; the end of its stderr:\n{stderr}" if stderr else ""
+        return f"{_where(self._target)}: {reason}{through(self._proxy)}{end}"
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Client]:

@@ -81,11 +81,8 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
     """Return the object, process, container or address that `config` names.
 
     `command: python` is this interpreter, and its modules (`-m`) import like user code. Paths are relative to `base`.
-    Our own servers in this process cut results to `result_bytes`.
-
-    Raises:
-        UserCodeError, TypeError: `module` cannot be loaded or served.
-        SettingError: see `check_entry`.
+    Our own servers in this process cut results to `result_bytes`. Raises UserCodeError or TypeError if `module` cannot
+    be loaded or served, SettingError like `check_entry`.
     """
     check_entry(name, config, base)
     if config.module is not None:
@@ -109,12 +106,11 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
 
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
-    """Check the variables and folders that an entry refers to. Starts nothing, and leaves no files.
+    """Check the variables and folders that an entry refers to. Starts nothing, and leaves no files. Paths below
+    `prepared`, which `prepare` will fill, need not exist yet.
 
-    Paths below `prepared`, which `prepare` will fill, need not exist yet.
-
-    Raises SettingError: an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied, `cwd`
-    is not in it, or nothing can be moved to `keep_workspaces`.
+    Raises SettingError if an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied,
+    `cwd` is not in it, or nothing can be moved to `keep_workspaces`.
     """
     prefix = f"mcp_servers.{name}"
     expand_variables(f"{prefix}.headers", config.headers)
@@ -154,21 +150,13 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
     """Replace `${NAME}` with environment variables, so a recipe refers to secrets without containing them. Raises
     SettingError, below `field`, for a variable that is not set."""
-
-    def expand(key: str, value: str) -> str:
-        def variable(match: re.Match[str]) -> str:
-            if match[0] == CHAIN:
-                return CHAIN  # in env; headers cannot have it
-            if match[1] not in os.environ:
-                fix = _did_you_mean(match[1]) if field.endswith(".env") else ""
-                raise SettingError(
-                    f"{field}.{key}", f"the environment variable {match[1]} is not set", fix or "export it"
-                )
-            return os.environ[match[1]]
-
-        return _VARIABLE.sub(variable, value)
-
-    return {key: expand(key, value) for key, value in values.items()}
+    known = os.environ | {"chain": CHAIN}  # in env; headers cannot have it
+    for key, value in values.items():
+        for name in _VARIABLE.findall(value):
+            if name not in known:
+                fix = _did_you_mean(name) if field.endswith(".env") else ""
+                raise SettingError(f"{field}.{key}", f"the environment variable {name} is not set", fix or "export it")
+    return {key: _VARIABLE.sub(lambda match: known[match[1]], value) for key, value in values.items()}
 
 
 def _did_you_mean(variable: str) -> str:
@@ -178,10 +166,8 @@ def _did_you_mean(variable: str) -> str:
 
 
 async def find_program() -> str:
-    """Return the first of docker and podman that works here.
-
-    Raises ToolInfrastructureError with the message of each if neither works.
-    """
+    """Return the first of docker and podman that works here. Raises ToolInfrastructureError with the message of each if
+    neither works."""
     if _works:
         return _works[0]
     reasons = []

@@ -181,9 +181,7 @@ def start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
             bwrap = bubblewrap.find_bwrap(user)
 
             def arguments(info: int, seccomp: int, env: int, worker: int) -> list[str]:
-                prefix = bubblewrap.command(
-                    bwrap, interpreter, packages, settings, info=info, seccomp=seccomp, env=env, worker=worker
-                )
+                prefix = bubblewrap.command(bwrap, interpreter, packages, settings, seccomp, env, info, worker)
                 path = [bubblewrap.PACKAGES] if packages else []
                 return [*prefix, *program, bubblewrap.WORKER, *_options(theirs, bubblewrap.WORKSPACE, settings), *path]
 
@@ -252,7 +250,7 @@ def _watch_over(interpreter: Interpreter, user: int | None) -> None:
 
 def _popen(
     command: list[str],
-    environment: dict[str, str] | None,
+    environment: dict[str, str],
     user: int | None,
     outputs: list[int],
     inherited: tuple[int, ...],
@@ -262,7 +260,7 @@ def _popen(
     try:
         return subprocess.Popen(
             command,
-            env={} if environment is None else environment,
+            env=environment,
             cwd="/",
             stdin=stdin,
             stdout=outputs[0],
@@ -278,10 +276,8 @@ def _popen(
 def _filter(processes: bool = False) -> bytes:
     machine = platform.machine()
     if machine not in seccomp.MACHINES:
-        raise SandboxUnavailable(
-            f"the sandbox has no list of system calls for {machine}, only for {', '.join(seccomp.MACHINES)}",
-            "run it on such a machine",
-        )
+        problem = f"the sandbox has no list of system calls for {machine}, only for {', '.join(seccomp.MACHINES)}"
+        raise SandboxUnavailable(problem, "run it on such a machine")
     return seccomp.program(machine, processes)
 
 
