@@ -5,12 +5,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.environments import environment_host
 from agentfactory.tools.mcp_servers import recipe_server as tool_server
+from agentfactory.tools.sessions.tool_session import ToolSession
 
 FOLDER = Path(__file__).parent
 NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"]}
@@ -53,6 +56,18 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, line.split()[1]
         finally:
             process.terminate()
+
+
+def recipe_of(**servers: Any) -> ToolsRecipe:
+    return ToolsRecipe.model_validate({"mcp_servers": servers})
+
+
+async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
+    """Call a tool, which must succeed and return text."""
+    result = await session.call(ToolCall("1", name, arguments))
+    assert result.error is None, result
+    assert isinstance(result.content, str)
+    return result.content
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import pytest
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.mcp_servers.server_entry import find_program
 from agentfactory.tools.sessions.toolset import open_toolset
-from tests.tools.test_isolation import ask, recipe_of
+from tests.tools.conftest import ask, recipe_of
 
 pytestmark = pytest.mark.processes
 
@@ -62,12 +62,8 @@ async def image(tmp_path: Path, folder: Path) -> AsyncIterator[tuple[str, str]]:
 
 async def test_chains_in_containers(image: tuple[str, str], folder: Path) -> None:
     program, name = image
-    entry = {
-        "container": name,
-        "args": [str(PYTHON), "-S", "/notebook.py"],
-        "isolation": "process",
-        "pool": {"capacity": 2},
-    }
+    pool = {"capacity": 2}
+    entry = {"container": name, "args": [str(PYTHON), "-S", "/notebook.py"], "isolation": "process", "pool": pool}
 
     server = f"pad{uuid.uuid4().hex[:8]}"
 

@@ -20,6 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.waiting import pass_time
 
 WORDS = "one two three four five six"
+SEARCH, ANOTHER = ("search", 0, 0.0), ("another", 0, 0.0)
 
 
 def cut(text: str, most: int) -> str | None:
@@ -61,25 +62,25 @@ def breached(chain: ChainAccount) -> dict[str, float]:
     [
         (
             {"calls_per_turn": 2},
-            [("search", 0, 0.0), ("search", 1, 0.0)],
+            [SEARCH, ("search", 1, 0.0)],
             [("search", 2, 0.0)],
             "Not run: the limit of 2 calls in one turn is reached. The call can be made in your next turn.",
         ),
         (
             {"calls": 1},
-            [("search", 0, 0.0)],
-            [("another", 0, 0.0)] * 2,
+            [SEARCH],
+            [ANOTHER] * 2,
             "Not run: the limit of 1 call in this conversation is reached. Answer with what you have.",
         ),
         (
             {"calls_per_tool": {"search": 2}},
-            [("search", 0, 0.0), ("another", 0, 0.0), ("search", 0, 0.0)],
-            [("search", 0, 0.0)],
+            [SEARCH, ANOTHER, SEARCH],
+            [SEARCH],
             "Not run: the limit of 2 calls of search in this conversation is reached. Go on without search.",
         ),
         (
             {"calls_per_second": {"search": 0.5}, "on_breach": {"calls_per_second": {}}},
-            [("search", 0, 0.0)],
+            [SEARCH],
             [("search", 0, 1.9)],
             "Not run: the limit of 0.5 calls of search per second is reached. The call can be made in your next turn.",
         ),

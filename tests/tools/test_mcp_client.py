@@ -10,29 +10,16 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
-from agentfactory.base.messages import ToolCall, ToolInfrastructureError
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.run_notices import notice_of
 from agentfactory.tools.mcp_servers import server_connection as mcp_client
 from agentfactory.tools.mcp_servers import server_entry as containers
-from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.forked import reserved_port
-from tests.tools.conftest import NOTEBOOK, OBJECTS, http_server, stdio_server
+from tests.tools.conftest import NOTEBOOK, OBJECTS, ask, http_server, recipe_of, stdio_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.processes
-
-
-def recipe_of(**servers: Any) -> ToolsRecipe:
-    return ToolsRecipe.model_validate({"mcp_servers": servers})
-
-
-async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
-    result = await session.call(ToolCall("1", name, arguments))
-    assert result.error is None, result
-    assert isinstance(result.content, str)
-    return result.content
 
 
 async def test_a_killed_child_fails_its_chains_and_comes_back(
@@ -84,9 +71,8 @@ async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: 
         for _ in range(3):
             with pytest.raises(ToolInfrastructureError, match="died during a call of die"):
                 await ask(session, "die")
-        with pytest.raises(
-            ToolInfrastructureError, match=r"tool server pad: given up after 3 failures: `.*tools\.serve"
-        ):
+        given_up = r"tool server pad: given up after 3 failures: `.*tools\.serve"
+        with pytest.raises(ToolInfrastructureError, match=given_up):
             await ask(session, "die")
 
 

@@ -159,29 +159,6 @@ async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:
         build_server([Greedy])
 
 
-async def test_methods_of_an_instance() -> None:
-    class Index:
-        def __init__(self, pages: list[str]) -> None:
-            self.pages = pages
-
-        @tool
-        def search(self, word: str) -> list[str]:
-            """Search."""
-            return [page for page in self.pages if word in page]
-
-        @tool
-        async def count(self) -> int:
-            """Count."""
-            return len(self.pages)
-
-    index = Index(["red tea", "green tea", "coffee"])
-    async with Client(build_server([index.search, index.count])) as client:
-        assert await call(client, "search", None, word="tea") == ('["red tea", "green tea"]', None)
-        assert await call(client, "count", None) == ("3", None)
-    with pytest.raises(TypeError, match="search is a method of a class: serve an instance's method"):
-        build_server([Index.search])
-
-
 class Room(Environment):
     """An environment that logs each instance's events. Its constructor waits for `gate`, and `nap` for `wake`."""
 
@@ -317,16 +294,6 @@ async def test_a_server_that_ends_while_an_instance_is_made(log: list[str]) -> N
     await until(lambda: log == ["at the gate", "make room0", "close room0"])
 
 
-async def test_a_constructor_that_raises() -> None:
-    class Haunted(Environment):
-        def __init__(self) -> None:
-            assert threading.current_thread() is not threading.main_thread()
-            raise OSError("no disk")
-
-    async with Client(build_server([Haunted])) as client:
-        assert await call(client, "reset") == ("OSError: no disk", "tool_error")
-
-
 async def test_a_class_that_cannot_forget_is_made_anew() -> None:
     class Bucket(Environment):
         def __init__(self) -> None:
@@ -384,6 +351,10 @@ def _refused() -> list[tuple[list[Any], str]]:
         @tool
         def reset(self) -> None: ...
 
+    class Index:
+        @tool
+        def search(self, word: str) -> None: ...
+
     class Another(Environment):
         pass
 
@@ -395,6 +366,7 @@ def _refused() -> list[tuple[list[Any], str]]:
         ([Confused], "Confused.reset is not for the model"),
         ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),
         ([MCPServer("x"), add], r"is served alone"),
+        ([Index.search], "search is a method of a class: serve an instance's method"),
     ]
 
 
@@ -419,11 +391,6 @@ def test_options_that_do_not_fit() -> None:
             build_server(objects, "pad", options={"size": 1})
         with pytest.raises(TypeError, match=r"pool: only an Environment class takes pool"):
             build_server(objects, "pad", pool=PoolConfig(capacity=1))
-
-
-def test_a_server_object_is_served_as_it_is() -> None:
-    server = MCPServer("theirs")
-    assert build_server([server]) is server
 
 
 async def test_a_tool_in_this_process_may_change_its_arguments() -> None:

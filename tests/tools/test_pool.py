@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,19 +127,14 @@ async def test_waiting_is_bounded() -> None:
     await (await pool.acquire()).release()
     await pool.close()
 
-    async def forever() -> None:
-        await asyncio.sleep(60)
-
-    factory = Factory(forever)
+    factory = Factory(partial(asyncio.sleep, 60))
     pool = factory.pool(wait_seconds=0.01, create_seconds=0.05)
     with pytest.raises(ToolInfrastructureError, match=r"no instance within 0.01 s .*: the creation of .* takes longer"):
         await pool.acquire()
     await until(lambda: not factory.existing)
     await pool.close()
     pool = factory.pool(create_seconds=0.01)
-    late = (
-        r"pads: the creation of an instance did not end within 0\.01 s; fix: correct it, or raise pool\.create_seconds"
-    )
+    late = r"pads: the creation of an instance did not end within 0\.01 s; fix: correct it, or raise pool\.create_sec"
     with pytest.raises(ToolInfrastructureError, match=late):
         await pool.acquire()
     await pool.close()

@@ -56,24 +56,24 @@ def test_a_child_that_blocks_ends_when_its_parent_is_killed(folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "the following arguments are required: FILE.py[:NAME]"),
-        (["missing.py"], "there is no file"),
-        (["nothing"], "'nothing' is not prebuilt (alfworld, browse, calculator, "),
-        (["scratchpad.py:add", "--http", "many"], "argument --http: invalid int value: 'many'"),
-        (["scratchpad.py:Scratchpad", "--capacity", "0"], "--capacity: Input should be greater than 0, got 0"),
-        (["scratchpad.py:Scratchpad", "--option", "size"], "--option: got 'size'; write it as NAME=VALUE"),
-        (["scratchpad.py:Scratchpad", "--option", "size=3"], "options.size: Scratchpad has no such argument"),
-        (["browse", "--option", "window_characters=many"], "options.window_characters: got 'many': Input should be a"),
-        (["scratchpad.py:Scratchpad", "--idle-seconds", "3"], "--idle-seconds: needs --http, because a stdio server"),
-        (["scratchpad.py:add", "--warm", "2"], "pool: only an Environment class takes pool"),
+        ("", "the following arguments are required: FILE.py[:NAME]"),
+        ("missing.py", "there is no file"),
+        ("nothing", "'nothing' is not prebuilt (alfworld, browse, calculator, "),
+        ("scratchpad.py:add --http many", "argument --http: invalid int value: 'many'"),
+        ("scratchpad.py:Scratchpad --capacity 0", "--capacity: Input should be greater than 0, got 0"),
+        ("scratchpad.py:Scratchpad --option size", "--option: got 'size'; write it as NAME=VALUE"),
+        ("scratchpad.py:Scratchpad --option size=3", "options.size: Scratchpad has no such argument"),
+        ("browse --option window_characters=many", "options.window_characters: got 'many': Input should be a"),
+        ("scratchpad.py:Scratchpad --idle-seconds 3", "--idle-seconds: needs --http, because a stdio server"),
+        ("scratchpad.py:add --warm 2", "pool: only an Environment class takes pool"),
     ],
 )
 def test_command_lines_that_are_wrong(
-    folder: Path, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, arguments: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as ended:
-        main(arguments, prog="agentfactory tools serve")
+        main(arguments.split(), prog="agentfactory tools serve")
     said = capsys.readouterr()
     assert ended.value.code == 2
     assert reason in " ".join(said.err.split())
@@ -133,8 +133,7 @@ def test_what_is_served_of_a_file(tmp_path: Path) -> None:
 
 
 async def _visit(client: Client, chain: str) -> Any:
-    meta: Any = {CHAIN_KEY: chain}
-    return content_of(await client.call_tool("reset", {}, meta=meta))
+    return content_of(await client.call_tool("reset", {}, meta={CHAIN_KEY: chain}))  # type: ignore[arg-type]
 
 
 @pytest.mark.processes

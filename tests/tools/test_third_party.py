@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, Content, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.third_party_servers import everything, everything_over_http, time_server
+from tests.tools.conftest import recipe_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -30,10 +30,6 @@ def entry_of(way: str, everything: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     with everything_over_http(everything) as url:
         yield {"url": url, "type": "http", "isolation": "session" if way == "session" else "shared"}
-
-
-def recipe_of(**servers: Any) -> ToolsRecipe:
-    return ToolsRecipe.model_validate({"mcp_servers": servers})
 
 
 async def call(session: ToolSession, name: str, seconds: float | None = None, /, **arguments: Any) -> ToolResult:

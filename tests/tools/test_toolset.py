@@ -353,8 +353,7 @@ async def test_names_that_models_see(folder: Path) -> None:
         assert (await session.call(make("two_write", word="x"))).content == "wrote x"
         assert [(await session.call(make(name))).content for name in ("one_read", "two_read")] == ["w", "x"]
         assert (await session.call(make("two_tear"))).error is CallError.UNKNOWN_TOOL
-        wrong = await session.call(make("two_write"))
-        assert wrong.content == "Invalid arguments for two_write: word is missing."
+        assert (await session.call(make("two_write"))).content == "Invalid arguments for two_write: word is missing."
 
 
 async def test_objects_beside_the_recipe(folder: Path) -> None:
@@ -407,6 +406,11 @@ async def test_no_tools(folder: Path) -> None:
         assert await session.reward() is None
 
 
+def pad(served: str = "Scratchpad", name: str = "pad", **fields: Any) -> dict[str, Any]:
+    """Return a recipe with the tool `add`, and a server of another object."""
+    return {"tools": ["scratchpad.py:add"], "mcp_servers": {name: {"module": f"scratchpad.py:{served}", **fields}}}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("recipe", "error", "reason"),
@@ -414,45 +418,17 @@ async def test_no_tools(folder: Path) -> None:
         ({"tools": ["scratchpad.py:sub"]}, UserCodeError, "scratchpad.py defines no sub; it defines add, shout"),
         ({"tools": ["nowhere.py:add"]}, UserCodeError, "there is no file"),
         ({"tools": ["scratchpad.py:Literal"]}, TypeError, "neither a @tool function or method nor an Environment"),
+        (pad("add", name="add"), ValueError, "two tool servers are called add"),
+        (pad("add"), ValueError, "the tool add is offered by add and by pad"),
         (
-            {"tools": ["scratchpad.py:add"], "mcp_servers": {"add": {"module": "scratchpad.py:shout"}}},
+            pad("add", environment={}),
             ValueError,
-            "two tool servers are called add",
+            "pad.environment.reset: the server has no tool 'reset', it offers add; n",
         ),
-        (
-            {"tools": ["scratchpad.py:add"], "mcp_servers": {"more": {"module": "scratchpad.py:add"}}},
-            ValueError,
-            "the tool add is offered by add and by more",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:add", "environment": {}}}},
-            ValueError,
-            "mcp_servers.pad.environment.reset: the server has no tool 'reset', it offers add; name one of them",
-        ),
-        (
-            {
-                "mcp_servers": {
-                    "pad": {"module": "scratchpad.py:Scratchpad", "environment": {"close": "shut"}},
-                }
-            },
-            ValueError,
-            "environment.close: the server has no tool 'shut', it offers write, .*; set it to null",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:Scratchpad", "deny": ["reset"]}}},
-            ValueError,
-            "mcp_servers.pad.deny: the server has no tool 'reset' for models, it offers write, read, tear; name one",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:add", "allow": ["sub"]}}},
-            ValueError,
-            "mcp_servers.pad.allow: the server has no tool 'sub' for models, it offers add; name one of them",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:Scratchpad", "cache": 3}}},
-            ValueError,
-            "mcp_servers.pad.cache: it is an environment, with state per chain; remove it",
-        ),
+        (pad(environment={"close": "shut"}), ValueError, "no tool 'shut', it offers write, .*; set it to null"),
+        (pad(deny=["reset"]), ValueError, "pad.deny: the server has no tool 'reset' for models, it offers write, re"),
+        (pad("shout", allow=["sub"]), ValueError, "pad.allow: the server has no tool 'sub' for models, it offers sh"),
+        (pad(cache=3), ValueError, "mcp_servers.pad.cache: it is an environment, with state per chain; remove it"),
         (
             {"mcp_servers": {"pad": {**NOTEBOOK, "isolation": "shared", "pool": {"warm": 2}}}},
             ValueError,

@@ -126,10 +126,3 @@ async def test_a_rough_handshake(changes: dict[str, Any]) -> None:
     async with opened(plan) as (toolset, notices):
         assert [spec.name for spec in toolset.specs] == ["t"]
     assert notices == []
-
-
-async def test_a_version_that_nobody_speaks() -> None:
-    plan = plan_of([TOOL], initialize=message_of(result=INFO | {"protocolVersion": "2031-01-01"}))
-    with pytest.raises(ToolInfrastructureError, match="Unsupported protocol version from the server: 2031-01-01"):
-        async with opened(plan):
-            pass
