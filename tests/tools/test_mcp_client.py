@@ -117,14 +117,6 @@ async def test_servers_that_do_not_start(folder: Path, server: dict[str, Any], r
             pass
 
 
-async def test_a_server_that_is_never_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_client, "OPEN_SECONDS", 0.3)
-    server = {"command": "python", "args": ["-c", "import time; time.sleep(60)"]}
-    with pytest.raises(ToolInfrastructureError, match=r"tool server bad: `.*sleep.*` in .*: not ready within 0.3 s"):
-        async with open_toolset(recipe_of(bad=server), folder):
-            pass
-
-
 MINE = """
 import os
 from agentfactory.tools.tool import tool

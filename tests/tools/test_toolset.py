@@ -28,32 +28,50 @@ NESTED: list[Any] = []
 for _ in range(300):
     NESTED = [NESTED]
 
-SCRIPT: list[tuple[str, dict[str, Any]]] = [
-    ("read", {}),
-    ("write", {"word": "Grüße, 世界 \n\t\"quoted\" \\ 'too'"}),
-    ("read", {}),
-    ("write", {"word": ""}),
-    ("read", {}),
-    ("write", {}),
-    ("write", {"word": 3}),
-    ("write", {"word": "x", "size": [1, {"a": None}]}),
-    ("write", {"word": "\ud800"}),
-    ("tear", {}),
-    ("add", {"a": 2}),
-    ("add", {"a": "2", "b": 2**70}),
-    ("add", {"a": 2.5}),
-    ("add", {"a": float("nan")}),
-    ("add", {"a": NESTED}),
-    ("shout", {"text": "hey", "ending": "?"}),
-    ("shout", {"text": "hey", "ending": "."}),
-    ("fail", {"reason": "on purpose"}),
-    ("fail", {"reason": ""}),
-    ("burn", {}),
-    ("reset", {"word": "x"}),
-    ("reward", {}),
-    ("close", {}),
-    ("bad \ud800", {}),
-    ("read", {}),
+WRONG, FAILED = CallError.INVALID_ARGUMENTS, CallError.TOOL_ERROR
+ODD = "Grüße, 世界 \n\t\"quoted\" \\ 'too'"
+TOOLS = ["write", "read", "tear", "add", "shout", "fail", "wait", "process_id"]
+SCRIPT: list[tuple[str, dict[str, Any], str, CallError | None]] = [
+    # tool, arguments, the text that the model reads (to its ...), the error
+    ("read", {}, "first", None),
+    ("write", {"word": ODD}, f"wrote {ODD}", None),
+    ("read", {}, ODD, None),
+    ("write", {"word": ""}, "wrote ", None),
+    ("read", {}, "", None),
+    ("write", {}, "Invalid arguments for write: word is missing.", WRONG),
+    ("write", {"word": 3}, "Invalid arguments for write: word: Input should be a valid string, got 3.", WRONG),
+    (
+        "write",
+        {"word": "x", "size": [1]},
+        "Invalid arguments for write: size is not an argument of it (the a...",
+        WRONG,
+    ),
+    ("write", {"word": "\ud800"}, "Invalid arguments for write: not JSON in UTF-8: ...", WRONG),
+    ("tear", {}, "ValueError: the pad cannot be torn", FAILED),
+    ("add", {"a": 2}, "3", None),
+    ("add", {"a": "2", "b": 2**70}, str(2 + 2**70), None),
+    (
+        "add",
+        {"a": 2.5},
+        "Invalid arguments for add: a: Input should be a valid integer, got a number with a f...",
+        WRONG,
+    ),
+    ("add", {"a": float("nan")}, "Invalid arguments for add: not JSON in UTF-8: Out of range float...", WRONG),
+    ("add", {"a": NESTED}, "Invalid arguments for add: they are nested more than 64 levels deep.", WRONG),
+    ("shout", {"text": "hey", "ending": "?"}, "HEY?", None),
+    (
+        "shout",
+        {"text": "hey", "ending": "."},
+        "Invalid arguments for shout: ending: Input should be '!' or '?'...",
+        WRONG,
+    ),
+    ("fail", {"reason": "on purpose"}, "RuntimeError: on purpose", FAILED),
+    ("fail", {"reason": ""}, "RuntimeError: ", FAILED),
+    *(
+        (name, {}, f"There is no tool {name!r}. The tools are: {', '.join(TOOLS)}.", CallError.UNKNOWN_TOOL)
+        for name in ("burn", "reset", "reward", "close", "bad \ud800")
+    ),
+    ("read", {}, "", None),
 ]
 
 
@@ -65,9 +83,9 @@ async def transcript(toolset: Toolset, key: str) -> list[Any]:
     """Return everything that an agent can see of a scripted chain."""
     async with toolset.chain(key, {"word": "first", "question": "ignored by reset"}) as session:
         seen: list[Any] = [toolset.specs, session.opening]
-        for name, arguments in SCRIPT:
+        for name, arguments, *_ in SCRIPT:
             result = await session.call(make(name, **arguments))
-            seen.append((name, result.content, result.error, result.to_message(make(name))))
+            seen.append((result.content, result.error, result.to_message(make(name))))
         parallel = [make("write", word=word) for word in "abc"] + [make("read")]
         seen.append([result.content for result in await asyncio.gather(*map(session.call, parallel))])
         seen.append(await session.reward())
@@ -120,47 +138,11 @@ async def test_transports_give_identical_transcripts(recipes: dict[str, ToolsRec
     assert repr(seen["http"]) == repr(seen["in process"])
 
     specs, opening, *calls, parallel, reward, forbidden, incomplete, worthless, by_turn = seen["in process"]
-    assert [spec.name for spec in specs] == [*("write", "read", "tear", "add", "shout", "fail", "wait", "process_id")]
+    assert [spec.name for spec in specs] == TOOLS
     assert opening == "The pad says first."
-    answers = [(content, error) for _, content, error, _ in calls]
-    assert answers == [
-        ("first", None),
-        ("wrote Grüße, 世界 \n\t\"quoted\" \\ 'too'", None),
-        ("Grüße, 世界 \n\t\"quoted\" \\ 'too'", None),
-        ("wrote ", None),
-        ("", None),
-        ("Invalid arguments for write: word is missing.", CallError.INVALID_ARGUMENTS),
-        ("Invalid arguments for write: word: Input should be a valid string, got 3.", CallError.INVALID_ARGUMENTS),
-        (
-            "Invalid arguments for write: size is not an argument of it (the arguments are word).",
-            CallError.INVALID_ARGUMENTS,
-        ),
-        (answers[8][0], CallError.INVALID_ARGUMENTS),
-        ("ValueError: the pad cannot be torn", CallError.TOOL_ERROR),
-        ("3", None),
-        (str(2 + 2**70), None),
-        (
-            "Invalid arguments for add: a: Input should be a valid integer, got a number with a fractional part, "
-            "got 2.5.",
-            CallError.INVALID_ARGUMENTS,
-        ),
-        (answers[13][0], CallError.INVALID_ARGUMENTS),
-        ("Invalid arguments for add: they are nested more than 64 levels deep.", CallError.INVALID_ARGUMENTS),
-        ("HEY?", None),
-        ("Invalid arguments for shout: ending: Input should be '!' or '?', got \".\".", CallError.INVALID_ARGUMENTS),
-        ("RuntimeError: on purpose", CallError.TOOL_ERROR),
-        ("RuntimeError: ", CallError.TOOL_ERROR),
-        *(
-            (
-                f"There is no tool {name!r}. The tools are: write, read, tear, add, shout, fail, wait, process_id.",
-                CallError.UNKNOWN_TOOL,
-            )
-            for name in ("burn", "reset", "reward", "close", "bad \ud800")
-        ),
-        ("", None),
-    ]
-    assert answers[8][0].startswith("Invalid arguments for write: not JSON in UTF-8: ")
-    assert answers[13][0].startswith("Invalid arguments for add: not JSON in UTF-8: Out of range float")
+    for (name, _, text, kind), (content, error, _) in zip(SCRIPT, calls, strict=True):
+        said = f"{content[: len(text) - 3]}..." if text.endswith("...") else content
+        assert (said, error) == (text, kind), name
     assert parallel == ["wrote a", "wrote b", "wrote c", "c"]
     assert reward == EnvironmentReward(1.0, {"success": 1.0})
     assert forbidden == "environment pad: reset: ValueError: that word is forbidden"

@@ -80,14 +80,10 @@ class ChainProgram:
                 await in_folder_thread(remove_folder, folder)
 
     def _command(self, folder: str) -> StdioServerParameters:
-        program = self.program
-        return program.model_copy(
-            update={
-                "args": [argument.replace(CHAIN, folder) for argument in program.args],
-                "env": {key: value.replace(CHAIN, folder) for key, value in (program.env or {}).items()},
-                "cwd": str(program.cwd).replace(CHAIN, folder),
-            }
-        )
+        args = [argument.replace(CHAIN, folder) for argument in self.program.args]
+        env = {key: value.replace(CHAIN, folder) for key, value in (self.program.env or {}).items()}
+        cwd = str(self.program.cwd).replace(CHAIN, folder)
+        return self.program.model_copy(update={"args": args, "env": env, "cwd": cwd})
 
 
 async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -204,15 +200,10 @@ def _root() -> Path:
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
     atexit.register(subprocess.call, ["sh", "-c", _REMOVE, "sh", root])
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
-    sweeper = subprocess.Popen(
-        ["sh", "-c", _SWEEP, "sh", root],  # its stdin closes with this process
-        cwd="/",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    _sweepers.append(sweeper)
+    sweep = ["sh", "-c", _SWEEP, "sh", root]
+    none: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    # its stdin closes with this process
+    _sweepers.append(subprocess.Popen(sweep, cwd="/", stdin=subprocess.PIPE, start_new_session=True, **none))
     return root
 
 

@@ -15,22 +15,13 @@ from typing import Any, cast
 
 import anyio
 import httpx2
+import mcp_types
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.session import IncomingMessage
 from mcp.client.streamable_http import MCP_SESSION_ID
 from mcp.client.subscriptions import SubscriptionLost
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
-from mcp_types import (
-    CONNECTION_CLOSED,
-    INVALID_PARAMS,
-    METHOD_NOT_FOUND,
-    REQUEST_TIMEOUT,
-    CallToolResult,
-    RequestParamsMeta,
-    Tool,
-    ToolListChangedNotification,
-)
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from agentfactory.base.config import RESULT_BYTES
@@ -86,7 +77,7 @@ class Connection:
         log: Log,
         reopens: bool = True,
         result_bytes: int = RESULT_BYTES,
-        on_list: Callable[[Sequence[Tool]], dict[str, str]] = lambda tools: {},
+        on_list: Callable[[Sequence[mcp_types.Tool]], dict[str, str]] = lambda tools: {},
     ) -> None:
         self.name = name
         self._on_list = on_list
@@ -96,7 +87,7 @@ class Connection:
         self.pid: int | None = None  # of the server, if it is our child
         self.timeout_seconds = timeout_seconds
         self.generation = 0
-        self.tools: list[Tool] = []
+        self.tools: list[mcp_types.Tool] = []
         self._target = target
         self._log = log
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -145,7 +136,7 @@ class Connection:
         generation: int | None = None,
         timeout_seconds: float | None = None,
         reset_seconds: float | None = None,
-    ) -> CallToolResult:
+    ) -> mcp_types.CallToolResult:
         """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given. For
         `reset_seconds` see SECONDS_KEY.
 
@@ -163,7 +154,7 @@ class Connection:
                     result = await self._target.call(tool, arguments, chain, reset_seconds)
             else:
                 limit = {} if reset_seconds is None else {SECONDS_KEY: reset_seconds}
-                meta = cast(RequestParamsMeta, {CHAIN_KEY: chain, **limit})
+                meta = cast(mcp_types.RequestParamsMeta, {CHAIN_KEY: chain, **limit})
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
             host = self._target.host if isinstance(self._target, OwnServer) else None
@@ -176,9 +167,9 @@ class Connection:
             if servers_own(error) or isinstance(self._target, Server | MCPServer):
                 if not await self._is_forgotten():
                     return bounded(await self._failed(client, tool, error), self._result_bytes)
-            elif error.code == REQUEST_TIMEOUT:
+            elif error.code == mcp_types.REQUEST_TIMEOUT:
                 raise CallTimeout(tool, seconds) from None
-            elif error.code != CONNECTION_CLOSED and not self._unknown:
+            elif error.code != mcp_types.CONNECTION_CLOSED and not self._unknown:
                 raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
             self._lost(generation)
             raise ToolInfrastructureError(f"tool server {self.name} died during a call of {tool}") from error
@@ -190,16 +181,18 @@ class Connection:
         self._used = True
         return bounded(result, self._result_bytes)
 
-    async def _failed(self, client: Client, tool: str, error: MCPError) -> CallToolResult:
+    async def _failed(self, client: Client, tool: str, error: MCPError) -> mcp_types.CallToolResult:
         """Return the result for the model of a call that the server answered with a JSON-RPC error. Raises
         ToolInfrastructureError if the server changed the tool, or if one of ours hides the error from the model."""
         self._used = True
         data, text = error_data(error), error_text(error)
         if isinstance(data, dict) and NOT_FOR_MODELS in data:
             raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error.error.message}") from error
-        if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND) and (change := (await self._list(client)).get(tool)):
+        if error.code in (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND) and (
+            change := (await self._list(client)).get(tool)
+        ):
             raise ToolInfrastructureError(f"tool server {self.name}: {tool} {change} since the run began: {text}")
-        if error.code == INVALID_PARAMS:
+        if error.code == mcp_types.INVALID_PARAMS:
             end = "" if "\n" in text or text.endswith((".", "!", "?")) else "."
             return failure(CallError.INVALID_ARGUMENTS, f"Invalid arguments for {tool}: {text}{end}")
         if error.code != TOO_LARGE:
@@ -223,7 +216,7 @@ class Connection:
             return {}
 
     async def _receive(self, message: IncomingMessage) -> None:
-        if not isinstance(message, ToolListChangedNotification):
+        if not isinstance(message, mcp_types.ToolListChangedNotification):
             return
         if self._opening:
             self._changed = True
@@ -245,7 +238,7 @@ class Connection:
                         ends = 0  # `_receive` gets each change too
                 reason = "the server ended the stream"
             except (MCPError, SubscriptionLost, TimeoutError, anyio.ClosedResourceError) as error:
-                if isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND:
+                if isinstance(error, MCPError) and error.code == mcp_types.METHOD_NOT_FOUND:
                     logger.info("tool server %s: changes of its tools are not announced: %s", self.name, error)
                     return
                 reason = str(error)

@@ -191,12 +191,8 @@ _works: list[str] = []
 
 async def _run(*command: str) -> tuple[int | None, str]:
     """Run a command to its end. Return its status (None: it took too long) and the last line of its stderr."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             _, said = await process.communicate()

@@ -88,7 +88,7 @@ class Shell(Environment):
     async def run(self, command: str, seconds: float) -> ProgramResult:
         """Run a command on the chain's files."""
         shell = "bash" if self._has_bash() else "sh"
-        limits = {"seconds": seconds, "characters": self._characters, "merged": True}
+        limits: dict[str, Any] = {"seconds": seconds, "characters": self._characters, "merged": True}
         return await run_program([shell, "-c", command], self.view(), self._limits, self.environment(), **limits)
 
     def view(self) -> View:
