@@ -47,11 +47,15 @@ def children() -> list[psutil.Process]:
 
 
 async def at_rest(toolset: Toolset) -> dict[str, float]:
-    """Return the gauges once all released instances have been reset."""
+    """Return the gauges of the server `pad` once all released instances have been reset."""
     await toolset.closed()
-    while (gauges := await toolset.gauges())["environments/pad/in_use"]:  # noqa: ASYNC110
+    while (gauges := await gauges_of(toolset))["in_use"]:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     return gauges
+
+
+async def gauges_of(toolset: Toolset) -> dict[str, float]:
+    return {name.removeprefix("environments/pad/"): value for name, value in (await toolset.gauges()).items()}
 
 
 @pytest.mark.extended
@@ -95,15 +99,14 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
             assert sum(right) == chains
             assert most <= INSTANCES
             gauges = await at_rest(toolset)
-            assert (gauges["environments/pad/waiting"], gauges["environments/pad/broken"]) == (0, 0)
+            assert (gauges["waiting"], gauges["broken"]) == (0, 0)
 
             # half of them are cancelled, at any of seven moments
             fewer = chains * 2 // 5
             halves = [live(toolset, number) if number % 2 else cancel(toolset, number) for number in range(fewer)]
             some = await asyncio.gather(*halves)
             assert sum(filter(None, some)) == fewer // 2
-            gauges = await at_rest(toolset)
-            assert gauges["environments/pad/waiting"] == 0
+            assert (await at_rest(toolset))["waiting"] == 0
 
             # none leaked: all sixteen can be held at once
             most = 0
@@ -115,8 +118,7 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
                         await together.wait()
 
                 await asyncio.gather(*(hold(number) for number in range(INSTANCES)))
-            gauges = await at_rest(toolset)
-            assert gauges["environments/pad/idle"] <= INSTANCES
+            assert (await at_rest(toolset))["idle"] <= INSTANCES
     assert set(children()) <= before
 
 
@@ -133,7 +135,7 @@ async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
 
         results = await asyncio.gather(*(live(number) for number in range(12)))
         assert results == [("nothing", str(number)) for number in range(12)]
-        assert (await at_rest(toolset))["environments/pad/recycled"] == 12
+        assert (await at_rest(toolset))["recycled"] == 12
 
 
 @pytest.mark.processes
@@ -146,7 +148,7 @@ async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder:
             assert (late.content, late.error) == ("read did not answer within 0.05 s.", CallError.TIMEOUT)
         async with toolset.chain("b", {"word": "b"}) as session:
             assert await session.reward() is not None
-        assert (await at_rest(toolset))["environments/pad/broken"] == 1
+        assert (await at_rest(toolset))["broken"] == 1
 
 
 @pytest.mark.processes
@@ -164,8 +166,8 @@ async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
             assert await ask(other, "read") == "nothing"
         async with toolset.chain("next", {}) as following:
             assert await ask(following, "read") == "nothing"
-        gauges = await toolset.gauges()
-        assert (gauges["environments/pad/in_use"], gauges["environments/pad/broken"]) == (1, 1)
+        gauges = await gauges_of(toolset)
+        assert (gauges["in_use"], gauges["broken"]) == (1, 1)
 
 
 @pytest.mark.processes
@@ -174,7 +176,7 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
     before = set(children())
     log: list[dict[str, Any]] = []
     async with open_toolset(recipe_of(pad=entry), folder, log.append) as toolset:
-        while (await toolset.gauges())["environments/pad/idle"] < 2:  # noqa: ASYNC110
+        while (await gauges_of(toolset))["idle"] < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for process in set(children()) - before:
             process.kill()
@@ -182,7 +184,7 @@ async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
         await until(lambda: [record["event"] for record in log].count("tool_server_lost") == 2)
         async with toolset.chain("a", {"word": "a"}) as session:
             assert await ask(session, "read") == "a"
-        assert (await at_rest(toolset))["environments/pad/broken"] == 2
+        assert (await at_rest(toolset))["broken"] == 2
 
 
 @pytest.mark.processes
@@ -231,7 +233,7 @@ async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_
             process.wait()
             with running("sessions.py", str(port)):
                 assert await live(99) == "99"
-                assert (await at_rest(toolset))["environments/pad/broken"] > 0
+                assert (await at_rest(toolset))["broken"] > 0
 
 
 @pytest.mark.processes

@@ -55,10 +55,6 @@ class Counter(Environment):
         return self.value
 
     @tool
-    def nothing(self) -> None:
-        """Return nothing."""
-
-    @tool
     def surrogate(self) -> str:
         """Return what no pipe can carry."""
         return "a\ud800b"
@@ -90,7 +86,7 @@ async def test_an_environment() -> None:
         listed = (await client.list_tools()).tools
         roles = {tool.name: (tool.meta or {})[ROLE_KEY] for tool in listed}
         assert list(roles) == [
-            *("zigzag", "amble", "add", "nothing", "surrogate", "unprintable", "stop"),
+            *("zigzag", "amble", "add", "surrogate", "unprintable", "stop"),
             *("reset", "reward", "close", "gauges"),
         ]
         assert {name for name, role in roles.items() if role != "tool"} == {"reset", "reward", "close", "gauges"}
@@ -98,15 +94,10 @@ async def test_an_environment() -> None:
         assert await call(client, "reset", start=3, color="red", size=2) == ("color, size", None)
         assert await call(client, "zigzag") == ("user code", None)
         assert await call(client, "amble") == ("MainThread", None)
-        assert await call(client, "nothing") == ("", None)
         assert await call(client, "surrogate") == ("a?b", None)
         assert (await call(client, "unprintable"))[1] == "tool_error"
         assert await call(client, "stop") == ("RuntimeError: StopIteration: over", "tool_error")
-        assert await call(client, "add", number="x") == (
-            "Invalid arguments for add: number: Input should be a valid integer, unable to parse string as an "
-            'integer, got "x".',
-            "invalid_arguments",
-        )
+        assert (await call(client, "add", number="x"))[1] == "invalid_arguments"
         sums = await asyncio.gather(*(call(client, "add", number=1) for _ in range(5)))
         assert sorted(sums) == [(str(value), None) for value in (4, 5, 6, 7, 8)]
         assert await call(client, "reward") == ('{"reward": 4.0}', None)
@@ -122,25 +113,18 @@ async def test_an_environment() -> None:
 async def test_chains_take_turns_with_instances() -> None:
     before = Counter.instances
     async with Client(build_server([Counter])) as client:
-        await call(client, "reset", "a", start=1)
-        await call(client, "reset", "b", start=2)
-        await call(client, "reset", "a", start=10)
+        for chain, start in (("a", 1), ("b", 2), ("a", 10)):
+            await call(client, "reset", chain, start=start)
         assert Counter.instances == before + 2
-        assert (await call(client, "add", "a", number=1), await call(client, "add", "b", number=1)) == (
-            ("11", None),
-            ("3", None),
-        )
+        assert [await call(client, "add", chain, number=1) for chain in "ab"] == [("11", None), ("3", None)]
         assert await gauges(client) == {"in_use": 2, "idle": 0, "waiting": 0, "made": 2, "recycled": 0, "broken": 0}
-        assert await call(client, "reset", "c") == (
-            "TypeError: Counter.reset() missing 1 required positional argument: 'start'",
-            "tool_error",
-        )
+        missing = "TypeError: Counter.reset() missing 1 required positional argument: 'start'"
+        assert await call(client, "reset", "c") == (missing, "tool_error")
         with pytest.raises(MCPError, match="holds no state of this chain"):
             await call(client, "add", "c", number=1)
         for chain in "abc":
             await call(client, "close", chain)
         assert await gauges(client) == {"in_use": 0, "idle": 2, "waiting": 0, "made": 3, "recycled": 0, "broken": 1}
-    assert Counter.instances == before + 3
 
 
 async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:

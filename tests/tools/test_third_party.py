@@ -13,7 +13,7 @@ import pytest
 from agentfactory.base.messages import CallError, Content, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
-from tests.third_party_servers import everything, everything_over_http, time_server
+from tests.third_party_servers import everything, everything_over_http
 from tests.tools.conftest import recipe_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -97,22 +97,3 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             assert wrong.error is CallError.INVALID_ARGUMENTS
             assert "location: 'Mars' is not one of ['New York', 'Chicago', 'Los Angeles']" in str(wrong.content)
             assert used == {spec.name for spec in toolset.specs}
-
-
-async def test_mcp_server_time(tmp_path: Path) -> None:
-    entry = {**time_server(), "prefix": "clock_", "cache": 2}
-    async with open_toolset(recipe_of(time=entry), tmp_path) as toolset, toolset.chain("a", {}) as session:
-        assert [spec.name for spec in toolset.specs] == ["clock_get_current_time", "clock_convert_time"]
-        now = json.loads(str(await ask(session, "clock_get_current_time", timezone="Asia/Tokyo")))
-        assert now["datetime"].endswith("+09:00")
-        there = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
-        assert json.loads(str(await ask(session, "clock_convert_time", **there)))["time_difference"] == "+9.0h"
-        for wrong, error, said in [
-            ({"timezone": "Nowhere"}, CallError.TOOL_ERROR, "No time zone found"),
-            ({}, CallError.INVALID_ARGUMENTS, "'timezone' is a required property"),
-        ]:
-            result = await call(session, "clock_get_current_time", **wrong)
-            assert result.error is error
-            assert said in str(result.content)
-        unknown = await call(session, "get_current_time", timezone="UTC")
-        assert unknown.error is CallError.UNKNOWN_TOOL

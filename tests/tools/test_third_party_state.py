@@ -47,18 +47,6 @@ async def test_sequential_thinking_without_a_word_about_isolation(stateful: dict
         assert '"thoughtHistoryLength": 2' in await ask(other, "sequentialthinking", **thought(1))
 
 
-async def test_memory_in_the_chains_folder(stateful: dict[str, Any], tmp_path: Path) -> None:
-    entry = {**stateful["memory"], "env": {"MEMORY_FILE_PATH": "${chain}/memory.jsonl"}}
-    fact = {"name": "secret", "entityType": "word", "observations": ["plum"]}
-    async with open_toolset(recipe_of(memory=entry), tmp_path) as toolset:
-        async with toolset.chain("a", {}) as one, toolset.chain("b", {}) as other:
-            await ask(one, "create_entities", entities=[fact])
-            assert "plum" in await ask(one, "read_graph")
-            assert "plum" not in await ask(other, "read_graph")
-        async with toolset.chain("c", {}) as later:
-            assert "plum" not in await ask(later, "read_graph")
-
-
 async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "desk").mkdir()
     (tmp_path / "desk" / "task.txt").write_text("sort the files")
