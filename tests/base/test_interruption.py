@@ -18,7 +18,6 @@ def end(number: int, frame: object) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Handle SIGTERM and SIGINT as commands do."""
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     assert all(signal.getsignal(number) is end for number in before)

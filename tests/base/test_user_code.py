@@ -43,7 +43,6 @@ def test_errors(tmp_path: Path, reference: str, reason: str) -> None:
 
 
 def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
-    """Check that neighbouring files come after installed packages: `json.py` does not hide the library."""
     (tmp_path / "beside.py").write_text("VALUE = 1\n")
     (tmp_path / "json.py").write_text("raise RuntimeError('taken for the library')\n")
     (tmp_path / "mine.py").write_text("import json\nfrom beside import VALUE\n")

@@ -41,13 +41,11 @@ def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
 def http_server(
     *objects: str, port: int = 0, more: Sequence[str] = ()
 ) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """Run an HTTP server of `objects`; yield its process and its address."""
     return running("-m", "agentfactory.tools.serve", *(objects or OBJECTS), "--http", str(port), *more)
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a Python process that serves HTTP and prints its address; yield the process and the address."""
     with subprocess.Popen([sys.executable, *arguments], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -63,7 +61,6 @@ def recipe_of(**servers: Any) -> ToolsRecipe:
 
 
 async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
-    """Call a tool, which must succeed and return text."""
     result = await session.call(ToolCall("1", name, arguments))
     assert result.error is None, result
     assert isinstance(result.content, str)

@@ -42,7 +42,6 @@ class Tried(NamedTuple):
 
     @property
     def chain(self) -> list[Call]:
-        """The calls of each of eight parallel chains, which succeed and return text."""
         return [call for call in self.calls if call.error is None and "image/" not in call.reads]
 
 
@@ -252,7 +251,6 @@ SERVERS = [
 
 
 def install(folder: Path) -> None:
-    """Install all packages in `folder`: two virtual environments, and one folder of npm."""
     pypi = [tried for tried in SERVERS if "==" in tried.requirement]
     sdk_1, sdk_2 = ([tried.requirement for tried in pypi if tried.old is old] for old in (True, False))
     for name, packages in (("sdk-1", [*sdk_1, "mcp<2"]), ("sdk-2", sdk_2)):

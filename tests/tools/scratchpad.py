@@ -61,8 +61,6 @@ async def block(path: str) -> str:
 
 
 class Scratchpad(Environment):
-    """Remembers one word for each chain."""
-
     def __init__(self) -> None:
         self.word = "nothing"
 

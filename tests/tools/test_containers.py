@@ -42,7 +42,6 @@ def pack(file: Path, notebook: Path) -> None:
 
 @pytest.fixture
 async def image(tmp_path: Path, folder: Path) -> AsyncIterator[tuple[str, str]]:
-    """Yield the container program that works here, and the name of an image of notebook.py."""
     try:
         program = await find_program()
     except ToolInfrastructureError as reason:

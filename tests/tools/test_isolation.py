@@ -124,7 +124,6 @@ async def test_a_thousand_chains_over_sixteen_instances(kind: str, chains: int, 
 
 @pytest.mark.processes
 async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
-    """Check that no chain reads another chain's word, although the process cannot be reset."""
     async with open_toolset(recipe_of(pad={**NOTEBOOK, "pool": {"capacity": 2, "warm": 1}}), folder) as toolset:
 
         async def live(number: int) -> tuple[str, str]:
@@ -140,7 +139,6 @@ async def test_a_stateful_process_serves_one_chain(folder: Path) -> None:
 
 @pytest.mark.processes
 async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder: Path) -> None:
-    """Check that an abandoned call cannot act on the next chain's state."""
     entry = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 1}}
     async with open_toolset(recipe_of(pad=entry), folder) as toolset:
         async with toolset.chain("a", {"word": "a"}) as session:
@@ -282,7 +280,6 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, mo
 
 @pytest.mark.processes
 async def test_the_setting_to_change_for_waits_follows_from_the_isolation(folder: Path) -> None:
-    """For a program with a process per chain; nothing for servers that all chains share."""
     notebook = conftest.NOTEBOOK
     again = {**notebook, "pool": {"max_uses": 4}, "prefix": "a_"}
     shared = {**notebook, "isolation": "shared", "prefix": "s_"}

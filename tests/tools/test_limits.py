@@ -24,7 +24,6 @@ SEARCH, ANOTHER = ("search", 0, 0.0), ("another", 0, 0.0)
 
 
 def cut(text: str, most: int) -> str | None:
-    """Cut a text, with words as tokens."""
     words = text.split(" ")
     return None if len(words) <= most else " ".join(words[: most - 1]) + " [...]"
 
@@ -51,7 +50,6 @@ def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float =
 
 
 def breached(chain: ChainAccount) -> dict[str, float]:
-    """Return the metrics of limits that are not zero."""
     found = {name: value for name, value in chain.metrics().items() if name.startswith("limits/") and value}
     assert Counter({limit: found.get(f"limits/{limit}", 0) for limit in Limit}) == chain.breaches
     return found
@@ -249,7 +247,6 @@ def test_a_breach_stops_and_costs_where_the_recipe_says_so(limit: Limit) -> None
 
 @pytest.mark.parametrize("limit", Limit)
 def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
-    """Breach a limit, and all that are checked after it, with one call."""
     later = list(Limit)[list(Limit).index(limit) :]
     fields = {name: value for other in later for name, value in BREACHES[other].items()}
     chain = account(**fields, on_breach={other: {} for other in later})
@@ -297,7 +294,6 @@ def calls(*names: str) -> list[ToolCall]:
 
 
 async def settled() -> None:
-    """Let all tasks run until they wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -21,8 +21,6 @@ from tests.waiting import pass_time, until
 
 
 class Counter(Environment):
-    """A counter that reports its thread."""
-
     instances = 0
 
     def __init__(self) -> None:

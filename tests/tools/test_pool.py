@@ -19,8 +19,6 @@ from tests.waiting import until
 
 
 class Thing:
-    """An instance that records what was done to it."""
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.holders = 0

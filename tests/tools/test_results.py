@@ -157,5 +157,4 @@ def test_pillow_is_not_needed_without_images(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _sent(result: CallToolResult) -> CallToolResult:
-    """Return the result as it arrives at the other end of a pipe."""
     return CallToolResult.model_validate_json(result.model_dump_json(by_alias=True))

@@ -85,7 +85,6 @@ def test_attacks_are_contained_for_an_ordinary_user(public_copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def public_copy() -> Iterator[Path]:
-    """Yield a folder that every user may read, with the tools and their imports."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         root = Path(folder)
@@ -203,7 +202,6 @@ for start in starting:
 
 
 def _with(token: str) -> list[psutil.Process]:
-    """Return the processes with `token` in their command line: sandboxes and their reaper."""
     return [process for process in psutil.process_iter(["cmdline"]) if token in (process.info["cmdline"] or [])]
 
 

@@ -297,7 +297,6 @@ def _as_arguments(value: Any) -> dict[str, Any]:
 
 
 def _entries(*fields: str) -> list[Any]:
-    """Return a parameter set (tool, entry) for each entry in these fields of each case."""
     return [
         pytest.param(tool(case.function), entry, id=f"{case.function.__name__}-{field}-{index}")
         for case in CASES

@@ -226,7 +226,6 @@ async def test_deleted_files_are_limited_too(shell: Shell) -> None:
 
 
 async def test_short_commands_do_not_add_up(shell: Shell) -> None:
-    """Run commands that each end before they are measured."""
     for number in range(4):
         text = await said(shell, f"head -c 7M /dev/zero > {number}")
     assert "files take more than 8 MiB" in text
@@ -244,7 +243,6 @@ async def test_what_takes_no_disk_space_is_not_counted(shell: Shell) -> None:
 
 
 async def test_the_environment_is_on_no_command_line() -> None:
-    """Check command lines, which every user of the machine can read."""
     waits = ["sleep", f"{os.getpid()}.25"]
     call = asyncio.create_task(run_program(waits, View(), ProgramLimits(), {"PATH": PATH, "KEY": "s3cret"}))
 

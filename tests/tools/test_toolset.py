@@ -80,7 +80,6 @@ def make(name: str, **arguments: Any) -> ToolCall:
 
 
 async def transcript(toolset: Toolset, key: str) -> list[Any]:
-    """Return everything that an agent can see of a scripted chain."""
     async with toolset.chain(key, {"word": "first", "question": "ignored by reset"}) as session:
         seen: list[Any] = [toolset.specs, session.opening]
         for name, arguments, *_ in SCRIPT:
@@ -358,7 +357,6 @@ async def test_objects_beside_the_recipe(folder: Path) -> None:
 
 
 async def test_letting_go_survives_a_second_cancellation(folder: Path) -> None:
-    """Check that the instance is returned even after a second Ctrl-C."""
     entry = {"module": "scratchpad.py:Scratchpad", "pool": {"capacity": 1}}
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"pad": entry}})
     for steps in range(12):

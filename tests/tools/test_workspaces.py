@@ -130,7 +130,6 @@ def test_where_folders_cannot_be_kept(tmp_path: Path) -> None:
 
 
 def test_read_only_folders_are_removed(tmp_path: Path) -> None:
-    """Run the sweeper program in a process without root's rights."""
     inner = tmp_path / "chain" / "locked" / "unreadable"
     inner.mkdir(parents=True)
     (inner / "file").write_text("x")

@@ -68,7 +68,7 @@ class Pool(Generic[T]):
         *,
         reset: Callable[[T], Awaitable[None]] | None = None,
         healthy: Callable[[T], Awaitable[bool]] | None = None,
-        retire: Callable[[T], Awaitable[None]],
+        retire: Callable[[T], Awaitable[None]] | None = None,
         labels: Labels = LABELS,
     ) -> None:
         self.name, self._labels = name, labels

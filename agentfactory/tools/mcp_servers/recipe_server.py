@@ -221,10 +221,7 @@ class ToolServer:
         async def make() -> Connection:
             return shared
 
-        async def retire(connection: Connection) -> None:
-            """Do nothing: a place holds no resources."""
-
-        return Pool(f"tool server {self.name}", make, self.config.pool, retire=retire)
+        return Pool(f"tool server {self.name}", make, self.config.pool)
 
     def _note_list(self, tools: Sequence[Tool]) -> dict[str, str]:
         """Compare a list of tools with that of the run. Return the differences by name, and warn about them."""

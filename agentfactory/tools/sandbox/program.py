@@ -96,7 +96,7 @@ async def run_program(
     # files over the limit cannot grow, even by programs too short to be measured; they can be removed
     full = before.problem is not None or before.size > limits.disk_mb << 20
     outputs = [_Output(characters) for _ in range(1 if merged else 2)]
-    arguments = command, view, limits, env, [output.write_end for output in outputs], port, full
+    arguments = command, view, env, limits, [output.write_end for output in outputs], port, full
     try:
         started = await _started(process.starter.submit(process.start_program, *arguments))
     except BaseException:

@@ -32,7 +32,6 @@ _NODE = {
 SCHEMAS = [
     # references
     Rough("dangling", _object(x={"$ref": "#/$defs/Nope"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "properties.x.$ref"),
-    Rough("remote", _object(x={"$ref": "https://example.com/s.json"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "x.$ref"),
     Rough("ref-of-number", _object(x={"$ref": 5}), {"x": 1}, None, "properties.x.$ref (5)"),
     Rough("self", {"$ref": "#"}, {"a": 1}, None, "$ref ('#')"),
     Rough(
@@ -50,18 +49,6 @@ SCHEMAS = [
         {**_object(root={"$ref": "#/$defs/node"}), "$defs": {"node": _NODE}},
         {"root": {"name": "a", "children": [{"name": "b"}]}},
         {"root": {"name": "a", "children": [{}]}},
-    ),
-    Rough(
-        "recursive-root",
-        _object(name=_TEXT, children={"type": "array", "items": {"$ref": "#"}}),
-        {"children": [{"name": "a", "children": []}]},
-        {"children": [{"name": 1}]},
-    ),
-    Rough(
-        "ref-of-property",
-        _object(a={"type": "object", "properties": {"x": _WHOLE}}, b={"$ref": "#/properties/a"}),
-        {"b": {"x": 1}},
-        {"b": {"x": "a"}},
     ),
     Rough(
         "anchor", {**_object(q={"$ref": "#here"}), "$defs": {"Q": {"$anchor": "here", **_WHOLE}}}, {"q": 1}, {"q": "a"}
@@ -84,13 +71,6 @@ SCHEMAS = [
         {"c": {"v": "a"}},
     ),
     # patterns
-    Rough(
-        "named-group",
-        _object(s={"type": "string", "pattern": "^(?<year>[0-9]{4})$"}),
-        {"s": "x"},
-        {"s": 1},
-        "s.pattern",
-    ),
     Rough("unicode-class", _object(s={"type": "string", "pattern": r"^\p{L}+$"}), {"s": "1"}, {"s": 1}, "s.pattern"),
     Rough("dash-in-class", _object(s={"pattern": r"^[\w-.]+$"}), {"s": "!"}, None, "s.pattern"),
     Rough("pattern-null", _object(s={"type": "string", "pattern": None}), {"s": "!"}, {"s": 1}, "s.pattern (None)"),
@@ -113,7 +93,6 @@ SCHEMAS = [
         {"d": "a"},
         "s.type ('str')",
     ),
-    Rough("type-any", _object(s={"type": "any"}), {"s": [1]}, None, "s.type ('any')"),
     Rough("types-empty", _object(s={"type": []}), {"s": 1}, None, "s.type ([])"),
     Rough(
         "enum-null", _object(s={"type": "string", "enum": None, "description": None}), {"s": "a"}, {"s": 1}, "s.enum"
@@ -165,8 +144,6 @@ SCHEMAS = [
         "properties.a",
     ),
     Rough("type-of-root", {"type": "string", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 2}, "type ('string')"),
-    # as servers of PyPI and npm send them
-    Rough("nullable-openapi", _object(v={"type": "string", "nullable": True}), {"v": "a"}, {"v": 1}),
     # drafts
     Rough("draft-03", {"$schema": _DRAFT[3], **_object(n={"type": "integer", "required": True})}, {"n": 1}, {}),
     Rough(

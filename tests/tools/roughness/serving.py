@@ -37,7 +37,6 @@ async def opened(
 
 @contextmanager
 def noticed() -> Iterator[list[Notice]]:
-    """Collect the notices to the user."""
     notices: list[Notice] = []
 
     class Collect(logging.Handler):
@@ -80,7 +79,6 @@ def _in_process(plan: dict[str, Any]) -> Any:
 
 
 def tool_of(name: str, schema: Any) -> dict[str, Any]:
-    """Return a tool in a list of tools."""
     return {"name": name, "description": name, "inputSchema": schema}
 
 
