@@ -190,6 +190,7 @@ async def test_artefacts_come_out_with_the_cell_that_changed_them() -> None:
     [
         ({"sandbox": "docker"}, "sandbox: got 'docker'; it is one of bubblewrap, none"),
         ({"seconds": 0}, "seconds: got 0"),
+        ({"memory_mb": 0}, "memory_mb: got 0; it has to be from 64 to"),
         ({"artefact_mb": 0}, "artefact_mb: got 0; it has to be from 1 to 1024"),
         ({"files": "no-such-folder"}, "files: there is no folder"),
     ],

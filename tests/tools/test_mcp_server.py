@@ -34,17 +34,14 @@ class Counter(Environment):
 
     @tool
     def zigzag(self) -> str:
-        """Name the thread."""
         return threading.current_thread().name
 
     @tool
     async def amble(self) -> str:
-        """Name the thread, too."""
         return threading.current_thread().name
 
     @tool
     async def add(self, number: int) -> int:
-        """Add slowly, which goes wrong when two do it at once."""
         assert not self.busy
         self.busy = True
         await asyncio.sleep(0.005)
@@ -54,17 +51,14 @@ class Counter(Environment):
 
     @tool
     def surrogate(self) -> str:
-        """Return what no pipe can carry."""
         return "a\ud800b"
 
     @tool
     def unprintable(self) -> Any:
-        """Return what is no result."""
         return object()
 
     @tool
     def stop(self) -> str:
-        """Raise what a future cannot hold."""
         raise StopIteration("over")
 
     def reward(self) -> float:
@@ -168,12 +162,10 @@ class Room(Environment):
 
     @tool
     async def read(self) -> str:
-        """Read."""
         return self.word
 
     @tool
     def nap(self) -> str:
-        """Sleep."""
         self.log.append(f"asleep in {self.name}")
         self.wake.wait(60)
         self.log.append(f"slept in {self.name}")
@@ -181,7 +173,6 @@ class Room(Environment):
 
     @tool
     async def collapse(self) -> str:
-        """Break the instance."""
         raise ToolInfrastructureError("the roof came down")
 
     def release(self) -> None:
@@ -283,7 +274,6 @@ async def test_a_class_that_cannot_forget_is_made_anew() -> None:
 
         @tool
         async def put(self, word: str) -> list[str]:
-            """Put."""
             self.words.append(word)
             return self.words
 
@@ -378,7 +368,6 @@ def test_options_that_do_not_fit() -> None:
 async def test_a_tool_in_this_process_may_change_its_arguments() -> None:
     @tool
     async def take(items: Any) -> int:
-        """Take one."""
         items.pop()
         return len(items)
 

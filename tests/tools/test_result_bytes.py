@@ -31,13 +31,11 @@ TEXT = "word " * {SIZE // 5}
 
 @tool
 def text() -> str:
-    "Return a great deal."
     return TEXT
 
 
 @tool
 def fails() -> str:
-    "Raise a great deal."
     raise RuntimeError(TEXT)
 
 
@@ -47,17 +45,14 @@ class World(Environment):
 
     @tool
     def look(self) -> str:
-        "Look."
         return TEXT
 
     @tool
     def info(self) -> dict:
-        "Return what the model does not see."
         return {{"observation": "seen", "file": "A" * 2_000_000}}
 
     @tool
     def far_too_much_info(self) -> dict:
-        "Return too much that the model does not see."
         return {{"observation": "seen", "file": "A" * 20_000_000}}
 """
 

@@ -227,8 +227,7 @@ def test_lists_and_objects_written_as_text() -> None:
     @tool
     def keep(
         values: list[int], table: dict[str, int] | None = None, text: str = "", either: list[str] | str = ""
-    ) -> None:
-        """Keep."""
+    ) -> None: ...
 
     parsed = keep.parse_arguments({"values": "[1, 2]", "table": '{"a": 1}', "text": "[1]", "either": "[1]"})
     assert parsed == {"values": [1, 2], "table": {"a": 1}, "text": "[1]", "either": "[1]"}
@@ -254,8 +253,7 @@ def test_a_message_names_each_place_once_and_stays_short() -> None:
         minutes: int | float
 
     @tool
-    def plan(stops: list[Stop], pace: Literal["slow"] | int) -> None:
-        """Plan."""
+    def plan(stops: list[Stop], pace: Literal["slow"] | int) -> None: ...
 
     with pytest.raises(InvalidArguments) as caught:
         plan.parse_arguments({"stops": [{"name": "a", "minutes": "x"}], "pace": "fast", "extra": 1, "more": 2})

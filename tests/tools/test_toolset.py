@@ -18,7 +18,7 @@ from agentfactory.base.messages import (
     ToolInfrastructureError,
     ToolResult,
 )
-from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.tools.conftest import NOTEBOOK
@@ -393,37 +393,23 @@ def pad(served: str = "Scratchpad", name: str = "pad", **fields: Any) -> dict[st
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("recipe", "error", "reason"),
+    ("recipe", "reason"),
     [
-        ({"tools": ["scratchpad.py:sub"]}, UserCodeError, "scratchpad.py defines no sub; it defines add, shout"),
-        ({"tools": ["nowhere.py:add"]}, UserCodeError, "there is no file"),
-        ({"tools": ["scratchpad.py:Literal"]}, TypeError, "neither a @tool function or method nor an Environment"),
-        (pad("add", name="add"), ValueError, "two tool servers are called add"),
-        (pad("add"), ValueError, "the tool add is offered by add and by pad"),
-        (
-            pad("add", environment={}),
-            ValueError,
-            "pad.environment.reset: the server has no tool 'reset', it offers add; n",
-        ),
-        (pad(environment={"close": "shut"}), ValueError, "no tool 'shut', it offers write, .*; set it to null"),
-        (pad(deny=["reset"]), ValueError, "pad.deny: the server has no tool 'reset' for models, it offers write, re"),
-        (pad("shout", allow=["sub"]), ValueError, "pad.allow: the server has no tool 'sub' for models, it offers sh"),
-        (pad(cache=3), ValueError, "mcp_servers.pad.cache: it is an environment, with state per chain; remove it"),
+        ({"tools": ["nowhere.py:add"]}, "there is no file"),
+        (pad("add", name="add"), "two tool servers are called add"),
+        (pad("add"), "the tool add is offered by add and by pad"),
+        (pad("add", environment={}), "pad.environment.reset: the server has no tool 'reset', it offers add; name"),
+        (pad(environment={"close": "shut"}), "no tool 'shut', it offers write, .*; set it to null"),
+        (pad(deny=["reset"]), "pad.deny: the server has no tool 'reset' for models, it offers write, re"),
+        (pad("shout", allow=["sub"]), "pad.allow: the server has no tool 'sub' for models, it offers sh"),
+        (pad(cache=3), "mcp_servers.pad.cache: it is an environment, with state per chain; remove it"),
         (
             {"mcp_servers": {"pad": {**NOTEBOOK, "isolation": "shared", "pool": {"warm": 2}}}},
-            ValueError,
             "mcp_servers.pad.pool.warm: all chains share the server, .*; set isolation, or remove it",
-        ),
-        (
-            {"mcp_servers": {"far": {"url": "http://127.0.0.1:1/mcp", "headers": {"Key": "x ${NOT_SET_1}"}}}},
-            ValueError,
-            "mcp_servers.far.headers.Key: the environment variable NOT_SET_1 is not set",
         ),
     ],
 )
-async def test_recipes_that_are_wrong(
-    folder: Path, recipe: dict[str, Any], error: type[Exception], reason: str
-) -> None:
-    with pytest.raises(error, match=reason):
+async def test_recipes_that_are_wrong(folder: Path, recipe: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         async with open_toolset(ToolsRecipe.model_validate(recipe), folder):
             pass

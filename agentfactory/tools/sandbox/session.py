@@ -187,10 +187,6 @@ class Sandbox:
         status = self._process.popen.wait()
         return 128 - status if status < 0 else status
 
-    def said(self, output: int) -> str:
-        """Return the text of its stdout (0) or stderr (1). Call it before `close`."""
-        return self._process.said(output)
-
     def close(self, reason: str = "it was closed") -> None:
         """End the sandbox and everything in it; a request in progress is lost. Idempotent."""
         self._fault = self._fault or reason
@@ -318,7 +314,8 @@ async def run_script(
         await sandbox.write(_PROGRAM, code.encode("utf-8", "replace"))
         await sandbox.write(_INPUT, stdin.encode("utf-8", "replace"))
         status = await sandbox.run_script(_PROGRAM, _INPUT, seconds)
-        return ScriptResult(sandbox.said(0), sandbox.said(1), 137 if status is None else status, status is None)
+        stdout, stderr = (sandbox._process.said(output) for output in (0, 1))
+        return ScriptResult(stdout, stderr, 137 if status is None else status, status is None)
     finally:
         sandbox.close()
 
