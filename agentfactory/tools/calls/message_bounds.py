@@ -176,7 +176,7 @@ class _Scan:
             self._too_large = "The result is not JSON."
             return len(piece)
         if self._middle is not None:
-            self._kept += self._middle.json()
+            self._kept += json.dumps(self._middle.text(), ensure_ascii=False).encode()
             self._middle = None
         else:
             self._kept += b'"'
@@ -197,21 +197,17 @@ class _Scan:
             self._kept.clear()
 
 
-class _OpenText:
+class _OpenText(Middle):
     """A JSON string that is cut while it arrives."""
 
     def __init__(self, most: int) -> None:
-        self._middle = Middle(most)
+        super().__init__(most)
         self._decoder: IncrementalDecoder = getincrementaldecoder("utf-8")("replace")
 
-    def add(self, part: bytes) -> None:
-        """Add a part, which must not end within an escape."""
-        text: str = json.loads(f'"{self._decoder.decode(part)}"', strict=False)
-        self._middle.add(text.encode("utf-8", "replace"))
-
-    def json(self) -> bytes:
-        """Return the cut string as JSON."""
-        return json.dumps(self._middle.text(), ensure_ascii=False).encode()
+    def add(self, piece: bytes) -> None:
+        """Add a piece, which must not end within an escape."""
+        text: str = json.loads(f'"{self._decoder.decode(piece)}"', strict=False)
+        super().add(text.encode("utf-8", "replace"))
 
 
 _QUOTE = ord('"')

@@ -47,7 +47,8 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
     image = source if isinstance(source, Image.Image) else _open(BytesIO(content_of(source, base)), name)
     try:
         image.load()
-        image = _upright(image)
+        # Pillow's own exif_transpose also rewrites the EXIF data, and fails for data that it cannot write
+        image = image if (turn := _turn_of(image)) is None else image.transpose(turn)
         if image.mode.startswith("I;16"):
             # keep the upper 8 bits, as Pillow does for 16-bit colour; its own conversion makes nearly everything white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -78,12 +79,6 @@ def size_of(source: Any) -> tuple[int, int]:
 def _name_of(source: Any) -> str:
     path = _path_of(source, Path()) if isinstance(source, dict | Path | str) else None
     return "the image" if path is None else f"the image {path}"
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    # Pillow's own exif_transpose also rewrites the EXIF data, and fails for data that it cannot write
-    turn = _turn_of(image)
-    return image if turn is None else image.transpose(turn)
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:

@@ -53,13 +53,18 @@ class SandboxProcess:
     """Memory files of fixed size that replace its stdout and stderr; their file offsets are shared with it."""
     init: int | None = None
     """Process id, outside, of the first process inside."""
-    init_handle: int | None = None
+    init_handle: int | None = field(default=None, init=False)
     """pidfd of that process."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which we must remove."""
     status: int | None = None
     """Descriptor from which bwrap's report on a program's end can be read."""
     _killed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.init is not None:
+            with suppress(ProcessLookupError):
+                self.init_handle = os.pidfd_open(self.init)
 
     def said(self, output: int = 0, rewind: bool = False) -> str:
         """Return the text of an output; with `rewind` the next text replaces it."""
@@ -142,8 +147,7 @@ def start_program(
     finally:
         theirs.close()
     ours.setblocking(False)
-    init = _read_init(status)
-    return SandboxProcess(SandboxKind.BUBBLEWRAP, popen, ours, [], init, _handle(init), status=status)
+    return SandboxProcess(SandboxKind.BUBBLEWRAP, popen, ours, [], _read_init(status), status=status)
 
 
 def _limited(limits: ProgramLimits, full: bool) -> str:
@@ -204,7 +208,7 @@ def start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
     finally:
         theirs.close()
     ours.setblocking(False)
-    return SandboxProcess(settings.kind, popen, ours, outputs, init, _handle(init), folder)
+    return SandboxProcess(settings.kind, popen, ours, outputs, init, folder)
 
 
 def _popen_bwrap(
@@ -227,13 +231,6 @@ def _popen_bwrap(
     finally:
         for descriptor in inherited:
             os.close(descriptor)
-
-
-def _handle(init: int | None) -> int | None:
-    if init is not None:
-        with suppress(ProcessLookupError):
-            return os.pidfd_open(init)
-    return None
 
 
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
