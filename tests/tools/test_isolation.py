@@ -152,10 +152,7 @@ async def test_a_process_at_work_on_a_call_that_was_given_up_is_replaced(folder:
 @pytest.mark.processes
 async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
     entry = {**NOTEBOOK, "deny": [], "pool": {"capacity": 2}}
-    async with (
-        open_toolset(recipe_of(pad=entry), folder) as toolset,
-        toolset.chain("other", {}) as other,
-    ):
+    async with open_toolset(recipe_of(pad=entry), folder) as toolset, toolset.chain("other", {}) as other:
         async with toolset.chain("dying", {}) as dying:
             with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of burn"):
                 await ask(dying, "burn")

@@ -21,6 +21,7 @@ from tests.waiting import pass_time
 
 WORDS = "one two three four five six"
 SEARCH, ANOTHER = ("search", 0, 0.0), ("another", 0, 0.0)
+OF_SEARCH = "2 calls of search in this conversation"
 
 
 def cut(text: str, most: int) -> str | None:
@@ -55,40 +56,23 @@ def breached(chain: ChainAccount) -> dict[str, float]:
     return found
 
 
+LATER = "The call can be made in your next turn."
+RARELY = {"calls_per_second": {"search": 0.5}, "on_breach": {"calls_per_second": {}}}
+
+
 @pytest.mark.parametrize(
-    ("fields", "made", "refused", "said"),
+    ("fields", "made", "refused", "reached", "advice"),
     [
-        (
-            {"calls_per_turn": 2},
-            [SEARCH, ("search", 1, 0.0)],
-            [("search", 2, 0.0)],
-            "Not run: the limit of 2 calls in one turn is reached. The call can be made in your next turn.",
-        ),
-        (
-            {"calls": 1},
-            [SEARCH],
-            [ANOTHER] * 2,
-            "Not run: the limit of 1 call in this conversation is reached. Answer with what you have.",
-        ),
-        (
-            {"calls_per_tool": {"search": 2}},
-            [SEARCH, ANOTHER, SEARCH],
-            [SEARCH],
-            "Not run: the limit of 2 calls of search in this conversation is reached. Go on without search.",
-        ),
-        (
-            {"calls_per_second": {"search": 0.5}, "on_breach": {"calls_per_second": {}}},
-            [SEARCH],
-            [("search", 0, 1.9)],
-            "Not run: the limit of 0.5 calls of search per second is reached. The call can be made in your next turn.",
-        ),
+        ({"calls_per_turn": 2}, [SEARCH, ("search", 1, 0.0)], [("search", 2, 0.0)], "2 calls in one turn", LATER),
+        ({"calls": 1}, [SEARCH], [ANOTHER] * 2, "1 call in this conversation", "Answer with what you have."),
+        ({"calls_per_tool": {"search": 2}}, [SEARCH, ANOTHER, SEARCH], [SEARCH], OF_SEARCH, "Go on without search."),
+        (RARELY, [SEARCH], [("search", 0, 1.9)], "0.5 calls of search per second", LATER),
     ],
 )
-def test_a_refusal(
-    fields: dict[str, Any], made: list[tuple[str, int, float]], refused: list[tuple[str, int, float]], said: str
-) -> None:
+def test_a_refusal(fields: dict[str, Any], made: list[Any], refused: list[Any], reached: str, advice: str) -> None:
     chain = account(**fields)
     assert [take(chain, *call) for call in made] == ["fine"] * len(made)
+    said = f"Not run: the limit of {reached} is reached. {advice}"
     assert [take(chain, *call) for call in refused] == [said] * len(refused)
     assert breached(chain) == {f"limits/{next(iter(fields))}": len(refused)}
     # its next turn, another tool, or later

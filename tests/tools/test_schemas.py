@@ -233,10 +233,7 @@ case(
 case(
     Annotated[list[Folder], Field(max_length=3)],
     [[{"name": "a", "folders": [{"name": "b"}], "first": {"text": "a"}}], []],
-    [
-        ([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"),
-        ([{"name": "a", "first": {}}], "x.0.fir"),
-    ],
+    [([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"), ([{"name": "a", "first": {}}], "x.0.fir")],
     name="recursive_typed_dict_of_typing",
 )
 case(

@@ -292,10 +292,7 @@ async def test_chains_share_nothing_and_rows_give_files(tmp_path: Path) -> None:
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"terminal": {"module": "shell", "options": {"disk_mb": 8}}}})
     folders = Path("/tmp")
     async with open_toolset(recipe, tmp_path) as toolset:
-        async with (
-            toolset.chain("a", {"files": {"notes/one.txt": "first"}}) as one,
-            toolset.chain("b", {}) as two,
-        ):
+        async with toolset.chain("a", {"files": {"notes/one.txt": "first"}}) as one, toolset.chain("b", {}) as two:
             call = ToolCall("1", "shell", {"command": "cat notes/one.txt; echo more > new; ls"})
             first, second = await asyncio.gather(one.call(call), two.call(call))
             assert first.content == "firstnew\nnotes"

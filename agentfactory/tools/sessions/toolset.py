@@ -31,11 +31,7 @@ _NAMED_PARTS = 8
 
 @asynccontextmanager
 async def open_toolset(
-    recipe: ToolsRecipe,
-    base: Path,
-    log: Log = lambda record: None,
-    objects: Sequence[Any] = (),
-    processes: int = 1,
+    recipe: ToolsRecipe, base: Path, log: Log = lambda record: None, objects: Sequence[Any] = (), processes: int = 1
 ) -> "AsyncIterator[Toolset]":
     """Open every tool and MCP server of `recipe` concurrently; close them on exit.
 

@@ -128,10 +128,7 @@ REFUSED = message_of(error={"code": -32602, "message": "Unknown tool: t"})
 
 @pytest.mark.parametrize(
     ("tools", "difference"),
-    [
-        ([], "t is gone"),
-        ([tool_of("t", {"type": "object", "required": ["b"]})], "t has another schema"),
-    ],
+    [([], "t is gone"), ([tool_of("t", {"type": "object", "required": ["b"]})], "t has another schema")],
 )
 async def test_a_changed_tool_is_not_the_models_fault(tools: list[Any], difference: str) -> None:
     plan = plan_of([tool_of("t", {"type": "object"}), tool_of("u", {"type": "object"})])
