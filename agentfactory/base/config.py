@@ -177,12 +177,12 @@ class McpServerConfig(Section):
     @classmethod
     def _take_transport(cls, given: Any) -> Any:
         """Remove the redundant `type` that other programs write beside `command` or `url`."""
-        if not isinstance(given, dict) or given.get("type") is None:
-            return {key: value for key, value in given.items() if key != "type"} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
         fields = dict(given)
-        kind, way = fields.pop("type"), next((way for way in WAYS if fields.get(way)), None)
+        kind, way = fields.pop("type", None), next((way for way in WAYS if fields.get(way)), None)
         fitting = {"command": ("stdio",), "url": ("http", "streamable-http")}
-        if way is not None and kind not in fitting.get(way, ()):
+        if kind is not None and way is not None and kind not in fitting.get(way, ()):
             raise SettingError("type", f"got {short(kind)} with {way}", "remove it")
         return fields
 

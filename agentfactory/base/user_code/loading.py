@@ -152,10 +152,8 @@ def _check_neighbours(path: Path) -> None:
             found = _origin(name) if own else None
             # either works if it is a copy
             if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
-                raise UserCodeError(
-                    f"{file} imports {name} from its own folder, but Python finds {found} under that name",
-                    "give one of the two another name",
-                )
+                problem = f"{file} imports {name} from its own folder, but Python finds {found} under that name"
+                raise UserCodeError(problem, "give one of the two another name")
 
 
 def _is_users(file: str | None) -> bool:

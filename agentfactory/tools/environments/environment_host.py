@@ -272,10 +272,10 @@ def _check_options(environment: type[Environment], options: dict[str, Any]) -> N
         takes = f"takes {', '.join(p.name for p in named)}" if named else "takes none"
         raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
     if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
-        raise TypeError(
-            f"options.{missing[0]}: {label} requires it; set it under `options:` (serve: --option), "
-            "or make it a parameter of reset() if it is a field of the task"
+        fix = (
+            "set it under `options:` (serve: --option), or make it a parameter of reset() if it is a field of the task"
         )
+        raise TypeError(f"options.{missing[0]}: {label} requires it; {fix}")
     check_types(options, environment.__init__, "options")
 
 

@@ -104,10 +104,8 @@ class OwnServer(Server[Any]):
         self._listing: dict[str, mcp_types.Tool] = {}
         environments = [given.__name__ for given in objects if _is_environment(given)]
         if len(environments) > 1:
-            raise TypeError(
-                f"server {name}: {' and '.join(environments)} are Environments; name one, and serve each by a server "
-                "of its own"
-            )
+            fix = "name one, and serve each by a server of its own"
+            raise TypeError(f"server {name}: {' and '.join(environments)} are Environments; {fix}")
         for given in objects:
             if is_tool(given):
                 _check_bound(given)
@@ -117,10 +115,8 @@ class OwnServer(Server[Any]):
                 self._list_environment(given)
                 self.host = EnvironmentHost(given, name, pool, options, idle_seconds)
             else:
-                raise TypeError(
-                    f"server {name}: {given!r} is neither a @tool function or method nor an Environment class"
-                    " (an MCP server object is served alone)"
-                )
+                problem = f"{given!r} is neither a @tool function or method nor an Environment class"
+                raise TypeError(f"server {name}: {problem} (an MCP server object is served alone)")
 
     def _list_environment(self, environment: type[Environment]) -> None:
         attributes = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))

@@ -99,10 +99,8 @@ class ToolServer:
             return  # our own host, in this process, has the pool
         for field in ("warm", "max_uses"):
             if getattr(self.config.pool, field):
-                raise ValueError(
-                    f"mcp_servers.{self.name}.pool.{field}: all chains share the server, so no instance is created or "
-                    "replaced; set isolation, or remove it"
-                )
+                problem = "all chains share the server, so no instance is created or replaced"
+                raise ValueError(f"mcp_servers.{self.name}.pool.{field}: {problem}; set isolation, or remove it")
         if self.config.pool.capacity is not None:
             self._pool = self._places(self._shared)
 
@@ -269,10 +267,9 @@ class ToolServer:
             if tool is None:
                 continue
             if tool not in listed:
-                raise ValueError(
-                    f"mcp_servers.{self.name}.environment.{role}: the server has no tool {tool!r}, it offers "
-                    f"{_names(listed)}" + ("; name one of them" if role == "reset" else "; set it to null")
-                )
+                problem = f"the server has no tool {tool!r}, it offers {_names(listed)}"
+                fix = "name one of them" if role == "reset" else "set it to null"
+                raise ValueError(f"mcp_servers.{self.name}.environment.{role}: {problem}; {fix}")
             self.hidden[role] = listed[tool]
         if declared and "take_images" in roles:
             self.hidden["take_images"] = listed[roles["take_images"]]

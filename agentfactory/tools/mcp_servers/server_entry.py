@@ -52,23 +52,17 @@ class Container:
     args: list[str]
     env: dict[str, str]
 
-    def command(self, program: str, name: str) -> StdioServerParameters:
-        """Return the command by which `program` runs the image under `name`. The command line has only the names of
-        variables, not their values."""
-        variables = [part for key in self.env for part in ("--env", key)]
-        return StdioServerParameters(
-            command=program,
-            args=["run", "-i", "--rm", "--init", "--name", name, *variables, self.image, *self.args],
-            env={key: os.environ[key] for key in _PASSED_ON if key in os.environ} | self.env,
-        )
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StdioServerParameters]:
-        """Yield the command of a new container, which is removed when the context exits."""
+        """Yield the command of a new container, which is removed when the context exits. The command line has only the
+        names of variables, not their values."""
         program = await find_program()
         name = f"agentfactory-{re.sub('[^a-zA-Z0-9_.-]', '-', self.server)}-{uuid.uuid4().hex[:12]}"
+        variables = [part for key in self.env for part in ("--env", key)]
+        args = ["run", "-i", "--rm", "--init", "--name", name, *variables, self.image, *self.args]
+        env = {key: os.environ[key] for key in _PASSED_ON if key in os.environ} | self.env
         try:
-            yield self.command(program, name)
+            yield StdioServerParameters(command=program, args=args, env=env)
         finally:
             await _run(program, "rm", "--force", name)
 
@@ -180,10 +174,8 @@ async def find_program() -> str:
             _works.append(program)
             return program
         reasons.append(f"`{program} info` failed: {said}")
-    raise ToolInfrastructureError(
-        f"no container can be run here: {'; '.join(reasons)}. Install podman, start docker's daemon, or give the "
-        "server's program by `command`"
-    )
+    fix = "Install podman, start docker's daemon, or give the server's program by `command`"
+    raise ToolInfrastructureError(f"no container can be run here: {'; '.join(reasons)}. {fix}")
 
 
 _works: list[str] = []

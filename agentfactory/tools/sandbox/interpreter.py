@@ -36,9 +36,7 @@ def find_interpreter(user: int | None) -> Interpreter:
     own = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     reasons = []
-    for candidate in dict.fromkeys((own, Path(system) if system else None)):
-        if candidate is None:
-            continue
+    for candidate in dict.fromkeys([own, *([Path(system)] if system else [])]):
         executable = Path(os.path.realpath(candidate))
         if user is not None and not is_public(executable):
             reasons.append(f"{candidate} is in a folder that only its owner may enter")

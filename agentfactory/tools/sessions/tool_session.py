@@ -140,14 +140,9 @@ class ToolSession:
         if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
             # our own server does not know the prefixed name that the model uses
             content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
-        return ToolResult(
-            content,
-            error,
-            time.perf_counter() - started,
-            meta.get(FINISH_KEY) is True,
-            dict(info) if isinstance(info, dict) else {},
-            _left_out(content, route.server.result_bytes),
-        )
+        seconds, finish = time.perf_counter() - started, meta.get(FINISH_KEY) is True
+        left_out = _left_out(content, route.server.result_bytes)
+        return ToolResult(content, error, seconds, finish, dict(info) if isinstance(info, dict) else {}, left_out)
 
     async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
         """Return a turn's results with labels before their images, such as numbers, if an environment takes the images
@@ -392,6 +387,5 @@ def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
             answer = answer["result"]  # the SDK's MCPServer wraps a plain return value this way
         return EnvironmentReward.parse(answer, "it")
     except (ValueError, TypeError) as error:
-        raise EnvironmentRewardError(
-            f"environment {server}: reward answered {short(text_of(content_of(result)))}: {error}"
-        ) from None
+        said = short(text_of(content_of(result)))
+        raise EnvironmentRewardError(f"environment {server}: reward answered {said}: {error}") from None
