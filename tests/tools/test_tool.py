@@ -161,9 +161,6 @@ GOOGLE = """Find a book.
 
     Returns:
         Its shelf.
-
-    Raises:
-        KeyError: none.
     """
 NUMPY = """Find a book.
 
@@ -174,17 +171,11 @@ NUMPY = """Find a book.
         or a part of it: "The: One".
     year : int, optional
         The year.
-
-    Returns
-    -------
-    str
-        Its shelf.
     """
 SPHINX = """Find a book.
 
     :param title: Its title,
         or a part of it: "The: One".
-    :type title: str
     :param year: The year.
     :returns: Its shelf.
     """
