@@ -200,10 +200,10 @@ def _root() -> Path:
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
     atexit.register(subprocess.call, ["sh", "-c", _REMOVE, "sh", root])
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
-    sweep = ["sh", "-c", _SWEEP, "sh", root]
-    none: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    # its stdin closes with this process
-    _sweepers.append(subprocess.Popen(sweep, cwd="/", stdin=subprocess.PIPE, start_new_session=True, **none))
+    sweep = ["sh", "-c", _SWEEP, "sh", str(root)]
+    pipe, none = subprocess.PIPE, subprocess.DEVNULL  # its stdin closes with this process
+    sweeper = subprocess.Popen(sweep, cwd="/", stdin=pipe, stdout=none, stderr=none, start_new_session=True)
+    _sweepers.append(sweeper)
     return root
 
 

@@ -42,7 +42,7 @@ def find_interpreter(user: int | None) -> Interpreter:
             reasons.append(f"{candidate} is in a folder that only its owner may enter")
             continue
         try:
-            command = [executable, "-I", "-S", "-c", _PROBE]
+            command = [str(executable), "-I", "-S", "-c", _PROBE]
             probe = subprocess.run(command, user=user, capture_output=True, check=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(f"{candidate}: {error}")
