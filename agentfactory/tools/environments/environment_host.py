@@ -17,7 +17,7 @@ from agentfactory.base.processes.threads import run_in_thread, run_on_loop
 from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.extension import check_types
 from agentfactory.tools.environments.environment import Environment, overrides
-from agentfactory.tools.environments.pool import Labels, Lease, Pool
+from agentfactory.tools.environments.pool import Lease, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,8 @@ class EnvironmentHost:
         """Keep the pool open; it is closed when the last context exits."""
         if self._pool is None:
             label = self.kind.__name__
-            labels = Labels(f"{label}()", *(f"{label}.{method}()" for method in ("release", "healthy", "close")))
+            methods = {"make": "", "reset": ".release", "healthy": ".healthy", "retire": ".close"}
+            labels = {kind: f"{label}{method}()" for kind, method in methods.items()}
             cares: dict[str, Any] = {"reset": self._forget, "healthy": self._healthy, "retire": self._retire}
             self._pool = Pool(self._name, self._make, self._config, **cares, labels=labels)
             self._pool.warm_up()

@@ -7,9 +7,9 @@ future, so cancelling a chain never loses an instance or a place.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentfactory.base.config import PoolConfig
 from agentfactory.base.messages import ToolInfrastructureError
@@ -25,16 +25,12 @@ QUIET_SECONDS = 10.0
 """Time after which the user is told that an instance is still being created."""
 
 
-class Labels(NamedTuple):
-    """The names of a pool's functions in errors."""
-
-    make: str = "the creation of an instance"
-    reset: str = "the reset of an instance"
-    healthy: str = "the health check of an instance"
-    retire: str = "the retirement of an instance"
-
-
-LABELS = Labels()
+_LABELS = {
+    "make": "the creation of an instance",
+    "reset": "the reset of an instance",
+    "healthy": "the health check of an instance",
+    "retire": "the retirement of an instance",
+}
 
 
 @dataclass(eq=False)
@@ -69,7 +65,7 @@ class Pool(Generic[T]):
         reset: Callable[[T], Awaitable[None]] | None = None,
         healthy: Callable[[T], Awaitable[bool]] | None = None,
         retire: Callable[[T], Awaitable[None]] | None = None,
-        labels: Labels = LABELS,
+        labels: Mapping[str, str] = _LABELS,
     ) -> None:
         self.name, self._labels = name, labels
         self._make = make
@@ -237,7 +233,7 @@ class Pool(Generic[T]):
 
     async def _supply(self) -> None:
         seconds = self._config.create_seconds
-        text = f"{self.name}: {self._labels.make} has not ended after {QUIET_SECONDS:g} s"
+        text = f"{self.name}: {self._labels['make']} has not ended after {QUIET_SECONDS:g} s"
         text += f"; it is given {seconds:g} s (pool.create_seconds)"
         slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, text)
         try:
@@ -249,7 +245,7 @@ class Pool(Generic[T]):
             if (waiter := self._next_waiter()) is not None:
                 waiter.set_exception(self._reason(error, limit.expired()))
             elif not self._closed:
-                self._warn(f"{self._labels.make}, in advance,", error)
+                self._warn(f"{self._labels['make']}, in advance,", error)
         else:
             self._at_work["make"] -= 1
             self._made += 1
@@ -260,7 +256,7 @@ class Pool(Generic[T]):
         self._advance()
 
     def _reason(self, error: BaseException, expired: bool) -> BaseException:
-        text = f"{self.name}: {self._labels.make}"
+        text = f"{self.name}: {self._labels['make']}"
         if expired:
             late = f"did not end within {self._config.create_seconds:g} s"
             return ToolInfrastructureError(f"{text} {late}; fix: correct it, or raise pool.create_seconds")
@@ -282,7 +278,7 @@ class Pool(Generic[T]):
             async with asyncio.timeout(CARE_SECONDS):
                 sound = await care(instance.value) is not False
         except Exception as error:  # boundary: user code
-            self._warn(getattr(self._labels, kind), error)
+            self._warn(self._labels[kind], error)
         finally:
             self._at_work[kind] -= 1
             if sound or kind == "retire":
@@ -311,7 +307,7 @@ class Pool(Generic[T]):
         if capacity is not None and self._places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
         else:
-            reason = f"{self._labels.make} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
+            reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
         waiter.set_exception(
             ToolInfrastructureError(f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}")
         )
