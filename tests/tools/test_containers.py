@@ -1,4 +1,4 @@
-"""Tests of a server in a real container, if docker or podman works: state, cancellation, death and removal."""
+"""Tests of a server in a real container, if docker or podman works: state, death and removal."""
 
 import asyncio
 import re
