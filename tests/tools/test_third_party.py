@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.messages import CallError, Content, ToolCall, ToolResult
+from agentfactory.base.messages import CallError, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.third_party_servers import everything, everything_over_http
@@ -38,17 +38,6 @@ async def call(session: ToolSession, name: str, seconds: float | None = None, /,
     return await session.call(ToolCall("1", name, arguments), seconds)
 
 
-async def ask(session: ToolSession, name: str, /, **arguments: Any) -> Content:
-    result = await call(session, name, **arguments)
-    assert result.error is None, result
-    return result.content
-
-
-def is_png(part: dict[str, Any]) -> bool:
-    kind, _, data = part["image_url"]["url"].partition(";base64,")
-    return kind == "data:image/png" and base64.b64decode(data).startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("way", WAYS)
 async def test_every_tool_of_server_everything(way: str, everything: dict[str, Any], tmp_path: Path) -> None:
     with entry_of(way, everything) as entry:
@@ -57,13 +46,17 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
 
             async def use(name: str, /, **arguments: Any) -> Any:
                 used.add(name)
-                return await ask(session, name, **arguments)
+                result = await call(session, name, **arguments)
+                assert result.error is None, result
+                return result.content
 
             assert await use("echo", message="Grüße, 世界") == "Echo: Grüße, 世界"
             assert await use("get-sum", a=2, b=0.5) == "The sum of 2 and 0.5 is 2.5."
             for name, arguments in (("get-tiny-image", {}), ("get-annotated-message", ANNOTATED)):
                 text, image, *_ = await use(name, **arguments)
-                assert (text["type"], is_png(image)) == ("text", True)
+                kind, _, data = image["image_url"]["url"].partition(";base64,")
+                assert (text["type"], kind) == ("text", "data:image/png")
+                assert base64.b64decode(data).startswith(b"\x89PNG")
             structured = await use("get-structured-content", location="Chicago")
             assert set(json.loads(str(structured))) == {"temperature", "conditions", "humidity"}
             links = str(await use("get-resource-links", count=2)).splitlines()
