@@ -18,6 +18,8 @@ from agentfactory.tools.sessions.tool_session import ToolSession
 FOLDER = Path(__file__).parent
 NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"]}
 """The `mcp_servers` entry of a program that starts quickly."""
+ROLES = {"reset": "begin", "reward": "judge", "close": None}
+"""The tools of that program, and of others, that make an environment of it."""
 OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]
 
 

@@ -43,11 +43,6 @@ def process_id() -> int:
 
 
 @tool
-def die() -> str:
-    os._exit(3)
-
-
-@tool
 async def block(path: str) -> str:
     Path(path).touch()
     time.sleep(60)  # noqa: ASYNC251

@@ -20,13 +20,12 @@ from agentfactory.tools.mcp_servers.server_entry import target_of
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.forked import reserved_port
 from tests.tools import conftest
-from tests.tools.conftest import ask, recipe_of, running
+from tests.tools.conftest import ROLES, ask, recipe_of, running
 from tests.waiting import until
 
 INSTANCES = 16
 POOL = {"capacity": INSTANCES, "wait_seconds": 120}
 NOTEBOOK = {**conftest.NOTEBOOK, "isolation": "process", "deny": ["burn"]}
-ROLES = {"reset": "begin", "reward": "judge", "close": None}
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from agentfactory.base.messages import (
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-from tests.tools.conftest import NOTEBOOK
+from tests.tools.conftest import NOTEBOOK, ROLES, recipe_of
 from tests.waiting import pass_time, until
 
 NESTED: list[Any] = []
@@ -197,8 +197,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 async def test_a_server_that_is_not_ours(theirs: Path) -> None:
-    roles = {"reset": "begin", "reward": "judge", "close": None}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"x": {"module": "theirs.py:server", "environment": roles}}})
+    recipe = recipe_of(x={"module": "theirs.py:server", "environment": ROLES})
     async with open_toolset(recipe, theirs) as toolset:
         assert [spec.name for spec in toolset.specs] == ["say", "crash", "look"]
 
@@ -221,8 +220,7 @@ async def test_a_server_that_is_not_ours(theirs: Path) -> None:
 
 
 async def test_two_environments(theirs: Path, folder: Path) -> None:
-    roles = {"reset": "begin", "reward": "judge", "close": None}
-    entry = {"module": str(theirs / "theirs.py") + ":server", "environment": roles}
+    entry = {"module": str(theirs / "theirs.py") + ":server", "environment": ROLES}
     recipe = ToolsRecipe.model_validate({"tools": ["scratchpad.py:Scratchpad"], "mcp_servers": {"x": entry}})
     async with open_toolset(recipe, folder) as toolset, toolset.chain("a", {"word": "four"}) as session:
         assert session.opening == "The pad says four."
@@ -292,8 +290,7 @@ async def test_openings_with_images_and_environments_that_do_not_judge(tmp_path:
 
 async def test_the_cache(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OPEN_HANDED)
-    entry = {"module": "mine.py:look_up", "cache": 2}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"x": entry}})
+    recipe = recipe_of(x={"module": "mine.py:look_up", "cache": 2})
     async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
 
         async def ask(session: ToolSession, key: str, **more: Any) -> Any:
@@ -328,8 +325,10 @@ async def test_the_cache(tmp_path: Path) -> None:
 async def test_names_that_models_see(folder: Path) -> None:
     one = {"module": "scratchpad.py:Scratchpad", "allow": ["write", "read"], "deny": ["write"], "prefix": "one_"}
     two = {"module": "scratchpad.py:Scratchpad", "prefix": "two_", "deny": ["tear"]}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"one": one, "two": two}})
-    async with open_toolset(recipe, folder) as toolset, toolset.chain("a", {"word": "w"}) as session:
+    async with (
+        open_toolset(recipe_of(one=one, two=two), folder) as toolset,
+        toolset.chain("a", {"word": "w"}) as session,
+    ):
         assert [spec.name for spec in toolset.specs] == ["one_read", "two_write", "two_read"]
         assert (await session.call(make("two_write", word="x"))).content == "wrote x"
         assert [(await session.call(make(name))).content for name in ("one_read", "two_read")] == ["w", "x"]
@@ -357,8 +356,7 @@ async def test_objects_beside_the_recipe(folder: Path) -> None:
 
 
 async def test_letting_go_survives_a_second_cancellation(folder: Path) -> None:
-    entry = {"module": "scratchpad.py:Scratchpad", "pool": {"capacity": 1}}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"pad": entry}})
+    recipe = recipe_of(pad={"module": "scratchpad.py:Scratchpad", "pool": {"capacity": 1}})
     for steps in range(12):
         async with open_toolset(recipe, folder) as toolset:
 
