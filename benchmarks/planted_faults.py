@@ -254,8 +254,8 @@ FAULTS = (
     Fault(
         "worn-instance",
         "tools/environments/pool.py",
-        "if sound:\n                self._idle.append(instance)",
-        "if True:\n                self._idle.append(instance)",
+        "if sound or kind",
+        "if True or kind",
         "tools/test_pool.py",
     ),
     Fault(

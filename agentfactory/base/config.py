@@ -177,12 +177,12 @@ class McpServerConfig(Section):
     @classmethod
     def _take_transport(cls, given: Any) -> Any:
         """Remove the redundant `type` that other programs write beside `command` or `url`."""
-        if not isinstance(given, dict) or given.get("type") is None:
-            return {key: value for key, value in given.items() if key != "type"} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
         fields = dict(given)
-        kind, way = fields.pop("type"), next((way for way in WAYS if fields.get(way)), None)
+        kind, way = fields.pop("type", None), next((way for way in WAYS if fields.get(way)), None)
         fitting = {"command": ("stdio",), "url": ("http", "streamable-http")}
-        if way is not None and kind not in fitting.get(way, ()):
+        if kind is not None and way is not None and kind not in fitting.get(way, ()):
             raise SettingError("type", f"got {short(kind)} with {way}", "remove it")
         return fields
 
@@ -314,9 +314,8 @@ class LimitsConfig(Section):
     def _limits_can_be_reached(self) -> "LimitsConfig":
         for limit in self.on_breach:
             if not getattr(self, limit):
-                raise SettingError(
-                    f"on_breach.{limit}", "there is no such limit", f"set limits.{limit}, or remove the entry"
-                )
+                fix = f"set limits.{limit}, or remove the entry"
+                raise SettingError(f"on_breach.{limit}", "there is no such limit", fix)
         if self.cost is not None and not self.cost_per_call:
             raise SettingError("cost", f"got {self.cost:g}, but no call costs anything", "set limits.cost_per_call")
         return self

@@ -4,14 +4,9 @@ from typing import Any
 
 
 class SettingError(ValueError):
-    """An invalid field of a recipe or option of a command.
-
-    Attributes:
-        field: The dotted field, such as train.learning_rate, or the option; "" if the problem names it.
-        problem: The fault of its value.
-        fix: The remedy; "" if unknown.
-        source: The file or command line that set it; "" if the raising code does not know it.
-    """
+    """An invalid field of a recipe or option of a command: `field` is dotted, such as train.learning_rate, or "" if the
+    problem names it; `problem` is the fault, `fix` the remedy ("": unknown), and `source` the file or command line that
+    set it ("": unknown to the raising code)."""
 
     def __init__(self, field: str, problem: str, fix: str = "", source: str = "") -> None:
         self.field, self.problem, self.fix, self.source = field, problem, fix, source
@@ -45,8 +40,8 @@ def short(value: Any) -> str:
 
 
 def is_interruption(error: BaseException | None) -> bool:
-    """Return whether the cause of `error` is KeyboardInterrupt. While pydantic builds a model, it raises SchemaError
-    instead, with the text of the cause and without the cause itself."""
+    """Return whether KeyboardInterrupt caused `error`. While pydantic builds a model, it raises SchemaError instead,
+    with the text of the cause alone."""
     while error is not None:
         of_pydantic = type(error).__name__ == "SchemaError" and "KeyboardInterrupt: " in str(error)
         if isinstance(error, KeyboardInterrupt) or of_pydantic:

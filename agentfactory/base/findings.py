@@ -34,12 +34,12 @@ class Evidence:
     @property
     def place(self) -> str:
         """The place in words; the rows of a chain are counted from 1 there, as in the viewer."""
-        parts = [f"chain {self.chain}" if self.chain else f"group {self.group}" if self.group else ""]
-        parts += [
+        parts = [
+            f"chain {self.chain}" if self.chain else f"group {self.group}" if self.group else "",
             f"row {self.row + 1}" if self.row else "",
             f"token {self.position}" if self.position is not None else "",
+            self.file,
         ]
-        parts.append(self.file)
         return ", ".join(part for part in parts if part)
 
 

@@ -95,11 +95,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call: the content for the model, and the kind of error if it failed.
-
-    `seconds` is the call's duration, `left_out` the number of bytes that `limits.result_bytes` cut. `finish` is True if
-    the tool ends the chain. `info` is hidden from the model and kept in the trajectory, for rewards and users.
-    """
+    """The result of a call: the content for the model, and the kind of error if it failed. `seconds` is its duration,
+    `left_out` the number of bytes that `limits.result_bytes` cut, `finish` True if the tool ends the chain. `info` is
+    hidden from the model and kept in the trajectory, for rewards and users."""
 
     content: Content
     error: CallError | None = None
@@ -150,9 +148,7 @@ class EnvironmentReward:
     @classmethod
     def parse(cls, verdict: Any, speaker: str) -> "EnvironmentReward":
         """Create it from a number, or a dict with `reward`, optional `turn_rewards` (a list), and further numbers.
-
-        Raises TypeError, which names `speaker`, for anything else, and for values beyond the limits above.
-        """
+        Raises TypeError, which names `speaker`, for anything else, and for values beyond the limits above."""
         if not isinstance(verdict, dict):
             return cls(_number(verdict, speaker, "reward", LARGEST_REWARD))
         if "reward" not in verdict:
@@ -164,10 +160,8 @@ class EnvironmentReward:
         reward = _number(rest.pop("reward"), speaker, "reward", LARGEST_REWARD)
         _check_count(rest, speaker)
         metrics = {_name(key, speaker): _number(value, speaker, key, LARGEST_METRIC) for key, value in rest.items()}
-        by_turn = (
-            None if turns is None else [_number(value, speaker, "turn_rewards", LARGEST_REWARD) for value in turns]
-        )
-        return cls(reward, metrics, by_turn)
+        turns = turns if turns is None else [_number(turn, speaker, "turn_rewards", LARGEST_REWARD) for turn in turns]
+        return cls(reward, metrics, turns)
 
     def to_json(self) -> dict[str, Any]:
         """Return the inverse of `parse`."""
@@ -175,11 +169,8 @@ class EnvironmentReward:
         return {"reward": self.reward, **self.metrics, **turns}
 
     def add(self, other: "EnvironmentReward") -> None:
-        """Add the other's reward and turn rewards, and merge its metrics.
-
-        Raises ValueError if both have turn rewards for different numbers of turns; TypeError if the sums exceed the
-        limits above.
-        """
+        """Add the other's reward and turn rewards, and merge its metrics. Raises ValueError if both have turn rewards
+        for different numbers of turns, TypeError if the sums exceed the limits above."""
         self.reward = _number(self.reward + other.reward, _TOGETHER, "reward", LARGEST_REWARD)
         self.metrics |= other.metrics
         _check_count(self.metrics, _TOGETHER)

@@ -61,6 +61,5 @@ class Notices:
 
     def last_lines(self) -> list[str]:
         """Return the last notice of each topic, with the count."""
-        return [
-            f"{notice} ({notice.times} times)" if notice.times > 1 else f"{notice}" for notice in self._last.values()
-        ]
+        lines = ((notice, f" ({notice.times} times)" if notice.times > 1 else "") for notice in self._last.values())
+        return [f"{notice}{times}" for notice, times in lines]

@@ -47,12 +47,8 @@ _EXIT_SECONDS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfactory.tools.serve") -> None:
-    """Parse the command line and serve; exit with status 2 and the reason if something cannot be served.
-
-    Args:
-        arguments: Command-line arguments; None: those of this process.
-        prog: The command's name in usage messages.
-    """
+    """Parse the command line `arguments` (None: those of this process) and serve; `prog` is the command's name in usage
+    messages. Exit with status 2 and the reason if something cannot be served."""
     parser = command_line(prog)
     options = parser.parse_args(arguments)
     if options.idle_seconds is not None and options.http is None:
@@ -89,22 +85,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
 
 
 def objects_in(path: Path) -> list[Any]:
-    """Return the `@tool` functions, Environment classes and MCP server objects that the file `path` defines.
-
-    Skips imported objects, and names that begin with an underscore.
-
-    Raises:
-        UserCodeError: the file does not exist, fails when executed, or contains nothing to serve.
-    """
+    """Return the `@tool` functions, Environment classes and MCP server objects that the file `path` defines, without
+    imported ones and names that begin with an underscore. Raises UserCodeError if it does not exist, fails, or has
+    nothing to serve."""
     if not path.is_file():
         raise UserCodeError(f"there is no file {path}", "name an existing one")
     module = load_module(path.resolve())
     found = {id(value): value for name, value in vars(module).items() if name[0] != "_" and _is_served(value, module)}
     if not found:
-        raise UserCodeError(
-            f"{path} has no @tool function, no Environment class and no MCP server",
-            "put @tool above a function's definition",
-        )
+        problem = f"{path} has no @tool function, no Environment class and no MCP server"
+        raise UserCodeError(problem, "put @tool above a function's definition")
     return list(found.values())
 
 
@@ -124,32 +114,19 @@ def _load(reference: str) -> list[Any]:
 def command_line(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the arguments that `main` takes."""
     parser = argparse.ArgumentParser(prog=prog, description="Serve tools over MCP, on stdio or over HTTP.")
-    parser.add_argument(
-        "objects",
-        nargs="+",
-        metavar="FILE.py[:NAME]",
-        help=f"@tool functions, an Environment class, an MCP server; prebuilt: {', '.join(prebuilt())}",
-    )
+    named = f"@tool functions, an Environment class, an MCP server; prebuilt: {', '.join(prebuilt())}"
+    parser.add_argument("objects", nargs="+", metavar="FILE.py[:NAME]", help=named)
     parser.add_argument("--http", type=int, metavar="PORT", help="serve streamable HTTP on 127.0.0.1; 0: a free port")
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="over HTTP, environment variable with the key; default: a random key"
-    )
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="argument of the Environment's constructor"
-    )
+    key = "over HTTP, environment variable with the key; default: a random key"
+    parser.add_argument("--api-key-env", metavar="NAME", help=key)
+    option = "argument of the Environment's constructor"
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help=option)
     for name, field in PoolConfig.model_fields.items():
-        kind = float if "seconds" in name else int
-        metavar = "SECONDS" if kind is float else "N"
-        parser.add_argument(
-            _flag(name), type=kind, metavar=metavar, help=(field.description or "").replace("null:", "default:")
-        )
-    parser.add_argument(
-        "--idle-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="over HTTP, time without a call after which a chain counts as gone; must exceed the longest call; "
-        f"default: {IDLE_SECONDS:g}",
-    )
+        kind, metavar = (float, "SECONDS") if "seconds" in name else (int, "N")
+        told = (field.description or "").replace("null:", "default:")
+        parser.add_argument(_flag(name), type=kind, metavar=metavar, help=told)
+    idle = "over HTTP, time without a call after which a chain counts as gone; must exceed the longest call; default: "
+    parser.add_argument("--idle-seconds", type=float, metavar="SECONDS", help=f"{idle}{IDLE_SECONDS:g}")
     return parser
 
 

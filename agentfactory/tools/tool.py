@@ -65,9 +65,7 @@ def tool(function: Function) -> Function:
     A plain `def` runs in a thread, so it may block. An `async def` runs on the event loop, which saves 0.05 ms per call
     and suits functions that are short or already asynchronous.
 
-    Raises:
-        TypeError: a parameter cannot be filled from JSON; the message names the function, the parameter, its annotation
-            and the allowed ones.
+    Raises TypeError if a parameter cannot be filled from JSON; the message names the allowed annotations.
     """
     if not inspect.isfunction(function):
         raise TypeError(f"@tool goes on a function or a method, not on {function!r}")
@@ -102,35 +100,29 @@ def is_tool(value: object) -> bool:
 
 
 def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[str, tuple[Any, Any]]:
-    name = function.__name__
     signature = list(inspect.signature(function).parameters.values())
     if signature and signature[0].name in ("self", "cls"):
         del signature[0]
     parameters = {}
     for parameter in signature:
+        name, annotated = parameter.name, parameter.annotation
+        where = f"@tool {function.__name__}: parameter"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(f"@tool {name}: parameter {parameter} cannot be filled by name; give each argument its own")
-        if parameter.annotation is parameter.empty:
-            raise TypeError(
-                f"@tool {name}: parameter {parameter.name} has no annotation; write {parameter.name}: str, or use "
-                f"{SUPPORTED_ANNOTATIONS}"
-            )
+            raise TypeError(f"{where} {parameter} cannot be filled by name; give each argument its own")
+        if annotated is parameter.empty:
+            raise TypeError(f"{where} {name} has no annotation; write {name}: str, or use {SUPPORTED_ANNOTATIONS}")
         annotation = _resolve(function, parameter, caller)
         try:
             adapter = TypeAdapter(annotation)
             adapter.json_schema()
         except (PydanticUserError, TypeError) as error:
-            raise TypeError(
-                f"@tool {name}: parameter {parameter.name} has the unsupported annotation {parameter.annotation!r} "
-                f"({str(error).splitlines()[0]}); use {SUPPORTED_ANNOTATIONS}"
-            ) from None
+            problem = f"has the unsupported annotation {annotated!r} ({str(error).splitlines()[0]})"
+            raise TypeError(f"{where} {name} {problem}; use {SUPPORTED_ANNOTATIONS}") from None
         default = ... if parameter.default is parameter.empty else parameter.default
         if default is not ... and not isinstance(default, FieldInfo) and not _fits(adapter, default):
-            raise TypeError(
-                f"@tool {name}: parameter {parameter.name} has the default {default!r}, which its annotation "
-                f"{parameter.annotation!r} does not allow"
-            )
-        parameters[parameter.name] = (annotation, default)
+            problem = f"has the default {default!r}, which its annotation {annotated!r} does not allow"
+            raise TypeError(f"{where} {name} {problem}")
+        parameters[name] = (annotation, default)
     return parameters
 
 
@@ -145,10 +137,8 @@ def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller:
     try:
         return readable(get_type_hints(alone, globals_, enclosing, include_extras=True)["it"])
     except NameError as error:
-        raise TypeError(
-            f"@tool {function.__name__}: the annotation {parameter.annotation!r} of {parameter.name} cannot be "
-            f"resolved: {error}"
-        ) from None
+        told = f"the annotation {parameter.annotation!r} of {parameter.name} cannot be resolved: {error}"
+        raise TypeError(f"@tool {function.__name__}: {told}") from None
 
 
 def _as_field(annotation: Any, name: str, documented: str | None) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.base.files.disk import DiskError, append, refusal, writing
+from agentfactory.base.files.disk import DiskError, append, writing
 
 
 def test_the_file_is_named() -> None:
@@ -32,10 +32,6 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_not_full() -> None:
     with pytest.raises(DiskError, match=r"^/proc/a cannot be written: .*; fix: choose a folder that can be written"):
         append(Path("/proc/a"), "a line")
-
-
-def test_a_place_to_write() -> None:
-    assert (refusal(Path("/proc")) is None, refusal(Path("/tmp"))) == (False, None)
 
 
 @pytest.mark.extended

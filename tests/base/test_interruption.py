@@ -18,7 +18,6 @@ def end(number: int, frame: object) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Handle SIGTERM and SIGINT as commands do."""
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     assert all(signal.getsignal(number) is end for number in before)
@@ -75,12 +74,3 @@ def test_a_further_signal_ends_a_clean_up(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(KeyboardInterrupt):
         run_interruptibly(linger())
     assert time.monotonic() - begun < 30
-
-
-def test_a_result_and_an_error_pass() -> None:
-    async def give(value: int) -> int:
-        return 6 // value
-
-    assert run_interruptibly(give(2)) == 3
-    with pytest.raises(ZeroDivisionError):
-        run_interruptibly(give(0))

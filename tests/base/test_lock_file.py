@@ -27,7 +27,6 @@ LOCKS = (
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """Yield a folder that every user may enter and list."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)

@@ -64,8 +64,7 @@ def test_sums_keep_to_the_limits() -> None:
         (EnvironmentReward(9e11), EnvironmentReward(9e11), "rewards of the chain together returned 18.* for reward"),
         (EnvironmentReward(0, {}, [9e11]), EnvironmentReward(0, {}, [9e11]), "together returned 18.* for turn_rew"),
         (
-            EnvironmentReward(0, {f"a{i}": 1.0 for i in range(60)}),
-            EnvironmentReward(0, {f"b{i}": 1.0 for i in range(60)}),
+            *(EnvironmentReward(0, {f"{name}{i}": 1.0 for i in range(60)}) for name in "ab"),
             "together returned 120 numbers beside",
         ),
     ]:

@@ -18,8 +18,6 @@ FOLLOWER = """
 import signal, sys, time
 from pathlib import Path
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.killable import KillableProcesses
-from tests.conftest import REPOSITORY
 parent_watch.follow_parent()
 if sys.argv[2] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -31,8 +29,6 @@ time.sleep(60)
 PARENT = """
 import os, subprocess, sys, time
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.killable import KillableProcesses
-from tests.conftest import REPOSITORY
 env = {**os.environ, **parent_watch.environment()}
 child = subprocess.Popen(["sh", "-c", '"$0" "$@"; true', sys.executable, "-c", *sys.argv[1:]], env=env)
 time.sleep(60)

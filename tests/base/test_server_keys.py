@@ -107,9 +107,8 @@ def test_a_free_port_is_taken() -> None:
 def test_a_port_that_cannot_be_used_is_named_with_its_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = "{}:{}".format(*other.getsockname())
-        with pytest.raises(
-            SettingError, match=rf"--http: {re.escape(address)} cannot be used: .*; fix: choose another"
-        ):
+        told = rf"--http: {re.escape(address)} cannot be used: .*; fix: choose another"
+        with pytest.raises(SettingError, match=told):
             listen("127.0.0.1", other.getsockname()[1], "--http")
     with pytest.raises(SettingError, match=r"--port: 127\.0\.0\.1:99999 cannot be used"):
         listen("127.0.0.1", 99999, "--port")

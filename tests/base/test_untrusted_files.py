@@ -6,17 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    check_tree,
-    create_file,
-    entries_of,
-    lines_of,
-    open_file,
-    read_file,
-    read_json,
-    resolved,
-)
+from agentfactory.base.files import untrusted_files
 
 
 @pytest.fixture
@@ -35,10 +25,10 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_may_be_reached_by_links_and_have_none(folder: Path) -> None:
     by_link = folder.with_name("by-link")
     by_link.symlink_to(folder)
-    assert read_file(by_link / "below" / "file", 100, by_link) == b'{"a": 1}'
-    assert read_json(by_link / "below" / "file", by_link) == {"a": 1}
+    assert untrusted_files.read_file(by_link / "below" / "file", 100, by_link) == b'{"a": 1}'
+    assert untrusted_files.read_json(by_link / "below" / "file", by_link) == {"a": 1}
     # a path from the user may be a link, unlike one in a folder
-    assert read_file(folder / "below" / "link", 100) == b"secret"
+    assert untrusted_files.read_file(folder / "below" / "link", 100) == b"secret"
     for name, problem in {
         "link/file": f"{folder}/link is a link, which is not followed; fix: put the file or folder itself there",
         "below/link": f"{folder}/below/link is a link, which is not followed; fix: put the file",
@@ -47,16 +37,16 @@ def test_a_folder_may_be_reached_by_links_and_have_none(folder: Path) -> None:
         "below/file/x": f"{folder}/below/file is a regular file; fix: ",
         "below/../below/file": "leads out of ",
     }.items():
-        with pytest.raises(RefusedFileError, match=re.escape(problem)):
-            open_file(folder / name, folder)
+        with pytest.raises(untrusted_files.RefusedFileError, match=re.escape(problem)):
+            untrusted_files.open_file(folder / name, folder)
 
 
 def test_what_is_no_file_is_refused_also_by_name(folder: Path) -> None:
     for path in (folder / "below" / "fifo", Path("/dev/zero"), folder):
-        with pytest.raises(RefusedFileError, match=r"is a (FIFO|device|folder); fix: "):
-            open_file(path)
+        with pytest.raises(untrusted_files.RefusedFileError, match=r"is a (FIFO|device|folder); fix: "):
+            untrusted_files.open_file(path)
     with pytest.raises(FileNotFoundError, match=str(folder / "below" / "none")):
-        open_file(folder / "below" / "none", folder)
+        untrusted_files.open_file(folder / "below" / "none", folder)
 
 
 def test_a_file_that_becomes_a_fifo_after_the_look_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,39 +59,39 @@ def test_a_file_that_becomes_a_fifo_after_the_look_is_refused(folder: Path, monk
         return found
 
     monkeypatch.setattr(os, "stat", swapped)
-    with pytest.raises(RefusedFileError, match="is a FIFO"):
-        open_file(file, folder)
+    with pytest.raises(untrusted_files.RefusedFileError, match="is a FIFO"):
+        untrusted_files.open_file(file, folder)
 
 
 def test_sizes_and_lines_are_bounded(folder: Path) -> None:
     file = folder / "below" / "file"
-    with pytest.raises(RefusedFileError, match="has more than 7 bytes; fix: "):
-        read_file(file, 7, folder)
+    with pytest.raises(untrusted_files.RefusedFileError, match="has more than 7 bytes; fix: "):
+        untrusted_files.read_file(file, 7, folder)
     # files of /proc have no size before they are read
-    with pytest.raises(RefusedFileError, match="has more than 7 bytes"):
-        read_file(Path("/proc/self/status"), 7)
+    with pytest.raises(untrusted_files.RefusedFileError, match="has more than 7 bytes"):
+        untrusted_files.read_file(Path("/proc/self/status"), 7)
     file.write_bytes(b"1234\n123\n12345")
     with file.open("rb") as content:
-        lines = lines_of(content, 5)
+        lines = untrusted_files.lines_of(content, 5)
         assert [next(lines), next(lines), next(lines)] == [b"1234\n", b"123\n", b"12345"]
     with file.open("rb") as content, pytest.raises(ValueError, match="more than 4 bytes"):
-        next(lines_of(content, 4))
+        next(untrusted_files.lines_of(content, 4))
 
 
 def test_a_tree_holds_files_and_folders_only(folder: Path) -> None:
-    assert list(entries_of(folder, folder)) == ["below", "link"]
-    assert entries_of(folder / "none", folder) == {}
-    with pytest.raises(RefusedFileError, match="below/fifo is a FIFO"):
-        check_tree(folder, folder)
+    assert list(untrusted_files.entries_of(folder, folder)) == ["below", "link"]
+    assert untrusted_files.entries_of(folder / "none", folder) == {}
+    with pytest.raises(untrusted_files.RefusedFileError, match="below/fifo is a FIFO"):
+        untrusted_files.check_tree(folder, folder)
     (folder / "below" / "fifo").unlink()
-    with pytest.raises(RefusedFileError, match="below/link is a link"):
-        check_tree(folder / "below", folder)
-    with pytest.raises(RefusedFileError, match="run/link is a link"):
-        check_tree(folder, folder, depth=0)
+    with pytest.raises(untrusted_files.RefusedFileError, match="below/link is a link"):
+        untrusted_files.check_tree(folder / "below", folder)
+    with pytest.raises(untrusted_files.RefusedFileError, match="run/link is a link"):
+        untrusted_files.check_tree(folder, folder, depth=0)
     (folder / "link").unlink()
-    check_tree(folder, folder, depth=0)
+    untrusted_files.check_tree(folder, folder, depth=0)
     (folder / "below" / "link").unlink()
-    check_tree(folder, folder)
+    untrusted_files.check_tree(folder, folder)
 
 
 def test_folders_nested_without_end_are_refused(tmp_path: Path) -> None:
@@ -109,31 +99,29 @@ def test_folders_nested_without_end_are_refused(tmp_path: Path) -> None:
     for _ in range(70):
         deep /= "d"
     deep.mkdir(parents=True)
-    with pytest.raises(RefusedFileError, match="is more than 64 folders deep; fix: delete it"):
-        check_tree(tmp_path, tmp_path)
+    with pytest.raises(untrusted_files.RefusedFileError, match="is more than 64 folders deep; fix: delete it"):
+        untrusted_files.check_tree(tmp_path, tmp_path)
 
 
 def test_a_message_holds_no_control_sequence_of_a_name(folder: Path) -> None:
     os.mkfifo(folder / "\x1b[31mred")
-    with pytest.raises(RefusedFileError) as refused:
-        check_tree(folder, folder)
+    with pytest.raises(untrusted_files.RefusedFileError) as refused:
+        untrusted_files.check_tree(folder, folder)
     assert "\x1b" not in str(refused.value)
 
 
 def test_a_file_is_written_below_a_folder_only(folder: Path) -> None:
-    with create_file(folder / "new" / "below" / "file", folder) as file:
+    with untrusted_files.create_file(folder / "new" / "below" / "file", folder) as file:
         file.write(b"text")
     (folder / "below" / "file").chmod(0o755)
-    with create_file(folder / "below" / "file", folder) as file:
+    with untrusted_files.create_file(folder / "below" / "file", folder) as file:
         file.write(b"x")
     assert (folder / "new" / "below" / "file").read_bytes() == b"text"
-    assert ((folder / "below" / "file").read_bytes(), os.stat(folder / "below" / "file").st_mode & 0o777) == (
-        b"x",
-        0o755,
-    )
+    changed = folder / "below" / "file"
+    assert (changed.read_bytes(), changed.stat().st_mode & 0o777) == (b"x", 0o755)
     for name in ("below/link", "link/file", "below/fifo", "below", "below/../../outside/file"):
-        with pytest.raises(RefusedFileError):
-            create_file(folder / name, folder)
+        with pytest.raises(untrusted_files.RefusedFileError):
+            untrusted_files.create_file(folder / name, folder)
     assert (folder.parent / "outside" / "file").read_text() == "secret"
 
 
@@ -141,13 +129,13 @@ def test_a_file_is_written_below_a_folder_only(folder: Path) -> None:
 def test_links_are_followed_within_a_folder(folder: Path, name: str) -> None:
     for link, target in (("up", "below/../../outside"), ("etc", "/below"), ("to-link", "up"), ("circle", "circle")):
         (folder / link).symlink_to(target)
-    assert resolved("link/new/../file", folder) == folder / "below" / "file"
-    with pytest.raises(RefusedFileError, match="leads out of "):
-        resolved(name, folder)
+    assert untrusted_files.resolved("link/new/../file", folder) == folder / "below" / "file"
+    with pytest.raises(untrusted_files.RefusedFileError, match="leads out of "):
+        untrusted_files.resolved(name, folder)
     for is_root in (False, True):
-        with pytest.raises(RefusedFileError, match="leads to itself"):
-            resolved("circle/file", folder, is_root)
+        with pytest.raises(untrusted_files.RefusedFileError, match="leads to itself"):
+            untrusted_files.resolved("circle/file", folder, is_root)
     # as after chroot
     found = {"up": "outside", "etc": "below", "below/../..": ".", "/etc": "below", "to-link": "outside"}
     expected = str(folder / "below/link").replace("run/below/link", "outside/file")[1:]
-    assert resolved(name, folder, is_root=True) == folder / found.get(name, expected)
+    assert untrusted_files.resolved(name, folder, is_root=True) == folder / found.get(name, expected)

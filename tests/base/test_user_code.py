@@ -28,14 +28,8 @@ def test_loads_once_under_a_private_name(tmp_path: Path) -> None:
         ("mine.py:serach", "defines no serach; it defines search, Index"),
         ("empty.py:x", "it defines no function and no class"),
         ("broken.py:x", r"broken.py fails on import: ZeroDivisionError: division by zero \(line 1\); fix: correct the"),
-        (
-            "syntax.py:x",
-            r"SyntaxError: .*syntax.py, line 1\); fix: correct the file$",
-        ),
-        (
-            "bare.py:f",
-            r"@tool f: parameter x has no annotation; write x: str.*\(line 2\); fix: correct",
-        ),
+        ("syntax.py:x", r"SyntaxError: .*syntax.py, line 1\); fix: correct the file$"),
+        ("bare.py:f", r"@tool f: parameter x has no annotation; write x: str.*\(line 2\); fix: correct"),
     ],
 )
 def test_errors(tmp_path: Path, reference: str, reason: str) -> None:
@@ -49,7 +43,6 @@ def test_errors(tmp_path: Path, reference: str, reason: str) -> None:
 
 
 def test_a_file_imports_what_stands_beside_it(tmp_path: Path) -> None:
-    """Check that neighbouring files come after installed packages: `json.py` does not hide the library."""
     (tmp_path / "beside.py").write_text("VALUE = 1\n")
     (tmp_path / "json.py").write_text("raise RuntimeError('taken for the library')\n")
     (tmp_path / "mine.py").write_text("import json\nfrom beside import VALUE\n")
@@ -69,15 +62,12 @@ def test_a_framework_for_another_mcp_is_named_with_the_way_to_start_it(
     (tmp_path / "old_framework-1.0.dist-info" / "top_level.txt").write_text("framework\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "agent.py").write_text("import framework\n\nasync def run(client): pass\n")
-    with pytest.raises(
-        UserCodeError,
-        match=r"old-framework 1\.0 needs mcp<2, and mcp 2\..* is installed; .* \(rollout\.agent\.command\)",
-    ):
+    old = r"old-framework 1\.0 needs mcp<2, and mcp 2\..* is installed; .* \(rollout\.agent\.command\)"
+    with pytest.raises(UserCodeError, match=old):
         load_object("agent.py:run", tmp_path)
     (tmp_path / "old_tools.py").write_text("from mcp.server.fastmcp import FastMCP\n")
-    with pytest.raises(
-        UserCodeError, match=r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"
-    ):
+    theirs = r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"
+    with pytest.raises(UserCodeError, match=theirs):
         load_object("old_tools.py:tools", tmp_path)
     # what has not run for the file is not to blame
     monkeypatch.setattr(extras, "unmet", lambda distribution: "agentfactory needs another version")
@@ -107,8 +97,7 @@ def test_of_two_modules_of_one_name_the_second_is_told(tmp_path: Path, kind: str
         (tmp_path / folder / "mine.py").write_text(text.replace(f"by_{name}", f"by_{name}_{folder}"))
     assert load_object("one/mine.py:VALUE", tmp_path) in ("one", 0)
     told = (
-        rf"two/.*\.py imports {name}.* from its own folder, but Python finds .*one/{name}.* under that name; "
-        "fix: give one of the two"
+        rf"two/.*\.py imports {name}.* from its own folder, but Python finds .*one/{name}.* under that name; fix: give"
     )
     with pytest.raises(UserCodeError, match=told):
         load_object("two/mine.py:VALUE", tmp_path)
@@ -136,7 +125,7 @@ def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
     [
         (
             "import no_such_module",
-            r"No module named 'no_such_module' \(line 1\); fix: install it, or .* import_path; .* in .*/",
+            r"No module named 'no_such_module' \(line 1\); fix: install it, or .* import_path; .*/",
         ),
         ("from no_such.place import x", r"No module named 'no_such' \(line 1\); fix: install it"),
         ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),

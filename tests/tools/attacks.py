@@ -301,7 +301,6 @@ NUMBERS = {
 
 
 async def attack(name: str, kind: SandboxKind = SandboxKind.BUBBLEWRAP) -> CellResult:
-    """Run the attack `name` and return its result."""
     attempted = ATTACKS[name]
     settings = SandboxSettings(kind, memory_mb=128, disk_mb=8, output_characters=OUTPUT)
     attacker = await Sandbox.ready(settings, Sandbox.begin(settings))
@@ -347,7 +346,6 @@ class Neighbour:
             await asyncio.sleep(0.02)
 
     async def still_goes_on(self) -> None:
-        """Wait for a further cell."""
         before = self.cells
         await until(lambda: self.task.done() or self.cells > before)
         if self.task.done():
@@ -364,7 +362,6 @@ def _code(code: str, secret: Path, port: int) -> str:
 
 
 def check(name: str, result: CellResult) -> None:
-    """Assert that the attack had its expected outcome."""
     expected = ATTACKS[name]
     assert re.search(expected.text, result.text), (name, result)
     assert len(result.text) <= OUTPUT + 60
@@ -375,7 +372,6 @@ def check(name: str, result: CellResult) -> None:
 
 
 async def main(report: Callable[[str], None]) -> None:
-    """Run all attacks, one after the other, and check after each that every neighbour runs on."""
     os.environ["AGENTFACTORY_TEST_SECRET"] = SECRET
     settings = SandboxSettings(memory_mb=128, disk_mb=8, output_characters=OUTPUT)
     starting = [Sandbox.begin(settings) for _ in range(NEIGHBOURS)]

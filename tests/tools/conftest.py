@@ -5,16 +5,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.messages import ToolCall
 from agentfactory.tools.environments import environment_host
 from agentfactory.tools.mcp_servers import recipe_server as tool_server
+from agentfactory.tools.sessions.tool_session import ToolSession
 
 FOLDER = Path(__file__).parent
 NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"]}
 """The `mcp_servers` entry of a program that starts quickly."""
+ROLES = {"reset": "begin", "reward": "judge", "close": None}
+"""The tools of that program, and of others, that make an environment of it."""
 OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]
 
 
@@ -38,13 +43,11 @@ def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
 def http_server(
     *objects: str, port: int = 0, more: Sequence[str] = ()
 ) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """Run an HTTP server of `objects`; yield its process and its address."""
     return running("-m", "agentfactory.tools.serve", *(objects or OBJECTS), "--http", str(port), *more)
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a Python process that serves HTTP and prints its address; yield the process and the address."""
     with subprocess.Popen([sys.executable, *arguments], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -53,6 +56,17 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, line.split()[1]
         finally:
             process.terminate()
+
+
+def recipe_of(**servers: Any) -> ToolsRecipe:
+    return ToolsRecipe.model_validate({"mcp_servers": servers})
+
+
+async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
+    result = await session.call(ToolCall("1", name, arguments))
+    assert result.error is None, result
+    assert isinstance(result.content, str)
+    return result.content
 
 
 @pytest.fixture(scope="session")

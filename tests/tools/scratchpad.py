@@ -23,46 +23,33 @@ def add(a: int, b: int = 1) -> int:
 
 @tool
 async def shout(text: str, ending: Literal["!", "?"] = "!") -> str:
-    """Write a text in capitals."""
     return text.upper() + ending
 
 
 @tool
 def fail(reason: str) -> str:
-    """Raise an error."""
     raise RuntimeError(reason)
 
 
 @tool
 async def wait(seconds: float) -> str:
-    """Answer late."""
     await asyncio.sleep(seconds)
     return "awake"
 
 
 @tool
 def process_id() -> int:
-    """Tell the number of the server's process."""
     return os.getpid()
 
 
 @tool
-def die() -> str:
-    """End the server's process."""
-    os._exit(3)
-
-
-@tool
 async def block(path: str) -> str:
-    """Make a file, then block the event loop for a minute."""
     Path(path).touch()
     time.sleep(60)  # noqa: ASYNC251
     return "late"
 
 
 class Scratchpad(Environment):
-    """Remembers one word for each chain."""
-
     def __init__(self) -> None:
         self.word = "nothing"
 
@@ -74,20 +61,17 @@ class Scratchpad(Environment):
 
     @tool
     def write(self, word: str) -> str:
-        """Write a word on the pad."""
         self.word = word
         time.sleep(0.002)
         return f"wrote {word}"
 
     @tool
     async def read(self) -> str:
-        """Read the pad."""
         await asyncio.sleep(0.001)
         return self.word
 
     @tool
     def tear(self) -> str:
-        """Tear the pad."""
         raise ValueError("the pad cannot be torn")
 
     def reward(self) -> dict[str, Any]:

@@ -1,13 +1,8 @@
 """Tests of the calculator: results, refusals, and bounded run time."""
 
-from pathlib import Path
-
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
-from agentfactory.base.messages import CallError, ToolCall
 from agentfactory.tools.prebuilt.calculator import calculator
-from agentfactory.tools.sessions.toolset import open_toolset
 
 VALUES = {
     "2 + 3 * 4": "14",
@@ -66,14 +61,3 @@ async def test_value(expression: str, value: str) -> None:
 async def test_refused(expression: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[expression]):
         await calculator(expression)
-
-
-async def test_a_recipe_names_it(tmp_path: Path) -> None:
-    async with (
-        open_toolset(ToolsRecipe(tools=["calculator"]), tmp_path) as toolset,
-        toolset.chain("chain", {}) as session,
-    ):
-        result = await session.call(ToolCall("1", "calculator", {"expression": "6 * 7"}))
-        assert (result.content, result.error) == ("42", None)
-        result = await session.call(ToolCall("2", "calculator", {"expression": "1 / 0"}))
-        assert (result.content, result.error) == ("ValueError: division by zero", CallError.TOOL_ERROR)

@@ -11,6 +11,7 @@ import pytest
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import ToolCall
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
+from agentfactory.tools.sandbox.limits import SandboxKind
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.waiting import pass_time, until
 
@@ -82,9 +83,6 @@ async def test_traceback_shows_the_users_frames_only(interpreter: CodeInterprete
         "    return 1 / n",
         "ZeroDivisionError: division by zero",
     ]
-    syntax = await _run(interpreter, "a b")
-    assert syntax.startswith('  File "<cell 3>", line 1\n')
-    assert syntax.endswith("SyntaxError: invalid syntax")
 
 
 async def test_a_slow_cell_keeps_its_variables_and_a_stuck_one_loses_them(
@@ -192,6 +190,7 @@ async def test_artefacts_come_out_with_the_cell_that_changed_them() -> None:
     [
         ({"sandbox": "docker"}, "sandbox: got 'docker'; it is one of bubblewrap, none"),
         ({"seconds": 0}, "seconds: got 0"),
+        ({"memory_mb": 0}, "memory_mb: got 0; it has to be from 64 to"),
         ({"artefact_mb": 0}, "artefact_mb: got 0; it has to be from 1 to 1024"),
         ({"files": "no-such-folder"}, "files: there is no folder"),
     ],
@@ -201,14 +200,9 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
         CodeInterpreter(**options)
 
 
-SERVERS = {
-    "in process": {"module": "code_interpreter", "pool": {"capacity": 4, "warm": 2}},
-    "none": {"module": "code_interpreter", "options": {"sandbox": "none"}, "pool": {"capacity": 4}},
-}
-
-
-@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
-async def test_chains_of_a_recipe_have_one_each(server: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sandbox", SandboxKind)
+async def test_chains_of_a_recipe_have_one_each(sandbox: SandboxKind, tmp_path: Path) -> None:
+    server = {"module": "code_interpreter", "options": {"sandbox": sandbox}, "pool": {"capacity": 4, "warm": 2}}
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"code": server}})
 
     async def chain(toolset: Any, index: int) -> None:
@@ -219,5 +213,4 @@ async def test_chains_of_a_recipe_have_one_each(server: dict[str, Any], tmp_path
                 await asyncio.sleep(0.01)
 
     async with open_toolset(recipe, tmp_path) as toolset:
-        assert [spec.name for spec in toolset.specs] == ["python"]
         await asyncio.gather(*(chain(toolset, index) for index in range(12)))

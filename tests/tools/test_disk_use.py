@@ -11,7 +11,6 @@ from agentfactory.tools.sandbox.disk_use import DiskUse, add_deleted, measure
 
 
 def du(folder: Path) -> int:
-    """Return the size of a folder's content according to coreutils."""
     said = subprocess.run(["du", "--summarize", "--block-size=1", folder], capture_output=True, text=True, check=True)
     return int(said.stdout.split()[0]) - (folder.stat().st_blocks << 9)
 

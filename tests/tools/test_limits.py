@@ -20,10 +20,11 @@ from tests.conftest import REPOSITORY
 from tests.waiting import pass_time
 
 WORDS = "one two three four five six"
+SEARCH, ANOTHER = ("search", 0, 0.0), ("another", 0, 0.0)
+OF_SEARCH = "2 calls of search in this conversation"
 
 
 def cut(text: str, most: int) -> str | None:
-    """Cut a text, with words as tokens."""
     words = text.split(" ")
     return None if len(words) <= most else " ".join(words[: most - 1]) + " [...]"
 
@@ -50,46 +51,28 @@ def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float =
 
 
 def breached(chain: ChainAccount) -> dict[str, float]:
-    """Return the metrics of limits that are not zero."""
     found = {name: value for name, value in chain.metrics().items() if name.startswith("limits/") and value}
     assert Counter({limit: found.get(f"limits/{limit}", 0) for limit in Limit}) == chain.breaches
     return found
 
 
+LATER = "The call can be made in your next turn."
+RARELY = {"calls_per_second": {"search": 0.5}, "on_breach": {"calls_per_second": {}}}
+
+
 @pytest.mark.parametrize(
-    ("fields", "made", "refused", "said"),
+    ("fields", "made", "refused", "reached", "advice"),
     [
-        (
-            {"calls_per_turn": 2},
-            [("search", 0, 0.0), ("search", 1, 0.0)],
-            [("search", 2, 0.0)],
-            "Not run: the limit of 2 calls in one turn is reached. The call can be made in your next turn.",
-        ),
-        (
-            {"calls": 1},
-            [("search", 0, 0.0)],
-            [("another", 0, 0.0)] * 2,
-            "Not run: the limit of 1 call in this conversation is reached. Answer with what you have.",
-        ),
-        (
-            {"calls_per_tool": {"search": 2}},
-            [("search", 0, 0.0), ("another", 0, 0.0), ("search", 0, 0.0)],
-            [("search", 0, 0.0)],
-            "Not run: the limit of 2 calls of search in this conversation is reached. Go on without search.",
-        ),
-        (
-            {"calls_per_second": {"search": 0.5}, "on_breach": {"calls_per_second": {}}},
-            [("search", 0, 0.0)],
-            [("search", 0, 1.9)],
-            "Not run: the limit of 0.5 calls of search per second is reached. The call can be made in your next turn.",
-        ),
+        ({"calls_per_turn": 2}, [SEARCH, ("search", 1, 0.0)], [("search", 2, 0.0)], "2 calls in one turn", LATER),
+        ({"calls": 1}, [SEARCH], [ANOTHER] * 2, "1 call in this conversation", "Answer with what you have."),
+        ({"calls_per_tool": {"search": 2}}, [SEARCH, ANOTHER, SEARCH], [SEARCH], OF_SEARCH, "Go on without search."),
+        (RARELY, [SEARCH], [("search", 0, 1.9)], "0.5 calls of search per second", LATER),
     ],
 )
-def test_a_refusal(
-    fields: dict[str, Any], made: list[tuple[str, int, float]], refused: list[tuple[str, int, float]], said: str
-) -> None:
+def test_a_refusal(fields: dict[str, Any], made: list[Any], refused: list[Any], reached: str, advice: str) -> None:
     chain = account(**fields)
     assert [take(chain, *call) for call in made] == ["fine"] * len(made)
+    said = f"Not run: the limit of {reached} is reached. {advice}"
     assert [take(chain, *call) for call in refused] == [said] * len(refused)
     assert breached(chain) == {f"limits/{next(iter(fields))}": len(refused)}
     # its next turn, another tool, or later
@@ -248,7 +231,6 @@ def test_a_breach_stops_and_costs_where_the_recipe_says_so(limit: Limit) -> None
 
 @pytest.mark.parametrize("limit", Limit)
 def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
-    """Breach a limit, and all that are checked after it, with one call."""
     later = list(Limit)[list(Limit).index(limit) :]
     fields = {name: value for other in later for name, value in BREACHES[other].items()}
     chain = account(**fields, on_breach={other: {} for other in later})
@@ -296,7 +278,6 @@ def calls(*names: str) -> list[ToolCall]:
 
 
 async def settled() -> None:
-    """Let all tasks run until they wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 

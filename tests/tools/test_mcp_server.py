@@ -21,8 +21,6 @@ from tests.waiting import pass_time, until
 
 
 class Counter(Environment):
-    """A counter that reports its thread."""
-
     instances = 0
 
     def __init__(self) -> None:
@@ -36,17 +34,14 @@ class Counter(Environment):
 
     @tool
     def zigzag(self) -> str:
-        """Name the thread."""
         return threading.current_thread().name
 
     @tool
     async def amble(self) -> str:
-        """Name the thread, too."""
         return threading.current_thread().name
 
     @tool
     async def add(self, number: int) -> int:
-        """Add slowly, which goes wrong when two do it at once."""
         assert not self.busy
         self.busy = True
         await asyncio.sleep(0.005)
@@ -55,22 +50,7 @@ class Counter(Environment):
         return self.value
 
     @tool
-    def nothing(self) -> None:
-        """Return nothing."""
-
-    @tool
-    def surrogate(self) -> str:
-        """Return what no pipe can carry."""
-        return "a\ud800b"
-
-    @tool
-    def unprintable(self) -> Any:
-        """Return what is no result."""
-        return object()
-
-    @tool
     def stop(self) -> str:
-        """Raise what a future cannot hold."""
         raise StopIteration("over")
 
     def reward(self) -> float:
@@ -89,24 +69,13 @@ async def test_an_environment() -> None:
     async with Client(build_server([Counter])) as client:
         listed = (await client.list_tools()).tools
         roles = {tool.name: (tool.meta or {})[ROLE_KEY] for tool in listed}
-        assert list(roles) == [
-            *("zigzag", "amble", "add", "nothing", "surrogate", "unprintable", "stop"),
-            *("reset", "reward", "close", "gauges"),
-        ]
-        assert {name for name, role in roles.items() if role != "tool"} == {"reset", "reward", "close", "gauges"}
-
+        own = dict.fromkeys(("zigzag", "amble", "add", "stop"), "tool")
+        assert [*roles.items()] == [*(own | {name: name for name in ("reset", "reward", "close", "gauges")}).items()]
         assert await call(client, "reset", start=3, color="red", size=2) == ("color, size", None)
         assert await call(client, "zigzag") == ("user code", None)
         assert await call(client, "amble") == ("MainThread", None)
-        assert await call(client, "nothing") == ("", None)
-        assert await call(client, "surrogate") == ("a?b", None)
-        assert (await call(client, "unprintable"))[1] == "tool_error"
         assert await call(client, "stop") == ("RuntimeError: StopIteration: over", "tool_error")
-        assert await call(client, "add", number="x") == (
-            "Invalid arguments for add: number: Input should be a valid integer, unable to parse string as an "
-            'integer, got "x".',
-            "invalid_arguments",
-        )
+        assert (await call(client, "add", number="x"))[1] == "invalid_arguments"
         sums = await asyncio.gather(*(call(client, "add", number=1) for _ in range(5)))
         assert sorted(sums) == [(str(value), None) for value in (4, 5, 6, 7, 8)]
         assert await call(client, "reward") == ('{"reward": 4.0}', None)
@@ -122,25 +91,18 @@ async def test_an_environment() -> None:
 async def test_chains_take_turns_with_instances() -> None:
     before = Counter.instances
     async with Client(build_server([Counter])) as client:
-        await call(client, "reset", "a", start=1)
-        await call(client, "reset", "b", start=2)
-        await call(client, "reset", "a", start=10)
+        for chain, start in (("a", 1), ("b", 2), ("a", 10)):
+            await call(client, "reset", chain, start=start)
         assert Counter.instances == before + 2
-        assert (await call(client, "add", "a", number=1), await call(client, "add", "b", number=1)) == (
-            ("11", None),
-            ("3", None),
-        )
+        assert [await call(client, "add", chain, number=1) for chain in "ab"] == [("11", None), ("3", None)]
         assert await gauges(client) == {"in_use": 2, "idle": 0, "waiting": 0, "made": 2, "recycled": 0, "broken": 0}
-        assert await call(client, "reset", "c") == (
-            "TypeError: Counter.reset() missing 1 required positional argument: 'start'",
-            "tool_error",
-        )
+        missing = "TypeError: Counter.reset() missing 1 required positional argument: 'start'"
+        assert await call(client, "reset", "c") == (missing, "tool_error")
         with pytest.raises(MCPError, match="holds no state of this chain"):
             await call(client, "add", "c", number=1)
         for chain in "abc":
             await call(client, "close", chain)
         assert await gauges(client) == {"in_use": 0, "idle": 2, "waiting": 0, "made": 3, "recycled": 0, "broken": 1}
-    assert Counter.instances == before + 3
 
 
 async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:
@@ -157,29 +119,6 @@ async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:
         assert await call(client, "reward", prediction="four") == ('{"reward": 4.0}', None)
     with pytest.raises(TypeError, match=r"Greedy\.reward takes 'trajectory'; it can take only `prediction`"):
         build_server([Greedy])
-
-
-async def test_methods_of_an_instance() -> None:
-    class Index:
-        def __init__(self, pages: list[str]) -> None:
-            self.pages = pages
-
-        @tool
-        def search(self, word: str) -> list[str]:
-            """Search."""
-            return [page for page in self.pages if word in page]
-
-        @tool
-        async def count(self) -> int:
-            """Count."""
-            return len(self.pages)
-
-    index = Index(["red tea", "green tea", "coffee"])
-    async with Client(build_server([index.search, index.count])) as client:
-        assert await call(client, "search", None, word="tea") == ('["red tea", "green tea"]', None)
-        assert await call(client, "count", None) == ("3", None)
-    with pytest.raises(TypeError, match="search is a method of a class: serve an instance's method"):
-        build_server([Index.search])
 
 
 class Room(Environment):
@@ -209,12 +148,10 @@ class Room(Environment):
 
     @tool
     async def read(self) -> str:
-        """Read."""
         return self.word
 
     @tool
     def nap(self) -> str:
-        """Sleep."""
         self.log.append(f"asleep in {self.name}")
         self.wake.wait(60)
         self.log.append(f"slept in {self.name}")
@@ -222,7 +159,6 @@ class Room(Environment):
 
     @tool
     async def collapse(self) -> str:
-        """Break the instance."""
         raise ToolInfrastructureError("the roof came down")
 
     def release(self) -> None:
@@ -317,16 +253,6 @@ async def test_a_server_that_ends_while_an_instance_is_made(log: list[str]) -> N
     await until(lambda: log == ["at the gate", "make room0", "close room0"])
 
 
-async def test_a_constructor_that_raises() -> None:
-    class Haunted(Environment):
-        def __init__(self) -> None:
-            assert threading.current_thread() is not threading.main_thread()
-            raise OSError("no disk")
-
-    async with Client(build_server([Haunted])) as client:
-        assert await call(client, "reset") == ("OSError: no disk", "tool_error")
-
-
 async def test_a_class_that_cannot_forget_is_made_anew() -> None:
     class Bucket(Environment):
         def __init__(self) -> None:
@@ -334,7 +260,6 @@ async def test_a_class_that_cannot_forget_is_made_anew() -> None:
 
         @tool
         async def put(self, word: str) -> list[str]:
-            """Put."""
             self.words.append(word)
             return self.words
 
@@ -384,6 +309,10 @@ def _refused() -> list[tuple[list[Any], str]]:
         @tool
         def reset(self) -> None: ...
 
+    class Index:
+        @tool
+        def search(self, word: str) -> None: ...
+
     class Another(Environment):
         pass
 
@@ -395,6 +324,7 @@ def _refused() -> list[tuple[list[Any], str]]:
         ([Confused], "Confused.reset is not for the model"),
         ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),
         ([MCPServer("x"), add], r"is served alone"),
+        ([Index.search], "search is a method of a class: serve an instance's method"),
     ]
 
 
@@ -421,15 +351,9 @@ def test_options_that_do_not_fit() -> None:
             build_server(objects, "pad", pool=PoolConfig(capacity=1))
 
 
-def test_a_server_object_is_served_as_it_is() -> None:
-    server = MCPServer("theirs")
-    assert build_server([server]) is server
-
-
 async def test_a_tool_in_this_process_may_change_its_arguments() -> None:
     @tool
     async def take(items: Any) -> int:
-        """Take one."""
         items.pop()
         return len(items)
 

@@ -43,7 +43,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with what servers work on."""
     for file, text in {"code/code.py": "def f(x):\n    return x\n", "vault/a.md": "# A\nhello world\n"}.items():
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).write_text(text)
@@ -99,7 +98,6 @@ def renderer_of(template: str) -> Renderer:
 
 
 def check_rendered(specs: list[ToolSpec]) -> None:
-    """Assert that each template shows the model every tool's name, description and argument names."""
     for template in TEMPLATES:
         renderer = renderer_of(template)
         text = renderer.tokenizer.decode(renderer.open([{"role": "user", "content": "go"}], specs))

@@ -13,6 +13,7 @@ from agentfactory.base.messages import CallError, ToolCall, ToolResult
 from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.truncation import cut_bytes
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from tests.scripted_chains import scripted_chains
 from tests.tools.roughness.raw_server import message_of
 from tests.tools.roughness.serving import http_server, opened, plan_of, tool_of
 
@@ -30,19 +31,11 @@ TEXT = "word " * {SIZE // 5}
 
 @tool
 def text() -> str:
-    "Return a great deal."
     return TEXT
 
 
 @tool
-async def items() -> dict:
-    "Return a great deal of JSON."
-    return {{"items": list(range(400_000))}}
-
-
-@tool
 def fails() -> str:
-    "Raise a great deal."
     raise RuntimeError(TEXT)
 
 
@@ -52,17 +45,14 @@ class World(Environment):
 
     @tool
     def look(self) -> str:
-        "Look."
         return TEXT
 
     @tool
     def info(self) -> dict:
-        "Return what the model does not see."
         return {{"observation": "seen", "file": "A" * 2_000_000}}
 
     @tool
     def far_too_much_info(self) -> dict:
-        "Return too much that the model does not see."
         return {{"observation": "seen", "file": "A" * 20_000_000}}
 """
 
@@ -74,7 +64,7 @@ async def call(session: Any, name: str) -> ToolResult:
 async def test_our_own_servers(tmp_path: Path) -> None:
     expected = cut_bytes(TEXT, MOST)
     (tmp_path / "served.py").write_text(SERVED)
-    tools = [f"served.py:{name}" for name in ("text", "items", "fails", "World")]
+    tools = [f"served.py:{name}" for name in ("text", "fails", "World")]
     recipe = ToolsRecipe.model_validate({"tools": tools, "limits": {"result_bytes": MOST}})
     async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
         assert session.opening == expected
@@ -87,9 +77,6 @@ async def test_our_own_servers(tmp_path: Path) -> None:
         assert str(failed.content).startswith("RuntimeError: word word")
         assert len(str(failed.content)) < MOST + 80
         assert failed.left_out > SIZE - MOST
-        items = await call(session, "items")
-        assert str(items.content).startswith('{"items": [0, 1, 2, 3')
-        assert items.left_out > 2_000_000
         assert (await call(session, "info")).info == {"file": "A" * 2_000_000}
         far = await call(session, "far_too_much_info")
         assert (far.error, far.info) == (CallError.TOOL_ERROR, {})
@@ -145,18 +132,11 @@ async def test_servers_of_other_people(way: str, tmp_path: Path) -> None:
 
 
 async def test_a_cut_result_is_told_of_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from tests.scripted_chains import scripted_chains
-
     source = """
 from agentfactory import reward, tool
-
-
 @tool
 def note(text: str) -> str:
-    "Take a note."
     return text * 1000
-
-
 @reward
 def turns(trajectory):
     return 1.0

@@ -14,24 +14,11 @@ import numpy as np
 import PIL.Image
 import pytest
 from mcp.server.mcpserver import Audio, Image
-from mcp_types import (
-    BlobResourceContents,
-    CallToolResult,
-    EmbeddedResource,
-    TextContent,
-)
+from mcp_types import BlobResourceContents, CallToolResult, EmbeddedResource, TextContent
 from pydantic import BaseModel
 
 from agentfactory.base.messages import CallError, text_of
-from agentfactory.tools.calls.mcp_results import (
-    ERROR_KEY,
-    FINISH_KEY,
-    INFO_KEY,
-    content_of,
-    failure,
-    result_of,
-    unread_of,
-)
+from agentfactory.tools.calls import mcp_results
 from agentfactory.tools.tool import finish
 
 
@@ -81,25 +68,29 @@ TEXTS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("value", "text"), TEXTS)
 def test_text_and_json(value: Any, text: str) -> None:
-    assert content_of(_sent(result_of(value))) == text
+    assert mcp_results.content_of(_sent(mcp_results.result_of(value))) == text
 
 
 def test_info_and_finish() -> None:
-    plain = _sent(result_of("a"))
+    plain = _sent(mcp_results.result_of("a"))
     assert (plain.meta, plain.is_error) == (None, False)
-    seen = _sent(result_of({"observation": "seen", "at": Point(2), "nan": math.nan, "array": np.zeros(2)}))
-    assert seen.meta == {INFO_KEY: {"at": {"x": 2, "color": "red"}, "nan": "NaN", "array": [0.0, 0.0]}}
-    assert _sent(result_of(finish("done"))).meta == {FINISH_KEY: True}
-    both = _sent(result_of(finish({"observation": "done", "score": 1})))
-    assert both.meta == {FINISH_KEY: True, INFO_KEY: {"score": 1}}
-    assert content_of(both) == "done"
-    failed = _sent(failure(CallError.TIMEOUT, "too late"))
-    assert (failed.is_error, failed.meta, content_of(failed)) == (True, {ERROR_KEY: "tool_timeout"}, "too late")
+    seen = _sent(mcp_results.result_of({"observation": "seen", "at": Point(2), "nan": math.nan, "array": np.zeros(2)}))
+    assert seen.meta == {mcp_results.INFO_KEY: {"at": {"x": 2, "color": "red"}, "nan": "NaN", "array": [0.0, 0.0]}}
+    assert _sent(mcp_results.result_of(finish("done"))).meta == {mcp_results.FINISH_KEY: True}
+    both = _sent(mcp_results.result_of(finish({"observation": "done", "score": 1})))
+    assert both.meta == {mcp_results.FINISH_KEY: True, mcp_results.INFO_KEY: {"score": 1}}
+    assert mcp_results.content_of(both) == "done"
+    failed = _sent(mcp_results.failure(CallError.TIMEOUT, "too late"))
+    assert (failed.is_error, failed.meta, mcp_results.content_of(failed)) == (
+        True,
+        {mcp_results.ERROR_KEY: "tool_timeout"},
+        "too late",
+    )
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "F", "HSV", "I;16"])
 def test_pillow_images(mode: str) -> None:
-    content = content_of(_sent(result_of(PIL.Image.new(mode, (5, 3)))))
+    content = mcp_results.content_of(_sent(mcp_results.result_of(PIL.Image.new(mode, (5, 3)))))
     assert isinstance(content, list)
     (part,) = content
     url = part["image_url"]["url"]
@@ -112,18 +103,14 @@ def test_pillow_images(mode: str) -> None:
 
 def test_lists_with_images_keep_their_order(tmp_path: Path) -> None:
     PIL.Image.new("RGB", (2, 2)).save(tmp_path / "a.jpg")
-    listed = ["before", PIL.Image.new("L", (1, 1)), {"a": 1}, Image(path=tmp_path / "a.jpg"), Image(data=b"x"), None, 4]
-    content = content_of(_sent(result_of({"observation": listed, "more": True})))
+    sound = Audio(data=b"x", format="wav")
+    images = [PIL.Image.new("L", (1, 1)), {"a": 1}, Image(path=tmp_path / "a.jpg"), Image(data=b"x")]
+    listed = [TextContent(type="text", text="before"), *images, None, sound, 4]
+    content = mcp_results.content_of(_sent(mcp_results.result_of({"observation": listed, "more": True})))
     assert isinstance(content, list)
-    shown = [part.get("text") or part["image_url"]["url"].partition(",")[0] for part in content]
-    assert shown == [
-        *("before", "data:image/png;base64", '{"a": 1}', "data:image/jpeg;base64", "data:image/png;base64", "4"),
-    ]
-
-
-def test_parts_of_the_sdk() -> None:
-    block = TextContent(type="text", text="a")
-    assert content_of(result_of([block, Audio(data=b"x", format="wav"), "b"])) == "a\n[audio/wav audio]\nb"
+    kinds = [part.get("text") or part["image_url"]["url"].partition(",")[0] for part in content]
+    images = ["data:image/png;base64", '{"a": 1}', "data:image/jpeg;base64", "data:image/png;base64"]
+    assert kinds == ["before", *images, "[audio/wav audio]", "4"]
 
 
 async def nap() -> None: ...
@@ -145,14 +132,14 @@ async def nap() -> None: ...
 )
 def test_what_cannot_be_sent(value: Any, reason: str) -> None:
     with pytest.raises((TypeError, ValueError), match=reason):
-        result_of(value)
+        mcp_results.result_of(value)
 
 
 def test_images_in_resources_are_seen() -> None:
     png = base64.b64encode(b"png").decode()
     resource = BlobResourceContents(uri="a:d", blob=png, mime_type="image/webp")
     blocks: list[Any] = [TextContent(type="text", text="a"), EmbeddedResource(type="resource", resource=resource)]
-    assert content_of(CallToolResult(content=blocks)) == [
+    assert mcp_results.content_of(CallToolResult(content=blocks)) == [
         {"type": "text", "text": "a"},
         {"type": "image_url", "image_url": {"url": f"data:image/webp;base64,{png}"}},
     ]
@@ -161,14 +148,13 @@ def test_images_in_resources_are_seen() -> None:
 def test_structured_values_that_the_text_lacks() -> None:
     text = TextContent(type="text", text=f"1.5e+06 and {10**400}")
     values = {"seen": [1_500_000, 10**400], "huge": 10**401, "endless": 10**5000, "word": "tea"}
-    assert unread_of(CallToolResult(content=[text], structured_content=values)) == ["huge", "word"]
+    assert mcp_results.unread_of(CallToolResult(content=[text], structured_content=values)) == ["huge", "word"]
 
 
 def test_pillow_is_not_needed_without_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "PIL.Image")
-    assert content_of(result_of([1])) == "[1]"
+    assert mcp_results.content_of(mcp_results.result_of([1])) == "[1]"
 
 
 def _sent(result: CallToolResult) -> CallToolResult:
-    """Return the result as it arrives at the other end of a pipe."""
     return CallToolResult.model_validate_json(result.model_dump_json(by_alias=True))

@@ -77,11 +77,6 @@ class Color(enum.Enum):
     BLUE = "blue"
 
 
-class Level(enum.IntEnum):
-    LOW = 1
-    HIGH = 2
-
-
 @dataclasses.dataclass
 class Point:
     x: int
@@ -104,11 +99,6 @@ class Folder(typing.TypedDict, total=False):
     name: typing.Required[str]
     first: Plain
     folders: "list[Folder]"
-
-
-class Pair(NamedTuple):
-    left: int
-    right: str = "r"
 
 
 class User(BaseModel):
@@ -213,7 +203,6 @@ case(
     coerced=[As("1.5", 1.5)],
     beyond_schema=[(float("nan"), "finite number"), (float("inf"), "finite number")],
 )
-case(None, [None], [("none", "None"), (0, "None")])
 case(list[int], [[1, 2], []], [(1, "valid list"), (["a"], "x.0: ")], coerced=[As("[1, 2]", [1, 2]), As(["1"], [1])])
 case(
     tuple[int, int],
@@ -221,7 +210,6 @@ case(
     [([1], "x.1 is missing"), ([1, "b"], "x.1: ")],
     coerced=[As("[1, 2]", (1, 2))],
 )
-case(set[int], [As([1, 2], {1, 2})], [(["a"], "integer"), (3, "valid set")], coerced=[As([1, 1], {1})])
 case(Sequence[str], [["a"], []], [([1], "x.0: "), (7, "instance of Sequence")])
 case(dict[str, int], [{"a": 1}, {}], [({"a": "b"}, "x.a: "), ([1], "an object")], coerced=[As('{"a": 1}', {"a": 1})])
 case(dict, [{"a": None, "b": [1]}, {}], [([], "an object"), ("a", "an object")])
@@ -235,7 +223,6 @@ case(
 )
 case(Literal["up", "down"], ["up", "down"], [("left", "'up' or 'down', got \"left\""), (1, "'up' or 'down'")])
 case(Color, [As("red", Color.RED)], [("green", "'red' or 'blue', got \"green\""), (["red"], "x: ")])
-case(Level, [As(2, Level.HIGH)], [(3, "1 or 2, got 3"), ("HIGH", "x: ")], coerced=[As("2", Level.HIGH)])
 case(Query, [{"text": "a"}, {"text": "a", "limit": 3}], [({"limit": 3}, "x.text is missing"), ("a", "x: ")])
 case(
     Plain | None,
@@ -246,10 +233,7 @@ case(
 case(
     Annotated[list[Folder], Field(max_length=3)],
     [[{"name": "a", "folders": [{"name": "b"}], "first": {"text": "a"}}], []],
-    [
-        ([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"),
-        ([{"name": "a", "first": {}}], "x.0.fir"),
-    ],
+    [([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"), ([{"name": "a", "first": {}}], "x.0.fir")],
     name="recursive_typed_dict_of_typing",
 )
 case(
@@ -258,7 +242,6 @@ case(
     [({"y": 2}, "x.x is missing"), ({"x": "a"}, "x.x: "), (3, "x: Input should be an object, got 3")],
     coerced=[As('{"x": 1}', Point(1)), As({"x": "1"}, Point(1))],
 )
-case(Pair, [As([1, "a"], Pair(1, "a")), As([1], Pair(1))], [(["a"], "x"), (5, "x: ")])
 case(
     User,
     [As({"name": "Ada", "age": 36}, User(name="Ada", age=36)), As({"name": "Ada"}, User(name="Ada"))],
@@ -299,16 +282,6 @@ case(
     coerced=[As("5", 5)],
 )
 case(
-    Annotated[str, Field(pattern="^[a-z]{1,5}$", description="Small letters.")],
-    ["abc"],
-    [("ABC", "pattern"), ("abcdef", "pattern")],
-)
-case(
-    Annotated[list[int], Field(min_length=1, max_length=2)],
-    [[1], [1, 2]],
-    [([], "at least 1 item"), ([1, 2, 3], "at most 2 items")],
-)
-case(
     datetime.date,
     [As("2026-11-21", datetime.date(2026, 11, 21))],
     [([], "x: ")],
@@ -321,7 +294,6 @@ def _as_arguments(value: Any) -> dict[str, Any]:
 
 
 def _entries(*fields: str) -> list[Any]:
-    """Return a parameter set (tool, entry) for each entry in these fields of each case."""
     return [
         pytest.param(tool(case.function), entry, id=f"{case.function.__name__}-{field}-{index}")
         for case in CASES
@@ -430,13 +402,6 @@ def test_what_models_read() -> None:
             "additionalProperties": False,
         }
     )
-
-
-def test_recursive_definitions_stay_and_others_do_not() -> None:
-    schema = tool(next(case.function for case in CASES if case.function.__name__ == "recursive_model")).spec.parameters
-    assert schema["properties"]["x"] == {"$ref": "#/$defs/Tree"}
-    assert list(schema["$defs"]) == ["Tree"]
-    assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
 
 
 def test_what_looks_like_a_reference_is_left_alone() -> None:

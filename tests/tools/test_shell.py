@@ -54,10 +54,8 @@ async def test_files_stay_and_processes_end(shell: Shell) -> None:
     assert await said(shell, "echo tea > drink; cd /; true") == "(no output)"
     assert await said(shell, "pwd; cat drink | tr a-z A-Z") == "/workspace\nTEA"
     assert await said(shell, "echo to stdout; echo to stderr >&2; exit 3") == "to stdout\nto stderr\n[exit status 3]"
-    assert (
-        await said(shell, f"bash -c 'exec -a {MARK} sleep 600' & setsid bash -c 'exec -a {MARK} sleep 600' & echo ok")
-        == "ok"
-    )
+    marked = f"bash -c 'exec -a {MARK} sleep 600'"
+    assert await said(shell, f"{marked} & setsid {marked} & echo ok") == "ok"
     assert not left()
     assert "left out" in await said(shell, "seq 100000")
     assert shell.workspace is not None
@@ -67,10 +65,7 @@ async def test_files_stay_and_processes_end(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (
-            "python3 -c 'bytearray(600 << 20); import time; x = bytearray(600 << 20); time.sleep(60)'",
-            "more than 200 MiB",
-        ),
+        ("python3 -c 'import time; x = bytearray(600 << 20); time.sleep(60)'", "more than 200 MiB"),
         ("python3 -c 'import os, time; [os.fork() or time.sleep(60) for _ in range(40)]'", "temporarily unavailable"),
         ("head -c 20M /dev/zero > big", "File size limit exceeded"),
         ("for i in 1 2 3; do head -c 5M /dev/zero > part$i; done; sleep 60", "files took more than 8 MiB"),
@@ -230,13 +225,7 @@ async def test_deleted_files_are_limited_too(shell: Shell) -> None:
     assert not folder.exists()
 
 
-async def test_files_of_a_row_that_do_not_fit_are_refused(shell: Shell) -> None:
-    with pytest.raises(ValueError, match=r"files: they have 10 MiB; raise disk_mb \(8\)"):
-        await shell.reset(files={"one": "x" * (5 << 20), "two": "x" * (5 << 20)})
-
-
 async def test_short_commands_do_not_add_up(shell: Shell) -> None:
-    """Run commands that each end before they are measured."""
     for number in range(4):
         text = await said(shell, f"head -c 7M /dev/zero > {number}")
     assert "files take more than 8 MiB" in text
@@ -254,7 +243,6 @@ async def test_what_takes_no_disk_space_is_not_counted(shell: Shell) -> None:
 
 
 async def test_the_environment_is_on_no_command_line() -> None:
-    """Check command lines, which every user of the machine can read."""
     waits = ["sleep", f"{os.getpid()}.25"]
     call = asyncio.create_task(run_program(waits, View(), ProgramLimits(), {"PATH": PATH, "KEY": "s3cret"}))
 
@@ -304,10 +292,7 @@ async def test_chains_share_nothing_and_rows_give_files(tmp_path: Path) -> None:
     recipe = ToolsRecipe.model_validate({"mcp_servers": {"terminal": {"module": "shell", "options": {"disk_mb": 8}}}})
     folders = Path("/tmp")
     async with open_toolset(recipe, tmp_path) as toolset:
-        async with (
-            toolset.chain("a", {"files": {"notes/one.txt": "first"}}) as one,
-            toolset.chain("b", {}) as two,
-        ):
+        async with toolset.chain("a", {"files": {"notes/one.txt": "first"}}) as one, toolset.chain("b", {}) as two:
             call = ToolCall("1", "shell", {"command": "cat notes/one.txt; echo more > new; ls"})
             first, second = await asyncio.gather(one.call(call), two.call(call))
             assert first.content == "firstnew\nnotes"

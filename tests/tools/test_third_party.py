@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
-from agentfactory.base.messages import CallError, Content, ToolCall, ToolResult
+from agentfactory.base.messages import CallError, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
-from tests.third_party_servers import everything, everything_over_http, time_server
+from tests.third_party_servers import everything, everything_over_http
+from tests.tools.conftest import recipe_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 __all__ = ["everything"]  # a fixture
 
+ZIPPED = {"name": "a.gz", "data": "data:text/plain;base64,aGk=", "outputType": "resource"}
+ANNOTATED = {"messageType": "error", "includeImage": True}
 WAYS = ("stdio", "process", "http", "session")
 
 
@@ -32,23 +34,8 @@ def entry_of(way: str, everything: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"url": url, "type": "http", "isolation": "session" if way == "session" else "shared"}
 
 
-def recipe_of(**servers: Any) -> ToolsRecipe:
-    return ToolsRecipe.model_validate({"mcp_servers": servers})
-
-
 async def call(session: ToolSession, name: str, seconds: float | None = None, /, **arguments: Any) -> ToolResult:
     return await session.call(ToolCall("1", name, arguments), seconds)
-
-
-async def ask(session: ToolSession, name: str, /, **arguments: Any) -> Content:
-    result = await call(session, name, **arguments)
-    assert result.error is None, result
-    return result.content
-
-
-def is_png(part: dict[str, Any]) -> bool:
-    kind, _, data = part["image_url"]["url"].partition(";base64,")
-    return kind == "data:image/png" and base64.b64decode(data).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -59,53 +46,40 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
 
             async def use(name: str, /, **arguments: Any) -> Any:
                 used.add(name)
-                return await ask(session, name, **arguments)
+                result = await call(session, name, **arguments)
+                assert result.error is None, result
+                return result.content
 
             assert await use("echo", message="Grüße, 世界") == "Echo: Grüße, 世界"
             assert await use("get-sum", a=2, b=0.5) == "The sum of 2 and 0.5 is 2.5."
-
-            text, image, end = await use("get-tiny-image")
-            assert text == {"type": "text", "text": "Here's the image you requested:"}
-            assert is_png(image)
-            assert end["type"] == "text"
-            told, image = await use("get-annotated-message", messageType="error", includeImage=True)
-            assert told == {"type": "text", "text": "Error: Operation failed"}
-            assert is_png(image)
-
+            for name, arguments in (("get-tiny-image", {}), ("get-annotated-message", ANNOTATED)):
+                text, image, *_ = await use(name, **arguments)
+                kind, _, data = image["image_url"]["url"].partition(";base64,")
+                assert (text["type"], kind) == ("text", "data:image/png")
+                assert base64.b64decode(data).startswith(b"\x89PNG")
             structured = await use("get-structured-content", location="Chicago")
             assert set(json.loads(str(structured))) == {"temperature", "conditions", "humidity"}
-
             links = str(await use("get-resource-links", count=2)).splitlines()
             assert [line.partition("(")[2].partition(")")[0] for line in links[1:]] == [
                 "demo://resource/dynamic/blob/1",
                 "demo://resource/dynamic/text/2",
             ]
-            assert "Resource 3: This is a plaintext" in str(
-                await use("get-resource-reference", resourceType="Text", resourceId=3)
-            )
-            blob = str(await use("get-resource-reference", resourceType="Blob", resourceId=3))
-            assert "resource demo://resource/dynamic/blob/3]" in blob
-            data = "data:text/plain;base64,aGk="
-            zipped = await use("gzip-file-as-resource", name="a.gz", data=data, outputType="resource")
+            for kind, shown in (("Text", "Resource 3: This is a plaintext"), ("Blob", "resource demo://resource/dyn")):
+                assert shown in str(await use("get-resource-reference", resourceType=kind, resourceId=3))
+            zipped = await use("gzip-file-as-resource", **ZIPPED)
             assert zipped == "[application/gzip resource demo://resource/session/a.gz]"
-
             seen = json.loads(str(await use("get-env")))
             assert "PATH" in seen or way in ("http", "session")
             assert not any("AGENTFACTORY" in name for name in seen)
-            assert str(await use("toggle-simulated-logging")).startswith("Started")
-            assert str(await use("toggle-subscriber-updates")).startswith("Started")
-
+            for name in ("toggle-simulated-logging", "toggle-subscriber-updates"):
+                assert str(await use(name)).startswith("Started")
             done = await use("trigger-long-running-operation", duration=0.1, steps=2)
             assert done == "Long running operation completed. Duration: 0.1 seconds, Steps: 2."
             late, other = await asyncio.gather(
                 call(session, "trigger-long-running-operation", 0.3, duration=20, steps=2),
                 call(session, "echo", message="meanwhile"),
             )
-            assert (late.content, late.error) == (
-                "trigger-long-running-operation did not answer within 0.3 s.",
-                CallError.TIMEOUT,
-            )
-            assert other.content == "Echo: meanwhile"
+            assert (late.error, other.content) == (CallError.TIMEOUT, "Echo: meanwhile")
 
             # this tool requires a kind of request that a model's call never is
             refused = await call(session, "simulate-research-query", topic="x")
@@ -116,22 +90,3 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             assert wrong.error is CallError.INVALID_ARGUMENTS
             assert "location: 'Mars' is not one of ['New York', 'Chicago', 'Los Angeles']" in str(wrong.content)
             assert used == {spec.name for spec in toolset.specs}
-
-
-async def test_mcp_server_time(tmp_path: Path) -> None:
-    entry = {**time_server(), "prefix": "clock_", "cache": 2}
-    async with open_toolset(recipe_of(time=entry), tmp_path) as toolset, toolset.chain("a", {}) as session:
-        assert [spec.name for spec in toolset.specs] == ["clock_get_current_time", "clock_convert_time"]
-        now = json.loads(str(await ask(session, "clock_get_current_time", timezone="Asia/Tokyo")))
-        assert now["datetime"].endswith("+09:00")
-        there = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
-        assert json.loads(str(await ask(session, "clock_convert_time", **there)))["time_difference"] == "+9.0h"
-        for wrong, error, said in [
-            ({"timezone": "Nowhere"}, CallError.TOOL_ERROR, "No time zone found"),
-            ({}, CallError.INVALID_ARGUMENTS, "'timezone' is a required property"),
-        ]:
-            result = await call(session, "clock_get_current_time", **wrong)
-            assert result.error is error
-            assert said in str(result.content)
-        unknown = await call(session, "get_current_time", timezone="UTC")
-        assert unknown.error is CallError.UNKNOWN_TOOL

@@ -1,37 +1,20 @@
 """Tests of stateful third-party servers: no chain sees another chain's state."""
 
-import os
-import signal
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import ToolCall
-from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.third_party_servers import stateful
-from tests.waiting import until
+from tests.tools.conftest import ask, recipe_of
 
-# ruff: noqa: ASYNC220, ASYNC221, SIM117
+# ruff: noqa: ASYNC221, SIM117
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 __all__ = ["stateful"]  # a fixture
-
-
-async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
-    result = await session.call(ToolCall("1", name, arguments))
-    assert result.error is None, result
-    return str(result.content)
-
-
-def recipe_of(**servers: Any) -> ToolsRecipe:
-    return ToolsRecipe.model_validate({"mcp_servers": servers})
 
 
 def thought(number: int) -> dict[str, Any]:
@@ -62,18 +45,6 @@ async def test_sequential_thinking_without_a_word_about_isolation(stateful: dict
     ):
         await ask(one, "sequentialthinking", **thought(1))
         assert '"thoughtHistoryLength": 2' in await ask(other, "sequentialthinking", **thought(1))
-
-
-async def test_memory_in_the_chains_folder(stateful: dict[str, Any], tmp_path: Path) -> None:
-    entry = {**stateful["memory"], "env": {"MEMORY_FILE_PATH": "${chain}/memory.jsonl"}}
-    fact = {"name": "secret", "entityType": "word", "observations": ["plum"]}
-    async with open_toolset(recipe_of(memory=entry), tmp_path) as toolset:
-        async with toolset.chain("a", {}) as one, toolset.chain("b", {}) as other:
-            await ask(one, "create_entities", entities=[fact])
-            assert "plum" in await ask(one, "read_graph")
-            assert "plum" not in await ask(other, "read_graph")
-        async with toolset.chain("c", {}) as later:
-            assert "plum" not in await ask(later, "read_graph")
 
 
 async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Path) -> None:
@@ -116,36 +87,3 @@ async def test_git_with_a_repository_of_the_chain(stateful: dict[str, Any], tmp_
         assert "plum" not in await ask(other, "git_branch", repo_path=".", branch_type="local")
     branches = subprocess.run(["git", "branch"], cwd=repository, check=True, capture_output=True, text=True).stdout
     assert "plum" not in branches
-
-
-WORKER = """
-import asyncio, json, sys
-from pathlib import Path
-from agentfactory.base.config import ToolsRecipe
-from agentfactory.base.messages import ToolCall
-from agentfactory.tools.sessions.toolset import open_toolset
-
-async def main():
-    async with open_toolset(ToolsRecipe.model_validate_json(sys.argv[1]), Path.cwd()) as toolset:
-        async with toolset.chain("a", {}) as session:
-            result = await session.call(ToolCall("1", "list_allowed_directories", {}))
-            print(result.content.split("\\n")[1], flush=True)
-            await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-async def test_a_killed_worker_leaves_no_folder_and_no_process(stateful: dict[str, Any], tmp_path: Path) -> None:
-    program = stateful["filesystem"]
-    recipe = recipe_of(files={**program, "args": [*program["args"], "${chain}"]}).model_dump_json()
-    command = [sys.executable, "-c", WORKER, recipe]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as worker:
-        assert worker.stdout is not None
-        folder = Path(worker.stdout.readline().strip())
-        assert folder.is_dir()
-        family = psutil.Process(worker.pid).children(recursive=True)
-        os.kill(worker.pid, signal.SIGKILL)
-    await until(lambda: not folder.parent.exists())
-    assert folder.parent.parent == Path(tempfile.gettempdir()).resolve()
-    await until(lambda: not any(process.is_running() for process in family))

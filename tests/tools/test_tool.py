@@ -58,20 +58,8 @@ def test_spec() -> None:
         "additionalProperties": False,
     }
     jsonschema.Draft202012Validator.check_schema(travel.spec.parameters)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"days": 2}, "city is missing"),
-        ({}, "city is missing; days is missing"),
-        ({"city": "Rome", "days": 2, "class": 1}, r"class is not an argument of it \(the arguments are city, days, "),
-        ({"city": "x" * 500, "days": [0] * 500}, r"days: .*0, 0, .{0,5}\.\.\."),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidArguments, match="^Invalid arguments for travel: .*" + reason):
-        travel.parse_arguments(arguments)
+    with pytest.raises(InvalidArguments, match=r"^Invalid arguments for travel: days: .*0, 0, .{0,5}\.\.\."):
+        travel.parse_arguments({"city": "x" * 500, "days": [0] * 500})
 
 
 def test_methods() -> None:
@@ -173,9 +161,6 @@ GOOGLE = """Find a book.
 
     Returns:
         Its shelf.
-
-    Raises:
-        KeyError: none.
     """
 NUMPY = """Find a book.
 
@@ -186,17 +171,11 @@ NUMPY = """Find a book.
         or a part of it: "The: One".
     year : int, optional
         The year.
-
-    Returns
-    -------
-    str
-        Its shelf.
     """
 SPHINX = """Find a book.
 
     :param title: Its title,
         or a part of it: "The: One".
-    :type title: str
     :param year: The year.
     :returns: Its shelf.
     """
@@ -239,14 +218,11 @@ def test_lists_and_objects_written_as_text() -> None:
     @tool
     def keep(
         values: list[int], table: dict[str, int] | None = None, text: str = "", either: list[str] | str = ""
-    ) -> None:
-        """Keep."""
+    ) -> None: ...
 
     parsed = keep.parse_arguments({"values": "[1, 2]", "table": '{"a": 1}', "text": "[1]", "either": "[1]"})
     assert parsed == {"values": [1, 2], "table": {"a": 1}, "text": "[1]", "either": "[1]"}
-    with pytest.raises(
-        InvalidArguments, match=r"values.1: Input should be a valid integer.*text: .* valid string, got 3"
-    ):
+    with pytest.raises(InvalidArguments, match=r"values.1: .* valid integer.*text: .* valid string, got 3"):
         keep.parse_arguments({"values": '[1, "b"]', "text": 3})
     with pytest.raises(InvalidArguments, match='values: Input should be a valid list, got "1, 2"'):
         keep.parse_arguments({"values": "1, 2"})
@@ -268,8 +244,7 @@ def test_a_message_names_each_place_once_and_stays_short() -> None:
         minutes: int | float
 
     @tool
-    def plan(stops: list[Stop], pace: Literal["slow"] | int) -> None:
-        """Plan."""
+    def plan(stops: list[Stop], pace: Literal["slow"] | int) -> None: ...
 
     with pytest.raises(InvalidArguments) as caught:
         plan.parse_arguments({"stops": [{"name": "a", "minutes": "x"}], "pace": "fast", "extra": 1, "more": 2})
@@ -289,15 +264,11 @@ def _functions() -> list[tuple[Any, str]]:
         pass
 
     def of_a_class(value: Odd) -> None: ...
-    def nested(value: list[Odd | None]) -> None: ...
-    def callback(value: Callable[[int], int]) -> None: ...
     def bare(value) -> None: ...  # type: ignore[no-untyped-def]
     def starred(*values: int) -> None: ...
-    def keywords(**values: int) -> None: ...
     def positional(value: int, /) -> None: ...
     def unresolved(value: "Nowhere") -> None: ...  # type: ignore[name-defined]
     def bad_default(value: int = "one") -> None: ...  # type: ignore[assignment]
-    def none_default(value: int = None) -> None: ...  # type: ignore[assignment]  # noqa: RUF013
     def out_of_bounds(value: Annotated[int, Field(ge=1)] = 0) -> None: ...
     def documented(value: int) -> None:
         """Do.
@@ -308,19 +279,14 @@ def _functions() -> list[tuple[Any, str]]:
 
     return [
         (of_a_class, r"of_a_class: parameter value .*Odd.*; use a type that JSON can express: str, .*pydantic models"),
-        (nested, r"nested: parameter value has the unsupported annotation list\[.*Odd"),
-        (callback, "callback: parameter value has the unsupported annotation"),
         (bare, "bare: parameter value has no annotation; write value: str, or use a type that JSON can express: str"),
         (starred, r"starred: parameter \*values: int cannot be filled by name"),
-        (keywords, r"keywords: parameter \*\*values: int cannot"),
         (positional, "positional: parameter value: int cannot"),
         (unresolved, "unresolved: the annotation 'Nowhere' of value cannot be resolved: name 'Nowhere' is not defined"),
         (bad_default, "bad_default: parameter value has the default 'one'"),
-        (none_default, "none_default: parameter value has the default None"),
         (out_of_bounds, "out_of_bounds: parameter value has the default 0"),
         (documented, r"documented: its docstring describes \['valve'\]"),
         (object(), "not on <object"),
-        (int, "not on <class 'int'>"),
     ]
 
 

@@ -18,42 +18,60 @@ from agentfactory.base.messages import (
     ToolInfrastructureError,
     ToolResult,
 )
-from agentfactory.base.user_code.loading import UserCodeError, load_object
+from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-from tests.tools.conftest import NOTEBOOK
+from tests.tools.conftest import NOTEBOOK, ROLES, recipe_of
 from tests.waiting import pass_time, until
 
 NESTED: list[Any] = []
 for _ in range(300):
     NESTED = [NESTED]
 
-SCRIPT: list[tuple[str, dict[str, Any]]] = [
-    ("read", {}),
-    ("write", {"word": "Grüße, 世界 \n\t\"quoted\" \\ 'too'"}),
-    ("read", {}),
-    ("write", {"word": ""}),
-    ("read", {}),
-    ("write", {}),
-    ("write", {"word": 3}),
-    ("write", {"word": "x", "size": [1, {"a": None}]}),
-    ("write", {"word": "\ud800"}),
-    ("tear", {}),
-    ("add", {"a": 2}),
-    ("add", {"a": "2", "b": 2**70}),
-    ("add", {"a": 2.5}),
-    ("add", {"a": float("nan")}),
-    ("add", {"a": NESTED}),
-    ("shout", {"text": "hey", "ending": "?"}),
-    ("shout", {"text": "hey", "ending": "."}),
-    ("fail", {"reason": "on purpose"}),
-    ("fail", {"reason": ""}),
-    ("burn", {}),
-    ("reset", {"word": "x"}),
-    ("reward", {}),
-    ("close", {}),
-    ("bad \ud800", {}),
-    ("read", {}),
+WRONG, FAILED = CallError.INVALID_ARGUMENTS, CallError.TOOL_ERROR
+ODD = "Grüße, 世界 \n\t\"quoted\" \\ 'too'"
+TOOLS = ["write", "read", "tear", "add", "shout", "fail", "wait", "process_id"]
+SCRIPT: list[tuple[str, dict[str, Any], str, CallError | None]] = [
+    # tool, arguments, the text that the model reads (to its ...), the error
+    ("read", {}, "first", None),
+    ("write", {"word": ODD}, f"wrote {ODD}", None),
+    ("read", {}, ODD, None),
+    ("write", {"word": ""}, "wrote ", None),
+    ("read", {}, "", None),
+    ("write", {}, "Invalid arguments for write: word is missing.", WRONG),
+    ("write", {"word": 3}, "Invalid arguments for write: word: Input should be a valid string, got 3.", WRONG),
+    (
+        "write",
+        {"word": "x", "size": [1]},
+        "Invalid arguments for write: size is not an argument of it (the a...",
+        WRONG,
+    ),
+    ("write", {"word": "\ud800"}, "Invalid arguments for write: not JSON in UTF-8: ...", WRONG),
+    ("tear", {}, "ValueError: the pad cannot be torn", FAILED),
+    ("add", {"a": 2}, "3", None),
+    ("add", {"a": "2", "b": 2**70}, str(2 + 2**70), None),
+    (
+        "add",
+        {"a": 2.5},
+        "Invalid arguments for add: a: Input should be a valid integer, got a number with a f...",
+        WRONG,
+    ),
+    ("add", {"a": float("nan")}, "Invalid arguments for add: not JSON in UTF-8: Out of range float...", WRONG),
+    ("add", {"a": NESTED}, "Invalid arguments for add: they are nested more than 64 levels deep.", WRONG),
+    ("shout", {"text": "hey", "ending": "?"}, "HEY?", None),
+    (
+        "shout",
+        {"text": "hey", "ending": "."},
+        "Invalid arguments for shout: ending: Input should be '!' or '?'...",
+        WRONG,
+    ),
+    ("fail", {"reason": "on purpose"}, "RuntimeError: on purpose", FAILED),
+    ("fail", {"reason": ""}, "RuntimeError: ", FAILED),
+    *(
+        (name, {}, f"There is no tool {name!r}. The tools are: {', '.join(TOOLS)}.", CallError.UNKNOWN_TOOL)
+        for name in ("burn", "reset", "reward", "close", "bad \ud800")
+    ),
+    ("read", {}, "", None),
 ]
 
 
@@ -62,12 +80,11 @@ def make(name: str, **arguments: Any) -> ToolCall:
 
 
 async def transcript(toolset: Toolset, key: str) -> list[Any]:
-    """Return everything that an agent can see of a scripted chain."""
     async with toolset.chain(key, {"word": "first", "question": "ignored by reset"}) as session:
         seen: list[Any] = [toolset.specs, session.opening]
-        for name, arguments in SCRIPT:
+        for name, arguments, *_ in SCRIPT:
             result = await session.call(make(name, **arguments))
-            seen.append((name, result.content, result.error, result.to_message(make(name))))
+            seen.append((result.content, result.error, result.to_message(make(name))))
         parallel = [make("write", word=word) for word in "abc"] + [make("read")]
         seen.append([result.content for result in await asyncio.gather(*map(session.call, parallel))])
         seen.append(await session.reward())
@@ -120,47 +137,11 @@ async def test_transports_give_identical_transcripts(recipes: dict[str, ToolsRec
     assert repr(seen["http"]) == repr(seen["in process"])
 
     specs, opening, *calls, parallel, reward, forbidden, incomplete, worthless, by_turn = seen["in process"]
-    assert [spec.name for spec in specs] == [*("write", "read", "tear", "add", "shout", "fail", "wait", "process_id")]
+    assert [spec.name for spec in specs] == TOOLS
     assert opening == "The pad says first."
-    answers = [(content, error) for _, content, error, _ in calls]
-    assert answers == [
-        ("first", None),
-        ("wrote Grüße, 世界 \n\t\"quoted\" \\ 'too'", None),
-        ("Grüße, 世界 \n\t\"quoted\" \\ 'too'", None),
-        ("wrote ", None),
-        ("", None),
-        ("Invalid arguments for write: word is missing.", CallError.INVALID_ARGUMENTS),
-        ("Invalid arguments for write: word: Input should be a valid string, got 3.", CallError.INVALID_ARGUMENTS),
-        (
-            "Invalid arguments for write: size is not an argument of it (the arguments are word).",
-            CallError.INVALID_ARGUMENTS,
-        ),
-        (answers[8][0], CallError.INVALID_ARGUMENTS),
-        ("ValueError: the pad cannot be torn", CallError.TOOL_ERROR),
-        ("3", None),
-        (str(2 + 2**70), None),
-        (
-            "Invalid arguments for add: a: Input should be a valid integer, got a number with a fractional part, "
-            "got 2.5.",
-            CallError.INVALID_ARGUMENTS,
-        ),
-        (answers[13][0], CallError.INVALID_ARGUMENTS),
-        ("Invalid arguments for add: they are nested more than 64 levels deep.", CallError.INVALID_ARGUMENTS),
-        ("HEY?", None),
-        ("Invalid arguments for shout: ending: Input should be '!' or '?', got \".\".", CallError.INVALID_ARGUMENTS),
-        ("RuntimeError: on purpose", CallError.TOOL_ERROR),
-        ("RuntimeError: ", CallError.TOOL_ERROR),
-        *(
-            (
-                f"There is no tool {name!r}. The tools are: write, read, tear, add, shout, fail, wait, process_id.",
-                CallError.UNKNOWN_TOOL,
-            )
-            for name in ("burn", "reset", "reward", "close", "bad \ud800")
-        ),
-        ("", None),
-    ]
-    assert answers[8][0].startswith("Invalid arguments for write: not JSON in UTF-8: ")
-    assert answers[13][0].startswith("Invalid arguments for add: not JSON in UTF-8: Out of range float")
+    for (name, _, text, kind), (content, error, _) in zip(SCRIPT, calls, strict=True):
+        said = f"{content[: len(text) - 3]}..." if text.endswith("...") else content
+        assert (said, error) == (text, kind), name
     assert parallel == ["wrote a", "wrote b", "wrote c", "c"]
     assert reward == EnvironmentReward(1.0, {"success": 1.0})
     assert forbidden == "environment pad: reset: ValueError: that word is forbidden"
@@ -216,8 +197,7 @@ def theirs(tmp_path: Path) -> Path:
 
 
 async def test_a_server_that_is_not_ours(theirs: Path) -> None:
-    roles = {"reset": "begin", "reward": "judge", "close": None}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"x": {"module": "theirs.py:server", "environment": roles}}})
+    recipe = recipe_of(x={"module": "theirs.py:server", "environment": ROLES})
     async with open_toolset(recipe, theirs) as toolset:
         assert [spec.name for spec in toolset.specs] == ["say", "crash", "look"]
 
@@ -240,8 +220,7 @@ async def test_a_server_that_is_not_ours(theirs: Path) -> None:
 
 
 async def test_two_environments(theirs: Path, folder: Path) -> None:
-    roles = {"reset": "begin", "reward": "judge", "close": None}
-    entry = {"module": str(theirs / "theirs.py") + ":server", "environment": roles}
+    entry = {"module": str(theirs / "theirs.py") + ":server", "environment": ROLES}
     recipe = ToolsRecipe.model_validate({"tools": ["scratchpad.py:Scratchpad"], "mcp_servers": {"x": entry}})
     async with open_toolset(recipe, folder) as toolset, toolset.chain("a", {"word": "four"}) as session:
         assert session.opening == "The pad says four."
@@ -311,8 +290,7 @@ async def test_openings_with_images_and_environments_that_do_not_judge(tmp_path:
 
 async def test_the_cache(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OPEN_HANDED)
-    entry = {"module": "mine.py:look_up", "cache": 2}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"x": entry}})
+    recipe = recipe_of(x={"module": "mine.py:look_up", "cache": 2})
     async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
 
         async def ask(session: ToolSession, key: str, **more: Any) -> Any:
@@ -347,14 +325,15 @@ async def test_the_cache(tmp_path: Path) -> None:
 async def test_names_that_models_see(folder: Path) -> None:
     one = {"module": "scratchpad.py:Scratchpad", "allow": ["write", "read"], "deny": ["write"], "prefix": "one_"}
     two = {"module": "scratchpad.py:Scratchpad", "prefix": "two_", "deny": ["tear"]}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"one": one, "two": two}})
-    async with open_toolset(recipe, folder) as toolset, toolset.chain("a", {"word": "w"}) as session:
+    async with (
+        open_toolset(recipe_of(one=one, two=two), folder) as toolset,
+        toolset.chain("a", {"word": "w"}) as session,
+    ):
         assert [spec.name for spec in toolset.specs] == ["one_read", "two_write", "two_read"]
         assert (await session.call(make("two_write", word="x"))).content == "wrote x"
         assert [(await session.call(make(name))).content for name in ("one_read", "two_read")] == ["w", "x"]
         assert (await session.call(make("two_tear"))).error is CallError.UNKNOWN_TOOL
-        wrong = await session.call(make("two_write"))
-        assert wrong.content == "Invalid arguments for two_write: word is missing."
+        assert (await session.call(make("two_write"))).content == "Invalid arguments for two_write: word is missing."
 
 
 async def test_objects_beside_the_recipe(folder: Path) -> None:
@@ -377,9 +356,7 @@ async def test_objects_beside_the_recipe(folder: Path) -> None:
 
 
 async def test_letting_go_survives_a_second_cancellation(folder: Path) -> None:
-    """Check that the instance is returned even after a second Ctrl-C."""
-    entry = {"module": "scratchpad.py:Scratchpad", "pool": {"capacity": 1}}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"pad": entry}})
+    recipe = recipe_of(pad={"module": "scratchpad.py:Scratchpad", "pool": {"capacity": 1}})
     for steps in range(12):
         async with open_toolset(recipe, folder) as toolset:
 
@@ -407,67 +384,30 @@ async def test_no_tools(folder: Path) -> None:
         assert await session.reward() is None
 
 
+def pad(served: str = "Scratchpad", name: str = "pad", **fields: Any) -> dict[str, Any]:
+    """Return a recipe with the tool `add`, and a server of another object."""
+    return {"tools": ["scratchpad.py:add"], "mcp_servers": {name: {"module": f"scratchpad.py:{served}", **fields}}}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("recipe", "error", "reason"),
+    ("recipe", "reason"),
     [
-        ({"tools": ["scratchpad.py:sub"]}, UserCodeError, "scratchpad.py defines no sub; it defines add, shout"),
-        ({"tools": ["nowhere.py:add"]}, UserCodeError, "there is no file"),
-        ({"tools": ["scratchpad.py:Literal"]}, TypeError, "neither a @tool function or method nor an Environment"),
-        (
-            {"tools": ["scratchpad.py:add"], "mcp_servers": {"add": {"module": "scratchpad.py:shout"}}},
-            ValueError,
-            "two tool servers are called add",
-        ),
-        (
-            {"tools": ["scratchpad.py:add"], "mcp_servers": {"more": {"module": "scratchpad.py:add"}}},
-            ValueError,
-            "the tool add is offered by add and by more",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:add", "environment": {}}}},
-            ValueError,
-            "mcp_servers.pad.environment.reset: the server has no tool 'reset', it offers add; name one of them",
-        ),
-        (
-            {
-                "mcp_servers": {
-                    "pad": {"module": "scratchpad.py:Scratchpad", "environment": {"close": "shut"}},
-                }
-            },
-            ValueError,
-            "environment.close: the server has no tool 'shut', it offers write, .*; set it to null",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:Scratchpad", "deny": ["reset"]}}},
-            ValueError,
-            "mcp_servers.pad.deny: the server has no tool 'reset' for models, it offers write, read, tear; name one",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:add", "allow": ["sub"]}}},
-            ValueError,
-            "mcp_servers.pad.allow: the server has no tool 'sub' for models, it offers add; name one of them",
-        ),
-        (
-            {"mcp_servers": {"pad": {"module": "scratchpad.py:Scratchpad", "cache": 3}}},
-            ValueError,
-            "mcp_servers.pad.cache: it is an environment, with state per chain; remove it",
-        ),
+        ({"tools": ["nowhere.py:add"]}, "there is no file"),
+        (pad("add", name="add"), "two tool servers are called add"),
+        (pad("add"), "the tool add is offered by add and by pad"),
+        (pad("add", environment={}), "pad.environment.reset: the server has no tool 'reset', it offers add; name"),
+        (pad(environment={"close": "shut"}), "no tool 'shut', it offers write, .*; set it to null"),
+        (pad(deny=["reset"]), "pad.deny: the server has no tool 'reset' for models, it offers write, re"),
+        (pad("shout", allow=["sub"]), "pad.allow: the server has no tool 'sub' for models, it offers sh"),
+        (pad(cache=3), "mcp_servers.pad.cache: it is an environment, with state per chain; remove it"),
         (
             {"mcp_servers": {"pad": {**NOTEBOOK, "isolation": "shared", "pool": {"warm": 2}}}},
-            ValueError,
             "mcp_servers.pad.pool.warm: all chains share the server, .*; set isolation, or remove it",
-        ),
-        (
-            {"mcp_servers": {"far": {"url": "http://127.0.0.1:1/mcp", "headers": {"Key": "x ${NOT_SET_1}"}}}},
-            ValueError,
-            "mcp_servers.far.headers.Key: the environment variable NOT_SET_1 is not set",
         ),
     ],
 )
-async def test_recipes_that_are_wrong(
-    folder: Path, recipe: dict[str, Any], error: type[Exception], reason: str
-) -> None:
-    with pytest.raises(error, match=reason):
+async def test_recipes_that_are_wrong(folder: Path, recipe: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         async with open_toolset(ToolsRecipe.model_validate(recipe), folder):
             pass

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import pytest
@@ -25,8 +25,12 @@ from agentfactory.tools.environments import workspaces
 from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
 from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
 from tests.conftest import REPOSITORY
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes  # the first folder starts the sweeper process
+
+
+URL = {"command": None, "url": "http://a"}
 
 
 def entry(**fields: Any) -> McpServerConfig:
@@ -38,18 +42,12 @@ def entry(**fields: Any) -> McpServerConfig:
     [
         (
             {"workspace": "desk"},
-            r"workspace: got 'desk', but no chain has a folder: nothing refers to \$\{chain\}; fix: put",
+            r"workspace: got 'desk', but no chain has a folder: nothing refers to \$\{chain\}; fix: ",
         ),
         ({"keep_workspaces": "kept"}, r"keep_workspaces: got 'kept', but no chain has a folder"),
-        (
-            {"command": None, "url": "http://a", "workspace": "desk"},
-            "but only chains of a `command` have folders; fix: rem",
-        ),
-        ({"command": None, "url": "http://a/${chain}"}, "url: got 'http://a/.*: only args, env and cwd of a `command`"),
-        (
-            {"command": None, "url": "http://a", "headers": {"X": "s3cret ${chain}"}},
-            r"headers\.X: got '\$\{chain\}': only args",
-        ),
+        ({**URL, "workspace": "desk"}, "but only chains of a `command` have folders; fix: rem"),
+        ({**URL, "url": "http://a/${chain}"}, "url: got 'http://a/.*: only args, env and cwd of a `command`"),
+        ({**URL, "headers": {"X": "s3cret ${chain}"}}, r"headers\.X: got '\$\{chain\}': only args"),
         ({"command": "${chain}/run", "args": ["${chain}"]}, "command: got '.*: only args, env and cwd"),
         ({"cwd": "/x/${chain}"}, r"cwd: got '/x/\$\{chain\}'; fix: write \$\{chain\}, or"),
         ({"args": ["${chain}"], "isolation": "shared"}, r"isolation: got 'shared', but \$\{chain\} needs a process"),
@@ -114,9 +112,8 @@ async def test_a_folder_that_cannot_be_kept_is_removed_and_told(
 async def test_a_template_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), tmp_path)
-    with pytest.raises(
-        OSError, match=r"^the workspace cannot be copied: .*/fifo is a FIFO; fix: replace it, or delete it$"
-    ):
+    told = r"^the workspace cannot be copied: .*/fifo is a FIFO; fix: replace it, or delete it$"
+    with pytest.raises(OSError, match=told):
         async with program.running(lambda: None):
             pass
 
@@ -133,7 +130,6 @@ def test_where_folders_cannot_be_kept(tmp_path: Path) -> None:
 
 
 def test_read_only_folders_are_removed(tmp_path: Path) -> None:
-    """Run the sweeper program in a process without root's rights."""
     inner = tmp_path / "chain" / "locked" / "unreadable"
     inner.mkdir(parents=True)
     (inner / "file").write_text("x")
@@ -146,6 +142,18 @@ def test_read_only_folders_are_removed(tmp_path: Path) -> None:
     command = [*as_user, sys.executable, "-c", code, str(tmp_path / "chain")]
     said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     assert (said, (tmp_path / "chain").exists()) == ("[]\n", False)
+
+
+def test_a_killed_process_leaves_no_folder() -> None:
+    code = "from agentfactory.tools.environments import workspaces as w; print(w.make_folder(), flush=True); input()"
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder.is_dir()
+        process.kill()
+    wait_for(lambda: not folder.parent.exists())
+    assert folder.parent.parent == Path(gettempdir()).resolve()
 
 
 def test_a_command_removes_its_chains_folders_without_a_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    **dict.fromkeys(
+        (errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), or lower rollout.concurrency"
+    ),
+}
 _PROBE = 1 << 16
 """Bytes written to test a disk."""
 
@@ -29,16 +36,9 @@ def writing(path: Path) -> Iterator[None]:
         if told is None:
             raise
         free = shutil.disk_usage(path.parent).free
-        fix = "choose a folder that can be written"
-        if told.errno == errno.EFBIG:
-            fix = "raise the limit of file sizes (ulimit -f)"
-        elif told.errno in _FULL:
-            fix = "make room"
-        elif told.errno in (errno.EMFILE, errno.ENFILE):
-            fix = "raise the limit of open files (ulimit -n), or lower rollout.concurrency"
-        raise DiskError(
-            f"{path} cannot be written: {told.strerror} ({free >> 10:,} KiB are free there); fix: {fix}"
-        ) from error
+        fix = _FIXES.get(told.errno or 0, "choose a folder that can be written")
+        problem = f"{path} cannot be written: {told.strerror} ({free >> 10:,} KiB are free there)"
+        raise DiskError(f"{problem}; fix: {fix}") from error
 
 
 def _reason(error: Exception) -> OSError | None:
@@ -61,8 +61,8 @@ def _open_itself(path: str, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        fix = "put the file itself there"
-        raise DiskError(f"{path} cannot be written: it is a link, which is not followed; fix: {fix}") from None
+        problem = "it is a link, which is not followed; fix: put the file itself there"
+        raise DiskError(f"{path} cannot be written: {problem}") from None
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -91,11 +91,9 @@ def refusal(folder: Path) -> OSError | None:
 
 @contextmanager
 def filled(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that the context fills. It gets the name `folder` once complete, which so never exists half
-    filled."""
+    """Yield an empty folder that the context fills. It is renamed to `folder` once complete."""
     aside = folder.with_name(f".{folder.name}.partial")
-    if aside.exists():
-        # left by an earlier run that was killed
+    if aside.exists():  # left by an earlier run that was killed
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     yield aside
@@ -104,8 +102,7 @@ def filled(folder: Path) -> Iterator[Path]:
 
 
 def set_usual_modes(folder: Path) -> None:
-    """Give the weights in `folder` the mode that the umask gives every other file: safetensors writes them readable by
-    their owner alone."""
+    """Give the weights in `folder` the umask's usual mode: safetensors writes them for their owner alone."""
     for file in folder.rglob("*.safetensors"):
         # the umask decided the mode of the folder too
         file.chmod(folder.stat().st_mode & 0o666)

@@ -55,11 +55,8 @@ class RefusedFileError(OSError):
 
 
 def open_file(path: Path, within: Path | None = None) -> BufferedReader:
-    """Open the regular file `path` for reading, without following a link below the folder `within`. Without `within`,
-    the path comes from the user, and links are followed.
-
-    Raises RefusedFileError for anything but a regular file, OSError if it cannot be opened.
-    """
+    """Open the regular file `path` for reading, without following a link below the folder `within`; None: a path from
+    the user, whose links are followed. Raises RefusedFileError for anything but a regular file, and OSError."""
     if within is None:
         return os.fdopen(_open_regular(path, None), "rb")
     with opened_folder(path.parent, within) as folder:
@@ -68,10 +65,7 @@ def open_file(path: Path, within: Path | None = None) -> BufferedReader:
 
 def create_file(path: Path, within: Path) -> BufferedWriter:
     """Open the file `path` for writing, empty, without following a link below the folder `within`. Missing folders are
-    made, and an existing file keeps its mode.
-
-    Raises RefusedFileError if there is anything but a regular file, OSError if it cannot be written.
-    """
+    made, and an existing file keeps its mode. Raises RefusedFileError for anything but a regular file, and OSError."""
     with opened_folder(path.parent, within, make=True) as folder:
         return os.fdopen(_create_regular(path, folder), "wb")
 
@@ -153,18 +147,16 @@ def refused(path: Path, kind: int) -> RefusedFileError:
 
 def resolved(name: str | PurePath, within: Path, is_root: bool = False) -> Path:
     """Return the path to which `name` leads, with all links below `within` followed. `is_root`: `within` is the root of
-    a file system, in which absolute links and `..` begin and end as after chroot.
-
-    Raises RefusedFileError if it leads out of `within`, or if its links have no end.
-    """
+    a file system, as after chroot. Raises RefusedFileError if it leads out of `within`, or its links have no end."""
     waiting, found, links = [*reversed(PurePath(name).parts)], list[str](), 0
     while waiting:
         part = waiting.pop()
-        if is_root and (part.startswith("/") or (part == ".." and not found)):
-            found = []
-        elif part.startswith("/") or (part == ".." and not found):
+        is_out = part.startswith("/") or (part == ".." and not found)
+        if is_out and not is_root:
             fix = "put the file itself there, or a relative link to another place in it"
             raise RefusedFileError(within / name, f"leads out of {within}", fix)
+        if is_out:
+            found = []
         elif part == "..":
             found.pop()
         else:
@@ -183,8 +175,7 @@ def resolved(name: str | PurePath, within: Path, is_root: bool = False) -> Path:
 @contextmanager
 def opened_folder(path: Path, within: Path, make: bool = False) -> Iterator[int]:
     """Open the folder `path` as a descriptor, without following a link below `within`, which may itself be reached by
-    links. `make`: missing folders are made. Raises RefusedFileError if it is no folder, OSError if it cannot be
-    opened."""
+    links. `make`: missing folders are made. Raises RefusedFileError if it is no folder, and OSError."""
     parts = path.relative_to(within).parts
     if ".." in parts:
         raise RefusedFileError(path, f"leads out of {within}", "name a file in it")
@@ -213,8 +204,7 @@ def _open_below(path: Path, folder: int) -> int:
 
 
 def _open_regular(path: Path, folder: int | None) -> int:
-    """Open the regular file `path.name` of an open folder for reading, without following a link. None: open `path`,
-    following links. Raises like `open_file`."""
+    """Open the regular file `path.name` of an open folder for reading; None: open `path`, following links."""
     follow, name = folder is None, str(path) if folder is None else path.name
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -229,8 +219,7 @@ def _open_regular(path: Path, folder: int | None) -> int:
 
 
 def _create_regular(path: Path, folder: int) -> int:
-    """Open the file `path.name` of an open folder for writing, empty, and create it if it is missing. Raises like
-    `create_file`."""
+    """Open the file `path.name` of an open folder for writing, empty, and create it if it is missing."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
@@ -279,13 +268,11 @@ def _explained(error: OSError, path: Path, name: str, folder: int | None, wanted
 class TreeCopy:
     """Copies of files and folders below the folder `within`, and their check, which is the same walk without a target.
 
-    Copies keep content, times, and permissions without setuid, setgid and sticky bits. A link is copied as a link.
+    Copies keep content, times, and permissions without setuid, setgid and sticky bits. A link is copied as a link. All
+    copies together have at most `most` bytes, at least 4 KiB for each entry (None: any number).
 
-    Args:
-        within: the folder that is never left.
-        most: bytes of all copies together, of which each entry takes at least 4 KiB; None: any number.
-        left_out: returns whether an entry with this status is skipped. With it, unreadable entries are skipped, too,
-            and links may lead anywhere: the tree is a root file system. Without it, links must stay in `within`.
+    `left_out` returns whether an entry with this status is skipped. With it, unreadable entries are skipped, too, and
+    links may lead anywhere: the tree is a root file system. Without it, links must stay in `within`.
 
     Each method raises RefusedFileError for an entry that is not copied, OSError if one cannot be read or written.
     """
@@ -346,9 +333,9 @@ class TreeCopy:
             if into is None:
                 self._content(path, opened, None, mode)
                 return
+            is_new = True
             try:
                 os.mkdir(name, 0o700, dir_fd=into)
-                is_new = True
             except FileExistsError:
                 is_new = False
             made = _open_below(Path(name), into)
@@ -386,10 +373,10 @@ def _set(copy: int, original: os.stat_result, mode: int | None) -> None:
 def remove(folder: Path) -> list[str]:
     """Remove a folder with everything in it, including read-only folders, in any number and depth. Follow no links.
     Return the remaining names, with the reasons."""
-    if not _removed(folder):
-        return []
-    make_writable(folder)
-    return _removed(folder)
+    if left := _removed(folder):
+        make_writable(folder)
+        left = _removed(folder)
+    return left
 
 
 def _removed(folder: Path) -> list[str]:
@@ -398,8 +385,8 @@ def _removed(folder: Path) -> list[str]:
     prefix, numbers = f".{secrets.token_hex(8)}-", itertools.count()
 
     def clear(name: str) -> list[str]:
-        """Remove a folder of `top`, or the files of `top` itself. Move its folders to `top`, so that paths stay short
-        and folders can be removed in parallel; return their names there."""
+        """Remove a folder of `top`, or the files of `top` itself. Move its folders to `top`, which keeps paths short
+        and lets them be removed in parallel; return their names there."""
         below: list[str] = []
         try:
             opened = os.open(name, _FOLDER, dir_fd=top)

@@ -23,8 +23,8 @@ def raise_open_files() -> int | None:
 
 
 def most_connections() -> int:
-    """Raise this process's limit of open files as far as the system allows. Return the maximum number of connections to
-    a listener: at most half of that limit, so that clients cannot exhaust the files that the process needs."""
+    """Raise this process's limit of open files. Return the maximum number of connections to a listener: at most half of
+    that limit, so that clients cannot exhaust the files that the process needs."""
     most = raise_open_files()
     return _MOST_CONNECTIONS if most is None else min(_MOST_CONNECTIONS, most // 2)
 
@@ -38,8 +38,8 @@ class ConnectionLimit:
     def admit(
         self, make: Callable[[], asyncio.Protocol], left: Callable[[asyncio.Protocol], object] | None = None
     ) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection: one from `make`, with `left` called when the connection is lost, or
-        one that closes it if the limit is reached."""
+        """Return a new connection's protocol: one from `make`, with `left` called when the connection is lost, or one
+        that closes it at the limit."""
         if not self._free:
             return _Refusing()
         self._free -= 1

@@ -5,7 +5,7 @@ import hmac
 import socket
 from binascii import Error
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -20,11 +20,11 @@ HEALTH = "/health"
 
 
 class KeyGuard:
-    """ASGI middleware that answers requests without the key with status 401, before their bodies are read. It answers
-    WebSockets without the key with status 403.
+    """ASGI middleware that answers requests without the key with status 401, before their bodies are read; WebSockets
+    with status 403.
 
-    Clients send `Authorization: Bearer KEY`. Clients that only accept a URL send the key as its password,
-    `http://:KEY@HOST:PORT`. A web page in a browser does not know the key, even if its host name maps to this address.
+    Clients send `Authorization: Bearer KEY`, or the key as the password of a URL, `http://:KEY@HOST:PORT`. A web page
+    in a browser does not know the key, even if its host name maps to this address.
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -47,16 +47,13 @@ def _key_in(authorization: str) -> bytes:
     if scheme.lower() == "bearer":
         return value.strip().encode("utf-8", "replace")
     if scheme.lower() == "basic":
-        try:
+        with suppress(Error, ValueError):
             return base64.b64decode(value, validate=True).partition(b":")[2]
-        except (Error, ValueError):
-            return b""
     return b""
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """Listen on an address; port 0 takes a free one. Raises SettingError, for the option `option` of the port, if the
-    address cannot be used."""
+    """Listen on an address; port 0 takes a free one. Raises SettingError, for the port's `option`, if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # name the protocol: asyncio turns off Nagle's algorithm, which costs 40 ms per call, only for sockets that name it
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -74,7 +71,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 @contextmanager
 def server_key(host: str, port: int, variable: str | None) -> Iterator[tuple[str, str]]:
     """Yield a server's key and a line with its location: the environment variable `variable`, or a file that only this
-    user can read. Raises SettingError if the variable is not set, or the file cannot be written."""
+    user can read. Raises SettingError if the one is not set, or the other cannot be written."""
     if variable is not None:
         yield key_of_environment("--api-key-env", variable), f"its key is in the variable {variable}"
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.loopback import is_loopback
+from agentfactory.base.http.loopback import is_http_address, is_loopback
 from agentfactory.base.http.server_keys import has_loopback_address
 from agentfactory.base.user_code.extras import install_command
 from agentfactory.base.user_code.import_path import is_installed
@@ -45,8 +45,8 @@ class Proxy:
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """Return the proxy for requests to `url`; None for servers on this machine, hosts in NO_PROXY, or if there is no
-    proxy. Raises SettingError if the variable holds no address of a proxy, or the library for SOCKS is missing."""
+    """Return the proxy for requests to `url`; None for servers on this machine and hosts in NO_PROXY. Raises
+    SettingError if the variable holds no address of a proxy, or the library for SOCKS is missing."""
     parts = urlsplit(url)
     found = next(filter(None, map(_variable, (f"{parts.scheme}_proxy", "all_proxy"))), None)
     if found is None or parts.hostname is None or _spared(parts.hostname, parts.port):
@@ -107,12 +107,8 @@ def _variable(name: str, environment: Mapping[str, str] = os.environ) -> tuple[s
 
 
 def _check(proxy: Proxy) -> None:
-    try:
-        parts = urlsplit(proxy.url)
-        valid = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port above 65,535
-        valid = False
-    if not valid:
+    scheme, _, rest = proxy.url.partition("://")
+    if scheme.lower() not in _SCHEMES or not is_http_address(f"http://{rest}"):
         shown = proxy.url.rpartition("@")[2]
         raise SettingError(proxy.variable, f"{shown!r} is no address of a proxy", "write http://HOST:PORT, or unset it")
     missing = [name for name in ("aiohttp_socks", "socksio") if not is_installed(name)] if proxy.is_socks else []

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
@@ -38,11 +39,8 @@ class Retries:
 def seconds_asked(retry_after: str) -> float:
     """Parse a Retry-After header, a number of seconds or a date (RFC 9110, 10.2.3), to seconds to wait; 0 if it has
     neither."""
-    try:
+    with suppress(ValueError):
         return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+    return 0.0

@@ -117,14 +117,6 @@ def key_of_environment(field: str, variable: str) -> str:
     return key
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 @functools.lru_cache(maxsize=256)
 def _addresses(url: str) -> tuple[tuple[str, int], ...]:
     """Return the loopback addresses (IP, port) that `url` resolves to; none for another machine."""
@@ -148,11 +140,15 @@ def _read(file: Path, inode: int, changed: int) -> str:
 def _check_private(folder: Path) -> None:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise SettingError(
-            "server",
-            f"the folder {folder}, where servers store their keys, could be read or changed by another user",
-            "remove it, or set XDG_RUNTIME_DIR to a folder of your own",
-        )
+        problem = f"the folder {folder}, where servers store their keys, could be read or changed by another user"
+        raise SettingError("server", problem, "remove it, or set XDG_RUNTIME_DIR to a folder of your own")
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
 
 
 def _remove_stale(folder: Path) -> None:

@@ -66,19 +66,15 @@ def end_descendants() -> None:
 def _descendants(root: int) -> list[int]:
     """Return the processes below `root` that still run."""
     parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 # the name of the program, in brackets, may contain any character
-                fields = file.read().rpartition(b")")[2].split()
+                state, parent, *_ = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
-        if fields[0] != b"Z":
-            parents.setdefault(int(fields[1]), []).append(int(name))
-        else:
-            parents.setdefault(int(fields[1]), [])
+        if state != b"Z":
+            parents.setdefault(int(parent), []).append(int(name))
     found, waiting = [], [root]
     while waiting:
         below = parents.get(waiting.pop(), [])

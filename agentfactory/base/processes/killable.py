@@ -14,14 +14,11 @@ from agentfactory.base.user_code.import_path import own_python
 
 
 class KillableProcesses:
-    """A pool of processes that run one module, started on demand and reused. Any thread may borrow one.
+    """A pool of at most `count` processes that run `python -m MODULE`, started on demand and reused. Any thread may
+    borrow one; further borrowers wait.
 
-    Args:
-        module: Run by `python -m`. It writes a line of JSON when it is ready and one for each answer, and ends itself
-            (by the kernel's alarm) if an answer takes too long.
-        count: Maximum number of processes borrowed at a time; further borrowers wait.
-        variables: Additional environment variables of the processes.
-        start: Starts a process, like subprocess.Popen.
+    The module writes a line of JSON when it is ready and one for each answer, and ends itself (by the kernel's alarm)
+    if an answer takes too long. `variables` are additional environment variables; `start` is like subprocess.Popen.
     """
 
     def __init__(
@@ -37,10 +34,8 @@ class KillableProcesses:
 
     @contextmanager
     def borrowed(self) -> Iterator["KillableProcess"]:
-        """Yield a ready process. Kill it afterwards, unless `answered` is set.
-
-        Raises ChildProcessError if it does not start.
-        """
+        """Yield a ready process. Kill it afterwards, unless `answered` is set. Raises ChildProcessError if it does not
+        start."""
         with self._places:
             process = self._idle.pop() if self._idle else self._create()
             if not process.running:  # killed for its memory, perhaps

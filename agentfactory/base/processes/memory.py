@@ -26,8 +26,8 @@ def peak_bytes() -> int:
 
 
 def memory_of(pid: int) -> int:
-    """Return the memory of a process and its descendants in bytes, with shared pages divided among their users (PSS).
-    Ended processes count as 0."""
+    """Return the memory of a process and its descendants in bytes, with shared pages divided among them (PSS); 0 for
+    those that have ended."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

@@ -22,11 +22,8 @@ def environment() -> dict[str, str]:
 
 
 def follow_parent() -> None:
-    """End this process when the one that started it is gone: SIGTERM, and after 4 s an exit without clean-up.
-
-    Call it once, first thing in a child's main. Returns immediately. Does nothing if the environment names no process
-    to follow.
-    """
+    """End this process when the one that started it is gone: SIGTERM, and after 4 s an exit without clean-up. Call it
+    once, first thing in a child's main. Does nothing if the environment names no process to follow."""
     value = os.environ.get(VARIABLE)
     if value is None:
         return

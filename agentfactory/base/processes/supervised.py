@@ -30,15 +30,10 @@ _POLL_SECONDS = 0.02
 _MEASURED_SECONDS = 0.3
 _MOST_THREADS = 40
 
-HOLDS_LOCK = (
-    "end it sooner, such as by a simpler regular expression, or start the tool as a process of its own by "
-    "mcp_servers.NAME.command, which limits can end"
-)
+_APART = "start the tool as a process of its own by mcp_servers.NAME.command"
+HOLDS_LOCK = f"end it sooner, such as by a simpler regular expression, or {_APART}, which limits can end"
 """Fix for user code that holds Python's lock."""
-_ENDS = (
-    "correct the tool, environment, reward or agent that did it, or start the tool as a process of its own by "
-    "mcp_servers.NAME.command"
-)
+_ENDS = f"correct the tool, environment, reward or agent that did it, or {_APART}"
 
 
 class DiedFromInside(Exception):
@@ -219,13 +214,12 @@ def supervised(command: Callable[[], int]) -> int:
     status = supervisor.wait(awaited)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     supervisor.hear()
-    if supervisor.returned is None and -status in supervisor.received:
-        # before or after the command has handlers of its own
+    if supervisor.returned is not None:
+        # after its last word, the child may still get a signal, or end otherwise
+        return supervisor.returned
+    if -status in supervisor.received:  # before or after the command has handlers of its own
         raise Signalled(-status)
-    if supervisor.returned is None:
-        raise DiedFromInside(ended_by(status, supervisor.doing))
-    # after its last word, the child may still get a signal, or end otherwise
-    return supervisor.returned
+    raise DiedFromInside(ended_by(status, supervisor.doing))
 
 
 class _Supervisor:
@@ -242,12 +236,10 @@ class _Supervisor:
         self._inside = Inside(child, reader)
         self._limit: tuple[float, str] | None = None
         self._reacts = False
-        self._silent = 0.0
-        """Seconds without a beat, counted while the child could have sent one."""
+        self._silent = 0.0  # seconds without a beat, while the child could have sent one
         self._due = QUIET_SECONDS
         self._leaving = 0.0
-        self._first: float | None = None
-        """Time of the first signal."""
+        self._first: float | None = None  # time of the first signal
 
     def wait(self, awaited: set[signal.Signals]) -> int:
         """Wait until the child has ended, and forward the signals `awaited` meanwhile. Return its exit status, or minus

@@ -6,16 +6,14 @@ import contextvars
 import queue
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 
 def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """Run `function` in a daemon thread; costs about 0.05 ms.
-
-    Cancelling the future does not stop the thread, but drops its result. Whatever `function` raises is the future's
-    exception; a SystemExit and similar arrive as RuntimeError.
-    """
+    """Run `function` in a daemon thread; costs about 0.05 ms. Cancelling the future does not stop the thread, but drops
+    its result. Errors of `function` are the future's; a SystemExit and similar arrive as RuntimeError."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -47,22 +45,16 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
 def call_within(function: Callable[[], Any], seconds: float) -> Any:
     """Call a user's function from code that is not async, in a daemon thread. Raise TimeoutError if it has not returned
     after `seconds`."""
-    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    done = Future[Any]()
 
     def job() -> None:
         try:
-            done.put((function(), None))
+            done.set_result(function())
         except BaseException as raised:
-            done.put((None, _readable(raised)))
+            done.set_exception(_readable(raised))
 
     threading.Thread(target=job, name="user code", daemon=True).start()
-    try:
-        result, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result
+    return done.result(seconds)
 
 
 async def run_on_loop(call: Awaitable[Any]) -> Any:

@@ -4,7 +4,7 @@ import inspect
 import json
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -29,12 +29,9 @@ class Extension:
     """Name of a user's function, for messages; "" for a built-in one."""
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the function and return its result. Any error of a user's function becomes a SettingError with its
-        location."""
+        """Call the function. An error of a user's function becomes a SettingError with its location."""
         given = {name: inputs[name] for name in self.takes}
-        if not self.name:
-            return self.function(**given, **self.options)
-        with self.blamed():
+        with nullcontext() if not self.name else self.blamed():
             return self.function(**given, **self.options)
 
     def option(self, name: str) -> Any:
@@ -61,13 +58,9 @@ class Extension:
 def load_extension(
     field: str, reference: str, ours: Mapping[str, Callable[..., Any]], inputs: Collection[str], settings: Section
 ) -> Extension:
-    """Load the function `reference`, the value of the recipe's `field`: one of `ours`, or `FILE.py:NAME`.
-
-    Its parameters are some of `inputs`, by name, and `settings.options`. A function of `ours` gets only the options
-    that it has parameters for.
-
-    Raises SettingError if it cannot be loaded, is not a function, or its parameters do not fit the options.
-    """
+    """Load the function `reference`, the value of the recipe's `field`: one of `ours`, or `FILE.py:NAME`. It takes some
+    of `inputs`, by name, and `settings.options`; one of `ours` gets only the options that it has parameters for. Raises
+    SettingError if it cannot be loaded, is no function, or its parameters do not fit the options."""
     if reference in ours:
         function = ours[reference]
         given = dict(settings.options)  # type: ignore[attr-defined]
@@ -122,10 +115,8 @@ def _check_parameters(
 
 def check_types(options: Mapping[str, Any], taker: Callable[..., Any], field: str) -> None:
     """Raise SettingError for an option that its annotation in `taker`, a function or a dataclass, does not allow.
-
-    Integers are accepted as floats, and text as paths; nothing else is converted. Values that JSON cannot express,
-    which only a program can pass, are not checked.
-    """
+    Integers are accepted as floats, and text as paths. Values that JSON cannot express, which only a program can pass,
+    are not checked."""
     try:
         annotations = get_type_hints(taker)
     except NameError:  # an annotation names a class within a function

@@ -41,8 +41,8 @@ def check_extra(extra: str, distribution: str = DISTRIBUTION) -> None:
 
 
 def missing_extra(error: ImportError, place: str) -> SettingError | None:
-    """Return the error for an import that failed in `package.module:NAME`; None if no extra has the package. Several
-    may have it: the extra that `place` names comes first."""
+    """Return the error for an import that failed in `package.module:NAME`; None if no extra has the package. Of several
+    extras, the one that `place` names comes first."""
     package = (error.name or "").partition(".")[0]
     having = [extra for extra, packages in extras().items() if package in packages]
     return _not_installed(max(having, key=lambda extra: extra in place), [package]) if having else None

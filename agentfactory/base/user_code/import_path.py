@@ -23,11 +23,8 @@ def own_python(*arguments: str, executable: str | None = None) -> list[str]:
 
 def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
     """Append folders of user code to the import path, unless they are already on it. Folders `of_file`, which contain a
-    FILE.py, come before those of recipes.
-
-    A checkout of AgentFactory on the path is moved behind them, so that a user's `tools/`, a package or a plain folder,
-    is found before the checkout's link of that name.
-    """
+    FILE.py, come before those of recipes. A checkout of AgentFactory on the path is moved behind them, so that a user's
+    `tools/` is found before the checkout's link of that name."""
     for folder in map(str, folders):
         if folder not in _folders:
             _folders.append(folder)
@@ -45,11 +42,9 @@ def user_folders() -> list[str]:
 
 
 def start_folder_last() -> None:
-    """Move the import path's first entry, the current folder (`python -m`) or the folder of the script, to its end.
-    Call it at the beginning of a command's main module, before any other import.
-
-    Ends the process if another `agentfactory` in that folder hides this package.
-    """
+    """Move the import path's first entry, the current folder (`python -m`) or the script's, to its end. Call it at the
+    beginning of a command's main module, before any other import. Ends the process if another `agentfactory` in that
+    folder hides this package."""
     package = sys.modules["agentfactory"]
     if getattr(package, "__file__", None) != str(Path(__file__).parents[2] / "__init__.py"):
         hiding = next(iter(package.__path__))

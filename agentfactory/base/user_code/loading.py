@@ -33,11 +33,9 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
     """Load `NAME` from `FILE.py`, a path relative to `base`, or from `prebuilt` (name -> `package.module:NAME`).
 
     The file is executed once per process. It may import installed libraries and the modules in its folder, which is
-    appended to the import path. If `import FILE` finds this file, the module has that name; otherwise it gets a private
-    name, so that it neither shadows another module nor is shadowed by one.
-
-    Raises:
-        UserCodeError: malformed reference, no such file, the file fails when executed, or it does not define the name.
+    appended to the import path. If `import FILE` finds this file, the module has that name; otherwise a private one, so
+    that neither shadows another. Raises UserCodeError if the reference is malformed or the file is missing, fails, or
+    does not define the name.
     """
     if prebuilt is not None and reference in prebuilt:
         return load_named(prebuilt[reference])
@@ -77,9 +75,7 @@ def load_module(path: Path) -> ModuleType:
         _check_neighbours(path)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, UserCodeError):
-            raise
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, UserCodeError | KeyboardInterrupt):
             raise
         if is_interruption(error):
             raise KeyboardInterrupt from error
@@ -141,11 +137,8 @@ def _fix(error: BaseException, path: Path) -> str:
 
 
 def _check_neighbours(path: Path) -> None:
-    """Check that imports of neighbouring modules find the neighbours.
-
-    Python has only one module per name, so a file in another folder may have taken it. Checks `path` and the imported
-    modules of its folder. Raises UserCodeError.
-    """
+    """Raise UserCodeError if an import of `path`, or of another imported module of its folder, does not find the file
+    beside it: Python has only one module per name, and a file in another folder may have taken it."""
     files, folder = [path], f"{path.parent}{os.sep}"
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
@@ -159,10 +152,8 @@ def _check_neighbours(path: Path) -> None:
             found = _origin(name) if own else None
             # either works if it is a copy
             if own and found and _is_users(found) and not filecmp.cmp(found, own, shallow=False):
-                raise UserCodeError(
-                    f"{file} imports {name} from its own folder, but Python finds {found} under that name",
-                    "give one of the two another name",
-                )
+                problem = f"{file} imports {name} from its own folder, but Python finds {found} under that name"
+                raise UserCodeError(problem, "give one of the two another name")
 
 
 def _is_users(file: str | None) -> bool:

@@ -58,12 +58,8 @@ def digests_of(files: Iterable[Path]) -> dict[str, str]:
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _texts(each)
 
 
 def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:

@@ -14,21 +14,14 @@ from functools import cache, lru_cache
 from typing import Any
 
 import regex
-from jsonschema import (
-    Draft3Validator,
-    Draft4Validator,
-    Draft6Validator,
-    Draft7Validator,
-    Draft201909Validator,
-    Draft202012Validator,
-    validators,
-)
+from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import ValidationError, best_match
 from jsonschema.protocols import Validator
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012, specification_with
 
 from agentfactory.base.errors import short
+from agentfactory.base.messages import properties_of
 
 _PATTERN_SECONDS = 0.5
 """Time limit for matching one pattern, which can backtrack for an exponentially long time."""
@@ -52,10 +45,8 @@ class ArgumentCheck:
             self.unchecked = [f"the whole schema ({_reason(error)})"]
 
     def fault(self, arguments: dict[str, Any]) -> str | None:
-        """Return the fault of `arguments`; None if there is none.
-
-        Raises UncheckedError if a part of the schema turns out to be unusable.
-        """
+        """Return the fault of `arguments`; None if there is none. Raises UncheckedError if a part of the schema turns
+        out to be unusable."""
         if self._validator is None:
             return None
         try:
@@ -73,38 +64,28 @@ def fits_plainly(value: Any, schema: Any) -> bool:
     if not isinstance(schema, dict):
         return schema is True
     for key, given in schema.items():
-        if key == "type":
-            names = _NAMES_OF_TYPES.get(type(value), ())
-            if not (
-                given in names if isinstance(given, str) else _are_names(given) and not set(given).isdisjoint(names)
-            ):
-                return False
-        elif key == "properties":
-            if not isinstance(given, dict):
-                return False
-            if isinstance(value, dict):
-                for name, each in value.items():
-                    if name in given and not fits_plainly(each, given[name]):
-                        return False
-        elif key == "required":
-            if not _are_names(given) or (isinstance(value, dict) and not value.keys() >= set(given)):
-                return False
-        elif key == "items":
-            if isinstance(value, list) and not all(fits_plainly(each, given) for each in value):
-                return False
-        elif key == "additionalProperties":
-            declared = schema.get("properties", {})
-            if isinstance(value, dict) and not all(n in declared or fits_plainly(v, given) for n, v in value.items()):
-                return False
-        elif key == "enum":
-            # numbers and truth values have an equality of their own
-            if not (isinstance(value, str) and isinstance(given, list) and value in given):
-                return False
-        elif key == "anyOf":
-            if not (isinstance(given, list) and any(fits_plainly(value, each) for each in given)):
-                return False
-        elif key in _JUDGING or (key == "$schema" and "draft-03" in str(given)):
-            return False  # in draft 3, the schema of a property that is missing can refuse an object
+        match key:
+            case "type":
+                names = given if _are_names(given) else [given]
+                fits = any(name in _NAMES_OF_TYPES.get(type(value), ()) for name in names)
+            case "properties":
+                common = value.keys() & given.keys() if isinstance(value, dict) and isinstance(given, dict) else ()
+                fits = isinstance(given, dict) and all(fits_plainly(value[name], given[name]) for name in common)
+            case "required":
+                fits = _are_names(given) and (not isinstance(value, dict) or value.keys() >= set(given))
+            case "items":
+                fits = not isinstance(value, list) or all(fits_plainly(each, given) for each in value)
+            case "additionalProperties":
+                others = value.keys() - properties_of(schema) if isinstance(value, dict) else ()
+                fits = all(fits_plainly(value[name], given) for name in others)
+            case "enum":  # numbers and truth values have an equality of their own
+                fits = isinstance(value, str) and isinstance(given, list) and value in given
+            case "anyOf":
+                fits = isinstance(given, list) and any(fits_plainly(value, each) for each in given)
+            case _:  # in draft 3, the schema of a property that is missing can refuse an object
+                fits = key not in _JUDGING and not (key == "$schema" and "draft-03" in str(given))
+        if not fits:
+            return False
     return True
 
 
@@ -266,10 +247,7 @@ def _is_pattern(value: Any) -> bool:
     return isinstance(value, str) and _compiled(value) is not None
 
 
-_DRAFTS = (
-    *(Draft3Validator, Draft4Validator, Draft6Validator, Draft7Validator),
-    *(Draft201909Validator, Draft202012Validator),
-)
+_DRAFTS = (getattr(validators, f"Draft{name}Validator") for name in ("3", "4", "6", "7", "201909", "202012"))
 _JUDGING = frozenset(key for draft in _DRAFTS for key in draft.VALIDATORS)
 """Keywords of all drafts that can refuse a value."""
 _NAMES_OF_TYPES: dict[type, tuple[str, ...]] = {
@@ -288,12 +266,7 @@ _WITHOUT_VALIDATOR = ("$defs", "definitions", "else", "maxContains", "minContain
 """Keywords that are read by the validators of others, or hold only definitions."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then")
 """Keywords whose subschemas judge the same value as their schema."""
-_DEPENDENTS = {
-    "contains": ("maxContains",),
-    "if": ("if", "then", "else"),
-    "not": ("not",),
-    "oneOf": ("oneOf",),
-}
+_DEPENDENTS = {"contains": ("maxContains",), "if": ("if", "then", "else"), "not": ("not",), "oneOf": ("oneOf",)}
 """Keyword -> the keywords that refuse a value because a subschema of the keyword accepts it."""
 _SHAPES: dict[str, Callable[[Any], bool]] = {
     "type": _is_type,

@@ -27,8 +27,7 @@ from agentfactory.tools.calls.truncation import Cut, truncated
 
 @dataclass(frozen=True)
 class Deadline:
-    """The end of a part of a chain, as a time of the event loop, and the setting that defines it, with its value: such
-    as `rollout.timeout_seconds=600`."""
+    """The end of a part of a chain, as a time of the event loop, and the setting with its value that defines it."""
 
     until: float
     setting: str
@@ -107,11 +106,8 @@ class ChainAccount:
         self._time_over = False  # a call was cancelled; the sum of seconds may lag behind the timer by a rounding error
 
     def admit(self, call: ToolCall, place: int, now: float) -> ToolResult | float:
-        """Check a call, the `place`-th of its turn from 0, that may begin `now`.
-
-        If it is admitted, count it as made and return the seconds that it must wait first. Otherwise return the result
-        for the model.
-        """
+        """Check a call, the `place`-th of its turn from 0, that may begin `now`. If it is admitted, count it as made
+        and return the seconds that it must wait first. Otherwise return the result for the model."""
         config, name = self.config, call.name
         if self.stopped is not None:
             return self._refuse_late()
@@ -143,8 +139,7 @@ class ChainAccount:
         return wait
 
     def readmit(self, now: float) -> ToolResult | None:
-        """Check a call that has waited until `now`. Return the result for the model if it can no longer begin, else
-        None."""
+        """Check a call that has waited until `now`. Return its refusal if it can no longer begin, else None."""
         if self.stopped is not None:
             return self._refuse_late()
         return self._refuse(Limit.TOOL_SECONDS, self._all_seconds, _ANSWER) if self._is_time_over(now) else None
@@ -198,14 +193,13 @@ class ChainAccount:
         return [told if place in left_out else part for place, part in enumerate(content)]
 
     def settle_cut(self, seconds: float) -> ToolResult:
-        """Return the result for the model of a call that was cancelled after `seconds`, when `tool_seconds` were
-        over."""
+        """Return the result for the model of a call cancelled after `seconds`, when `tool_seconds` were over."""
         self._time_over = True
         text = f"Stopped: the limit of {self._all_seconds} is reached."
         return ToolResult(self._breach(Limit.TOOL_SECONDS, text, _ANSWER), CallError.LIMIT, seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Return all metrics of limits, including zeros, so that means over chains are correct."""
+        """Return all metrics of limits, including zeros."""
         breaches: dict[str, float] = {f"limits/{limit}": self.breaches[limit] for limit in Limit}
         return breaches | {"tool_seconds": self.seconds, "tool_cost": self.cost, "tool_wait_seconds": self.waited}
 
@@ -252,8 +246,8 @@ class ChainLimits(ChainAccount):
     ) -> list[ToolResult]:
         """Run the calls of one turn, concurrently as far as allowed; the results are in the order of the calls.
 
-        `call` makes one call within the given seconds (None: those of the call's server). If it raises, the error is
-        raised after the turn's other calls are cancelled and have ended.
+        `call` makes one call within the given seconds (None: those of the call's server). If it raises, the turn's
+        other calls are cancelled and end before the error is raised.
         """
         if len(calls) == 1:
             return [await self._run(calls[0], 0, call)]

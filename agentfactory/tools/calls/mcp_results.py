@@ -46,11 +46,9 @@ def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
     Text stays unchanged, None becomes empty, and anything else that JSON can express (also dataclasses, pydantic
     models, dates, arrays) becomes JSON. A Pillow image becomes a PNG; an `Image` of the MCP SDK stays unchanged. A list
     that contains an image becomes one part per item. Of a dict with `observation`, the model sees only that value, and
-    the other keys become the result's info. `finish(...)` around any of these ends the chain. Each text is cut to
-    `result_bytes` before it is copied.
-
-    Raises:
-        TypeError, ValueError: the value cannot be sent, such as an object of an unknown class.
+    that contains an image becomes one part per item. Of a dict with `observation`, the model sees only that value, and
+    the other keys become the result's info. `finish(...)` around any of these ends the chain.
+    Each text is cut to `result_bytes` before it is copied. Raises TypeError or ValueError if the value cannot be sent.
     """
     meta: dict[str, Any] = {}
     if isinstance(value, Finish):

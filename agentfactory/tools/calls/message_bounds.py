@@ -69,14 +69,10 @@ class MessageFilter:
         found, start = [], 0
         while end := _BREAK.search(chunk, start):
             self._add(chunk[start : end.start()])
-            found.append(self._message() + end[0])
+            found.append(self.end() + end[0])
             start = end.end()
         self._add(chunk[start:])
         return found
-
-    def end(self) -> bytes:
-        """Return the last message, which has no line end; empty if there is none."""
-        return self._message()
 
     def _add(self, piece: bytes) -> None:
         if self._scan is None:
@@ -87,7 +83,8 @@ class MessageFilter:
             self._waiting.clear()
         self._scan.add(piece)
 
-    def _message(self) -> bytes:
+    def end(self) -> bytes:
+        """Return the last message, which has no line end; empty if there is none."""
         if self._scan is not None:
             message, self._scan = self._scan.message(), None
             return message
@@ -146,10 +143,8 @@ class _Scan:
             self._depth += part.count(b"{") + part.count(b"[") - part.count(b"}") - part.count(b"]")
             if self._meta is not None and self._depth <= self._meta:
                 self._meta = None
-            if self._meta is not None:
-                self._binary += len(part)
-            else:
-                self._small += len(part)
+            self._binary += len(part) if self._meta is not None else 0
+            self._small += len(part) if self._meta is None else 0
             self._kept += part
         if position < len(piece) and piece[position] == _QUOTE:
             self._start = len(self._kept)
@@ -181,7 +176,7 @@ class _Scan:
             self._too_large = "The result is not JSON."
             return len(piece)
         if self._middle is not None:
-            self._kept += self._middle.json()
+            self._kept += json.dumps(self._middle.text(), ensure_ascii=False).encode()
             self._middle = None
         else:
             self._kept += b'"'
@@ -193,32 +188,26 @@ class _Scan:
 
     def _measure(self) -> None:
         if self._binary > BINARY_BYTES:
-            self._too_large = (
-                f"The result is too large: it has more than {BINARY_BYTES >> 20} MiB of images, files or info."
-            )
+            most = f"{BINARY_BYTES >> 20} MiB of images, files or info"
+            self._too_large = f"The result is too large: it has more than {most}."
         elif self._small > _STRUCTURE * self._most or len(self._kept) - self._binary > _TEXTS * self._most:
-            self._too_large = (
-                f"The result is too large: its JSON has more than {_STRUCTURE * self._most} bytes. Ask for less."
-            )
+            most = f"{_STRUCTURE * self._most} bytes"
+            self._too_large = f"The result is too large: its JSON has more than {most}. Ask for less."
         if self._too_large:
             self._kept.clear()
 
 
-class _OpenText:
+class _OpenText(Middle):
     """A JSON string that is cut while it arrives."""
 
     def __init__(self, most: int) -> None:
-        self._middle = Middle(most)
+        super().__init__(most)
         self._decoder: IncrementalDecoder = getincrementaldecoder("utf-8")("replace")
 
-    def add(self, part: bytes) -> None:
-        """Add a part, which must not end within an escape."""
-        text: str = json.loads(f'"{self._decoder.decode(part)}"', strict=False)
-        self._middle.add(text.encode("utf-8", "replace"))
-
-    def json(self) -> bytes:
-        """Return the cut string as JSON."""
-        return json.dumps(self._middle.text(), ensure_ascii=False).encode()
+    def add(self, piece: bytes) -> None:
+        """Add a piece, which must not end within an escape."""
+        text: str = json.loads(f'"{self._decoder.decode(piece)}"', strict=False)
+        super().add(text.encode("utf-8", "replace"))
 
 
 _QUOTE = ord('"')

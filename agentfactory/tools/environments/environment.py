@@ -90,18 +90,14 @@ class Environment:
 
 
 def reward_schema(environment: type[Environment]) -> dict[str, Any]:
-    """Return the JSON schema of the arguments that reward() takes. Raise TypeError if it needs one that it cannot
-    get."""
+    """Return the JSON schema of reward()'s arguments. Raise TypeError if it needs one that it cannot get."""
     parameters = list(inspect.signature(environment.reward).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if unknown := [name for name in needed if name != "prediction"]:
         raise TypeError(f"{environment.__name__}.reward takes {unknown[0]!r}; it can take only `prediction`")
     takes = any(parameter.name == "prediction" for parameter in parameters)
-    return {
-        "type": "object",
-        "properties": {"prediction": {"type": "string"}} if takes else {},
-        "additionalProperties": False,
-    }
+    properties = {"prediction": {"type": "string"}} if takes else {}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def overrides(environment: type[Environment], method: str) -> bool:
@@ -131,8 +127,7 @@ def check_data_rows(
 
 
 def reset_schema(environment: type[Environment]) -> dict[str, Any]:
-    """Return the JSON schema of the task fields that reset() takes; any JSON value is allowed, because rows may contain
-    any."""
+    """Return the JSON schema of the task fields that reset() takes. Rows may contain any JSON value."""
     parameters = list(inspect.signature(environment.reset).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {
@@ -152,11 +147,8 @@ _LONGEST = 80
 
 
 def anchor_text(anchor: Any) -> str | None:
-    """Return an anchor as text: text is unchanged, anything else becomes JSON, and long text becomes a digest. None
-    stays None. Equal anchors give equal texts.
-
-    Raises TypeError or ValueError if JSON cannot hold it, such as a set, whose order is not fixed.
-    """
+    """Return an anchor as text: text stays, anything else becomes JSON, and long text becomes a digest. Equal anchors
+    give equal texts; None stays None. Raises TypeError or ValueError if JSON cannot hold it, such as a set."""
     if anchor is None:
         return None
     text = anchor if isinstance(anchor, str) else json.dumps(anchor, sort_keys=True, ensure_ascii=False, default=_plain)

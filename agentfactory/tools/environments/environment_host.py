@@ -17,14 +17,12 @@ from agentfactory.base.processes.threads import run_in_thread, run_on_loop
 from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.extension import check_types
 from agentfactory.tools.environments.environment import Environment, overrides
-from agentfactory.tools.environments.pool import Labels, Lease, Pool
+from agentfactory.tools.environments.pool import Lease, Pool
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
 """Time limit for closing all instances when the server ends."""
-
-
 ANCHOR = "anchor"
 
 Then = Callable[[Any, "Held"], Any]
@@ -83,12 +81,8 @@ class _Chain:
 class EnvironmentHost:
     """Creates instances of `environment` with `options`, pools them, and leases them to chains by their keys.
 
-    Args:
-        idle_seconds: After this time without a call, a chain counts as gone and its instance serves others. None: a
-            chain keeps its instance until `release`.
-
-    Raises:
-        TypeError, SettingError: the options do not fit the constructor.
+    After `idle_seconds` without a call, a chain counts as gone and its instance serves others; None: it keeps the
+    instance until `release`. Raises TypeError or SettingError if the options do not fit the constructor.
     """
 
     def __init__(
@@ -118,16 +112,10 @@ class EnvironmentHost:
         """Keep the pool open; it is closed when the last context exits."""
         if self._pool is None:
             label = self.kind.__name__
-            labels = Labels(f"{label}()", f"{label}.release()", f"{label}.healthy()", f"{label}.close()")
-            self._pool = Pool(
-                self._name,
-                self._make,
-                self._config,
-                reset=self._forget,
-                healthy=self._healthy,
-                retire=self._retire,
-                labels=labels,
-            )
+            methods = {"make": "", "reset": ".release", "healthy": ".healthy", "retire": ".close"}
+            labels = {kind: f"{label}{method}()" for kind, method in methods.items()}
+            cares: dict[str, Any] = {"reset": self._forget, "healthy": self._healthy, "retire": self._retire}
+            self._pool = Pool(self._name, self._make, self._config, **cares, labels=labels)
             self._pool.warm_up()
         self._openings += 1
         try:
@@ -145,14 +133,11 @@ class EnvironmentHost:
                     notify(logger, f"close of {self._name}", f"{text}{_CLOSE_SECONDS:g} s at the end; fix: correct it")
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
-        """Lease an instance to the chain `key`, after releasing its previous one, and begin `task` on it.
+        """Lease an instance to the chain `key`, after releasing its previous one, and begin `task` on it. `seconds`
+        limits reset() itself, not the wait for an instance. Returns `then(reset's result, environment)`.
 
-        `seconds` limits reset() itself, not the wait for an instance. Returns `then(reset's result, environment)`.
-
-        Raises:
-            ToolInfrastructureError: no instance became free in time, or reset() took too long.
-            NoState: the chain was released while it waited for an instance.
-            Exception: what the constructor, reset() or `then` raised; the chain then has no instance.
+        Raises ToolInfrastructureError if no instance became free in time, or reset() took too long, and NoState if the
+        chain was released meanwhile. What the constructor, reset() or `then` raises leaves the chain without instance.
         """
         assert self._pool is not None
         await self.release(key)
@@ -176,10 +161,9 @@ class EnvironmentHost:
         except Exception as error:
             await self.release(key)
             if isinstance(error, TimeoutError) and limit.expired():
+                told = f"{self.kind.__name__}.{chain.lease.value.running}() did not return within {seconds:g} s"
                 fix = f"correct it, or raise mcp_servers.{self._name}.timeout_seconds"
-                raise ToolInfrastructureError(
-                    f"{self._method_of(chain)} did not return within {seconds:g} s; fix: {fix}"
-                ) from None
+                raise ToolInfrastructureError(f"{told}; fix: {fix}") from None
             raise
         chain.broken = False
         return opening
@@ -187,10 +171,8 @@ class EnvironmentHost:
     async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Then) -> Any:
         """Call a method of the chain's instance; return `then(the method's result, environment)`.
 
-        Raises:
-            NoState: the chain has no instance.
-            ToolInfrastructureError: the method reports that the instance is no longer usable.
-            Exception: anything else that the method or `then` raised.
+        Raises NoState if the chain has no instance, and all that the method or `then` raises; a ToolInfrastructureError
+        means that the instance is no longer usable.
         """
         chain = self._chains.get(key)
         if chain is None or chain.lease is None:
@@ -208,19 +190,18 @@ class EnvironmentHost:
 
     def activity(self, key: str) -> str:
         """Return what the chain's reset, or its last call, waits for, such as "Hall.reset()"."""
-        chain = self._chains.get(key)
-        if chain is not None and chain.lease is not None:
-            return self._method_of(chain)
+        if (method := self._running(key)) is not None:
+            return f"{self.kind.__name__}.{method}()"
         return f"{self.kind.__name__}()" if self._creating else "the wait for an instance"
 
     def in_anchor(self, key: str) -> bool:
         """Return whether the chain's last call waits for anchor()."""
-        chain = self._chains.get(key)
-        return chain is not None and chain.lease is not None and chain.lease.value.running == ANCHOR
+        return self._running(key) == ANCHOR
 
-    def _method_of(self, chain: _Chain) -> str:
-        assert chain.lease is not None
-        return f"{self.kind.__name__}.{chain.lease.value.running}()"
+    def _running(self, key: str) -> str | None:
+        """Return the method of the chain's instance that was called last; None if it has no instance."""
+        chain = self._chains.get(key)
+        return chain.lease.value.running if chain is not None and chain.lease is not None else None
 
     async def release(self, key: str) -> None:
         """Release the chain's instance, if it has one. It serves other chains as soon as no call is running."""
@@ -270,9 +251,7 @@ class EnvironmentHost:
                 pass
 
     async def _healthy(self, instance: Held) -> bool:
-        if not overrides(self.kind, "healthy"):
-            return True
-        return bool(await instance.run(instance.environment.healthy, {}))
+        return not overrides(self.kind, "healthy") or bool(await instance.run(instance.environment.healthy, {}))
 
     async def _retire(self, instance: Held) -> None:
         if overrides(self.kind, "close"):
@@ -294,10 +273,10 @@ def _check_options(environment: type[Environment], options: dict[str, Any]) -> N
         takes = f"takes {', '.join(p.name for p in named)}" if named else "takes none"
         raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
     if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
-        raise TypeError(
-            f"options.{missing[0]}: {label} requires it; set it under `options:` (serve: --option), "
-            "or make it a parameter of reset() if it is a field of the task"
+        fix = (
+            "set it under `options:` (serve: --option), or make it a parameter of reset() if it is a field of the task"
         )
+        raise TypeError(f"options.{missing[0]}: {label} requires it; {fix}")
     check_types(options, environment.__init__, "options")
 
 

@@ -6,10 +6,10 @@ future, so cancelling a chain never loses an instance or a place.
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentfactory.base.config import PoolConfig
 from agentfactory.base.messages import ToolInfrastructureError
@@ -25,16 +25,12 @@ QUIET_SECONDS = 10.0
 """Time after which the user is told that an instance is still being created."""
 
 
-class Labels(NamedTuple):
-    """The names of a pool's functions in errors."""
-
-    make: str = "the creation of an instance"
-    reset: str = "the reset of an instance"
-    healthy: str = "the health check of an instance"
-    retire: str = "the retirement of an instance"
-
-
-LABELS = Labels()
+_LABELS = {
+    "make": "the creation of an instance",
+    "reset": "the reset of an instance",
+    "healthy": "the health check of an instance",
+    "retire": "the retirement of an instance",
+}
 
 
 @dataclass(eq=False)
@@ -53,9 +49,9 @@ class Pool(Generic[T]):
         name: The pool's name in errors.
         make: Creates an instance; cleans up after itself when it fails or is cancelled. Its errors are raised by
             `acquire`.
-        reset: Makes an instance forget the chain that released it. If it raises, the instance is replaced.
-        healthy: Called before an idle instance is given to a chain. If it returns False or raises, the instance is
-            replaced.
+        reset: Makes an instance forget the chain that released it.
+        healthy: Called before an idle instance is given to a chain. An instance is replaced if this returns False, or
+            if this or `reset` raises.
         retire: Ends an instance.
         labels: The names of these functions in errors.
     """
@@ -68,16 +64,19 @@ class Pool(Generic[T]):
         *,
         reset: Callable[[T], Awaitable[None]] | None = None,
         healthy: Callable[[T], Awaitable[bool]] | None = None,
-        retire: Callable[[T], Awaitable[None]],
-        labels: Labels = LABELS,
+        retire: Callable[[T], Awaitable[None]] | None = None,
+        labels: Mapping[str, str] = _LABELS,
     ) -> None:
         self.name, self._labels = name, labels
-        self._make, self._reset, self._healthy, self._retire = make, reset, healthy, retire
+        self._make = make
+        self._cares: dict[str, Callable[[T], Awaitable[Any]] | None]
+        self._cares = {"reset": reset, "healthy": healthy, "retire": retire}
         self._config, self._capacity = config, config.capacity
         self._waiting: deque[asyncio.Future[_Instance[T]]] = deque()
         self._idle: deque[_Instance[T]] = deque()
         self._held: set[_Instance[T]] = set()
-        self._making = self._checking = self._resetting = self._retiring = 0
+        self._at_work: Counter[str] = Counter()
+        """Number of instances that are being made, or are in each kind of care."""
         self._made = self._recycled = self._broken = 0
         self._paused = False  # creating one in advance failed: no more are created in advance until one succeeds
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,8 +85,7 @@ class Pool(Generic[T]):
 
     @property
     def capacity(self) -> int | None:
-        """Maximum number of instances; None: one per chain. If it is set below the current number, no instance is
-        created until enough have ended."""
+        """Maximum number of instances; None: one per chain. Above it, none is created until enough have ended."""
         return self._capacity
 
     @capacity.setter
@@ -105,12 +103,10 @@ class Pool(Generic[T]):
         self._advance()
 
     async def acquire(self) -> "Lease[T]":
-        """Wait for an instance. Await it directly: a timeout around it could lose the lease (`wait_seconds` is a time
-        limit).
+        """Wait for an instance. Await it directly: a timeout around it could lose the lease.
 
-        Raises:
-            ToolInfrastructureError: none became free within `wait_seconds`, or the pool is closed.
-            Exception: what `make` raised.
+        Raises ToolInfrastructureError if none became free within `wait_seconds`, or the pool is closed; also the errors
+        of `make`.
         """
         if self._closed:
             raise ToolInfrastructureError(f"{self.name}: its pool is closed")
@@ -151,8 +147,8 @@ class Pool(Generic[T]):
         """Return `in_use` (instances leased or being reset), `idle`, `waiting` (chains), and counts since the start:
         `made`, `recycled` (replaced for their uses or age), `broken` (replaced for a fault)."""
         return {
-            "in_use": float(len(self._held) + self._resetting),
-            "idle": float(len(self._idle) + self._checking),
+            "in_use": float(len(self._held) + self._at_work["reset"]),
+            "idle": float(len(self._idle) + self._at_work["healthy"]),
             "waiting": float(len(self._waiting)),
             "made": float(self._made),
             "recycled": float(self._recycled),
@@ -168,12 +164,9 @@ class Pool(Generic[T]):
             self._replace(instance)
         elif self._config.max_uses is not None and instance.uses >= self._config.max_uses:
             self._recycled += 1
-            self._end(instance)  # nothing needs to wait for the end of an instance
-        elif self._reset is None:
-            self._idle.append(instance)
+            self._take_care("retire", instance)  # nothing needs to wait for the end of an instance
         else:
-            self._resetting += 1
-            resetting = self._begin(self._forget(instance, self._reset))
+            resetting = self._take_care("reset", instance)
         self._advance()
         if resetting is not None:
             await asyncio.shield(resetting)
@@ -189,19 +182,14 @@ class Pool(Generic[T]):
         """Begin what is due. Called after each change; a closing pool starts nothing new."""
         if self._closed:
             for instance in (*self._idle, *self._held):
-                self._end(instance)
+                self._take_care("retire", instance)
             self._idle.clear()
             self._held.clear()
             return
-        while self._idle and len(self._waiting) > self._checking:
-            instance = self._idle.popleft()
-            if self._healthy is None:
-                self._place(instance)
-            else:
-                self._checking += 1
-                self._begin(self._check(instance, self._healthy))
+        while self._idle and len(self._waiting) > self._at_work["healthy"]:
+            self._take_care("healthy", self._idle.popleft())
         while self._is_short():
-            self._making += 1
+            self._at_work["make"] += 1
             task = self._begin(self._supply())
             self._makers.add(task)
             task.add_done_callback(self._makers.discard)
@@ -209,15 +197,14 @@ class Pool(Generic[T]):
     def _is_short(self) -> bool:
         if self._capacity is not None and self._places >= self._capacity:
             return False
-        coming = len(self._idle) + self._checking + self._making
-        ahead = not self._paused and coming + self._resetting < len(self._waiting) + (self._config.warm or 0)
-        return coming < len(self._waiting) or ahead
+        coming = len(self._idle) + self._at_work["healthy"] + self._at_work["make"]
+        ahead = coming + self._at_work["reset"] < len(self._waiting) + (self._config.warm or 0)
+        return coming < len(self._waiting) or (ahead and not self._paused)
 
     @property
     def _places(self) -> int:
         """Number of occupied places of `capacity`."""
-        at_work = self._making + self._checking + self._resetting + self._retiring
-        return len(self._idle) + len(self._held) + at_work
+        return len(self._idle) + len(self._held) + self._at_work.total()
 
     def _place(self, instance: _Instance[T]) -> None:
         if (waiter := self._next_waiter()) is None:
@@ -236,11 +223,7 @@ class Pool(Generic[T]):
 
     def _replace(self, instance: _Instance[T]) -> None:
         self._broken += 1
-        self._end(instance)
-
-    def _end(self, instance: _Instance[T]) -> None:
-        self._retiring += 1
-        self._begin(self._retired(instance))
+        self._take_care("retire", instance)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=f"pool {self.name}")
@@ -250,21 +233,21 @@ class Pool(Generic[T]):
 
     async def _supply(self) -> None:
         seconds = self._config.create_seconds
-        text = f"{self.name}: {self._labels.make} has not ended after {QUIET_SECONDS:g} s"
+        text = f"{self.name}: {self._labels['make']} has not ended after {QUIET_SECONDS:g} s"
         text += f"; it is given {seconds:g} s (pool.create_seconds)"
         slow = asyncio.get_running_loop().call_later(QUIET_SECONDS, inform, logger, text)
         try:
             async with asyncio.timeout(seconds) as limit:
                 instance = _Instance(await self._make())
         except (Exception, asyncio.CancelledError) as error:  # boundary: user code, processes, connections
-            self._making -= 1
+            self._at_work["make"] -= 1
             self._paused = True
             if (waiter := self._next_waiter()) is not None:
                 waiter.set_exception(self._reason(error, limit.expired()))
             elif not self._closed:
-                self._warn(f"{self._labels.make}, in advance,", error)
+                self._warn(f"{self._labels['make']}, in advance,", error)
         else:
-            self._making -= 1
+            self._at_work["make"] -= 1
             self._made += 1
             self._paused = False
             self._place(instance)
@@ -273,56 +256,42 @@ class Pool(Generic[T]):
         self._advance()
 
     def _reason(self, error: BaseException, expired: bool) -> BaseException:
-        text = f"{self.name}: {self._labels.make}"
+        text = f"{self.name}: {self._labels['make']}"
         if expired:
-            late = (
-                f"did not end within {self._config.create_seconds:g} s; fix: correct it, or raise pool.create_seconds"
-            )
-            return ToolInfrastructureError(f"{text} {late}")
+            late = f"did not end within {self._config.create_seconds:g} s"
+            return ToolInfrastructureError(f"{text} {late}; fix: correct it, or raise pool.create_seconds")
         if isinstance(error, asyncio.CancelledError):  # not the waiter's own
             return ToolInfrastructureError(f"{text} was cancelled")
         return error
 
-    async def _check(self, instance: _Instance[T], healthy: Callable[[T], Awaitable[bool]]) -> None:
+    def _take_care(self, kind: str, instance: _Instance[T]) -> "asyncio.Task[None] | None":
+        """Begin to reset, check (`healthy`) or retire an instance; at once if the pool has no function for that."""
+        if (care := self._cares[kind]) is None:
+            self._pass_on(kind, instance)
+            return None
+        self._at_work[kind] += 1
+        return self._begin(self._cared(kind, instance, care))
+
+    async def _cared(self, kind: str, instance: _Instance[T], care: Callable[[T], Awaitable[Any]]) -> None:
         sound = False
         try:
             async with asyncio.timeout(CARE_SECONDS):
-                sound = await healthy(instance.value)
+                sound = await care(instance.value) is not False
         except Exception as error:  # boundary: user code
-            self._warn(self._labels.healthy, error)
+            self._warn(self._labels[kind], error)
         finally:
-            self._checking -= 1
-            if sound:
-                self._place(instance)
+            self._at_work[kind] -= 1
+            if sound or kind == "retire":
+                self._pass_on(kind, instance)
             else:
                 self._replace(instance)
             self._advance()
 
-    async def _forget(self, instance: _Instance[T], reset: Callable[[T], Awaitable[None]]) -> None:
-        sound = False
-        try:
-            async with asyncio.timeout(CARE_SECONDS):
-                await reset(instance.value)
-            sound = True
-        except Exception as error:  # boundary: user code
-            self._warn(self._labels.reset, error)
-        finally:
-            self._resetting -= 1
-            if sound:
-                self._idle.append(instance)
-            else:
-                self._replace(instance)
-            self._advance()
-
-    async def _retired(self, instance: _Instance[T]) -> None:
-        try:
-            async with asyncio.timeout(CARE_SECONDS):
-                await self._retire(instance.value)
-        except Exception as error:  # boundary: user code
-            self._warn(self._labels.retire, error)
-        finally:
-            self._retiring -= 1
-            self._advance()
+    def _pass_on(self, kind: str, instance: _Instance[T]) -> None:
+        if kind == "healthy":
+            self._place(instance)
+        elif kind == "reset":
+            self._idle.append(instance)
 
     def _warn(self, what: str, error: BaseException) -> None:
         told = f"{self.name}: {what} failed"
@@ -338,7 +307,7 @@ class Pool(Generic[T]):
         if capacity is not None and self._places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
         else:
-            reason = f"{self._labels.make} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
+            reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
         waiter.set_exception(
             ToolInfrastructureError(f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}")
         )
@@ -353,11 +322,8 @@ class Lease(Generic[T]):
         self.value = instance.value
 
     async def release(self, broken: bool = False) -> None:
-        """Release the instance, which is reset for the next holder, or replaced if it is broken or worn.
-
-        Returns when it has been reset; if cancelled, the reset continues in the background. Does nothing the second
-        time.
-        """
+        """Release the instance: reset it for the next holder, even if this is cancelled, or replace it if it is broken
+        or worn. Does nothing the second time."""
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._pool._let_go(instance, broken)

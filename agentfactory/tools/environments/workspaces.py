@@ -53,8 +53,8 @@ class ChainProgram:
     kept: Path | None = None
 
     def place(self, chain: str) -> Path | None:
-        """Create the empty folder to which the chain's folder will be moved, and return it. Return None if folders are
-        not kept, and also, with a notice to the user, if it cannot be created."""
+        """Create the empty folder to which the chain's folder will be moved, and return it; None if folders are not
+        kept, or, with a notice, if it cannot be created."""
         if self.kept is None:
             return None
         try:
@@ -80,14 +80,10 @@ class ChainProgram:
                 await in_folder_thread(remove_folder, folder)
 
     def _command(self, folder: str) -> StdioServerParameters:
-        program = self.program
-        return program.model_copy(
-            update={
-                "args": [argument.replace(CHAIN, folder) for argument in program.args],
-                "env": {key: value.replace(CHAIN, folder) for key, value in (program.env or {}).items()},
-                "cwd": str(program.cwd).replace(CHAIN, folder),
-            }
-        )
+        args = [argument.replace(CHAIN, folder) for argument in self.program.args]
+        env = {key: value.replace(CHAIN, folder) for key, value in (self.program.env or {}).items()}
+        cwd = str(self.program.cwd).replace(CHAIN, folder)
+        return self.program.model_copy(update={"args": args, "env": env, "cwd": cwd})
 
 
 async def in_folder_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -111,11 +107,8 @@ def give_to_sandbox(folder: Path) -> None:
 
 
 def check_template(field: str, template: Path) -> int:
-    """Return the size of a template in bytes.
-
-    Raises SettingError if it is no folder, cannot be read, has links that lead out of it (through which a chain could
-    write anywhere) or special files, or is larger than the free space for one copy.
-    """
+    """Return the size of a template in bytes. Raises SettingError if it is no folder, cannot be read, has links that
+    lead out of it (through which a chain could write anywhere) or special files, or exceeds the free space."""
     if not os.path.isdir(template):
         raise SettingError(field, f"{template} is not a folder", "name an existing one")
     tree = TreeCopy(template)
@@ -154,15 +147,15 @@ def _copy(template: Path, folder: Path) -> None:
 def _keep(folder: Path, place: Path) -> None:
     """Move a chain's folder to the empty folder `place`. If that fails, remove it and notify the user."""
     try:
+        folder.rename(place)
+    except OSError as error:
         try:
-            folder.rename(place)
-        except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
             make_writable(folder)
             _copy_as_it_is(folder, place)
-    except OSError as error:
-        _tell_lost(place.name, place.parent, error)
+        except OSError as refused:
+            _tell_lost(place.name, place.parent, refused)
     remove_folder(folder)
 
 
@@ -188,35 +181,28 @@ def remove_folder(folder: Path) -> None:
 
 
 def _free(path: Path) -> Path:
-    """Create `path`, or the first of `path-2`, `path-3`, ... that does not exist, and return it: a chain may be
-    retried. Raises OSError."""
+    """Create `path`, or the first of `path-2`, `path-3`, ... that does not exist, since a chain may be retried, and
+    return it. Raises OSError."""
     number, free = 1, path
     while True:
         try:
             free.mkdir()
+            return free
         except FileExistsError:
             number += 1
             free = path.with_name(f"{path.name}-{number}")
-        else:
-            return free
 
 
 @cache
 def _root() -> Path:
-    """Return the parent folder of this process's chain folders. It is removed when this process ends, by a sweeper
-    process if it was killed."""
+    """Return the parent of this process's chain folders, removed when it ends; by a sweeper if it was killed."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
     atexit.register(subprocess.call, ["sh", "-c", _REMOVE, "sh", root])
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
-    sweeper = subprocess.Popen(
-        ["sh", "-c", _SWEEP, "sh", root],  # its stdin closes with this process
-        cwd="/",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    sweep = ["sh", "-c", _SWEEP, "sh", str(root)]
+    pipe, none = subprocess.PIPE, subprocess.DEVNULL  # its stdin closes with this process
+    sweeper = subprocess.Popen(sweep, cwd="/", stdin=pipe, stdout=none, stderr=none, start_new_session=True)
     _sweepers.append(sweeper)
     return root
 

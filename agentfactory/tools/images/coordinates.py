@@ -37,28 +37,25 @@ class SizeRule:
     """True to enlarge the whole image if a side is shorter than a token (GLM); False to enlarge only that side."""
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize an RGB image like the model's own processor, which then leaves it unchanged. Raises ValueError if it
-        is too narrow."""
+        """Resize an RGB image like the model's own processor, which then leaves it unchanged. Raises ValueError."""
         size = self.fitted(*image.size)
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Return an image's (width, height) for the model: multiples of `token`, an area from `min_pixels` to
-        `max_pixels`, and nearly the same aspect ratio. Raises ValueError if the aspect ratio exceeds MOST_ASPECT, or if
-        no such size exists, because `min_pixels` and `max_pixels` are too close."""
-        size = self._fitted(width, height)
-        tried = {size}
+        `max_pixels`, and nearly the same aspect ratio. Raises ValueError if that exceeds MOST_ASPECT, or if no such
+        size exists, because `min_pixels` and `max_pixels` are too close."""
+        tried = [self._fitted(width, height)]
         # a narrow image may still be too large: the server would resize it again
-        while (again := self._fitted(*size)) != size:
+        while (again := self._fitted(*tried[-1])) != tried[-1]:
             if again in tried:
                 raise ValueError(
                     f"the image has {width} x {height} pixels, and no size near that of whole tokens ({self.token} x "
                     f"{self.token}) has from {self.min_pixels} to {self.max_pixels} pixels; set "
                     "model.max_image_pixels to at least twice model.min_image_pixels"
                 )
-            size = again
-            tried.add(size)
-        return size
+            tried.append(again)
+        return again
 
     def _fitted(self, width: int, height: int) -> tuple[int, int]:
         """Return the size that transformers' processor gives an image (its `smart_resize`)."""
@@ -67,9 +64,8 @@ class SizeRule:
             scale = max(factor / height, factor / width)
             width, height = int(width * scale), int(height * scale)
         if max(width, height) > MOST_ASPECT * min(width, height):
-            raise ValueError(
-                f"the image has {width} x {height} pixels, and one side may be at most {MOST_ASPECT} times the other"
-            )
+            problem = f"one side may be at most {MOST_ASPECT} times the other"
+            raise ValueError(f"the image has {width} x {height} pixels, and {problem}")
         sides = [round(side / factor) * factor for side in (width, height)]
         if math.prod(sides) > self.max_pixels:
             scale = math.sqrt(width * height / self.max_pixels)
@@ -103,10 +99,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model's coordinate convention and image resizing.
-
-    Tools get it as the field `model_view` of a task (see `of`), rewards as the argument `model_view`.
-    """
+    """A model's coordinate convention and image resizing. Tools get it as the field `model_view` of a task (see `of`),
+    rewards as the argument `model_view`."""
 
     coordinates: Coordinates = Coordinates.PIXELS
     sizes: SizeRule | None = None
@@ -149,23 +143,20 @@ class ModelView:
         return self.coordinates is Coordinates.RELATIVE1
 
     def shown(self, image: Image.Image) -> Image.Image:
-        """Return an RGB image in the size that the model gets, as far as that is known. Raises ValueError if it is too
-        narrow."""
+        """Return an RGB image in the size that the model gets, if that is known. Raises ValueError."""
         return image if self.sizes is None else self.sizes.fit(image)
 
     def to_pixels(self, places: Sequence[float], size: Size) -> list[float]:
-        """Convert x, y, x, y, ... from the model's coordinates to pixels of an image of the full size `size`. Raises
-        ValueError for an odd number of values."""
+        """Convert x, y, x, y, ... from the model's coordinates to pixels of an image of the full size `size`."""
         return _converted(places, self._units(size), size)
 
     def from_pixels(self, places: Sequence[float], size: Size) -> list[float]:
-        """Convert x, y, x, y, ... from pixels of an image of the full size `size` to the model's coordinates. Raises
-        ValueError for an odd number of values."""
+        """Convert x, y, x, y, ... from pixels of an image of the full size `size` to the model's coordinates."""
         return _converted(places, size, self._units(size))
 
     def point_in(self, point: Sequence[float], size: Size) -> tuple[float, float]:
         """Convert a point (x, y) from the model's coordinates to pixels of an image of the full size `size`. Raises
-        ValueError, with a message for the model, if it is outside."""
+        ValueError, for the model to read, if it is outside."""
         x, y = self.to_pixels(point, size)
         width, height = size
         # tolerate half a pixel, because models may round
@@ -204,6 +195,7 @@ def stating(spec: ToolSpec, view: ModelView) -> ToolSpec:
 
 
 def _converted(places: Sequence[float], given: Size, wanted: Size) -> list[float]:
+    """Convert between units of two sizes. Raises ValueError for an odd number of values."""
     if len(places) % 2:
         raise ValueError(f"got {len(places)} numbers; a place has two, x and y")
     # multiply first: products of whole numbers are exact, so half pixels round correctly

@@ -41,17 +41,14 @@ def is_path(image: Any) -> bool:
 
 def decode(source: Any, base: Path = Path()) -> Image.Image:
     """Decode an image to RGB, turned upright by its EXIF data. Transparency becomes white; of an animation, the first
-    frame is used.
-
-    `source` is a Pillow image, bytes of a file, a path (relative to `base`), a `data:` URL, base64 text, or a dict with
-    `bytes` or `path`, as in data sets. Raises ValueError if it is none of these or cannot be decoded; web addresses are
-    not fetched.
-    """
+    frame is used. `source` is a Pillow image, bytes of a file, a path (relative to `base`), a `data:` URL, base64 text,
+    or a dict with `bytes` or `path`, as in data sets; web addresses are not fetched. Raises ValueError."""
     name = _name_of(source)
     image = source if isinstance(source, Image.Image) else _open(BytesIO(content_of(source, base)), name)
     try:
         image.load()
-        image = _upright(image)
+        # Pillow's own exif_transpose also rewrites the EXIF data, and fails for data that it cannot write
+        image = image if (turn := _turn_of(image)) is None else image.transpose(turn)
         if image.mode.startswith("I;16"):
             # keep the upper 8 bits, as Pillow does for 16-bit colour; its own conversion makes nearly everything white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -82,12 +79,6 @@ def size_of(source: Any) -> tuple[int, int]:
 def _name_of(source: Any) -> str:
     path = _path_of(source, Path()) if isinstance(source, dict | Path | str) else None
     return "the image" if path is None else f"the image {path}"
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    # Pillow's own exif_transpose also rewrites the EXIF data, and fails for data that it cannot write
-    turn = _turn_of(image)
-    return image if turn is None else image.transpose(turn)
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:

@@ -9,20 +9,10 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import mcp_types
 from mcp import MCPError
 from mcp.server import Server, ServerRequestContext
 from mcp.server.mcpserver import MCPServer
-from mcp_types import (
-    INTERNAL_ERROR,
-    INVALID_PARAMS,
-    INVALID_REQUEST,
-    CallToolRequestParams,
-    CallToolResult,
-    ListToolsResult,
-    PaginatedRequestParams,
-    TextContent,
-    Tool,
-)
 
 from agentfactory.base.config import PoolConfig
 from agentfactory.base.errors import short
@@ -87,17 +77,14 @@ def build_server(
     if own is None or own.host is None:
         for field, value in (("pool", pool not in (None, PoolConfig())), ("options", options)):
             if value:
-                raise TypeError(
-                    f"{field}: only an Environment class takes {field}, and server {name} has none; remove it"
-                )
+                problem = f"only an Environment class takes {field}, and server {name} has none"
+                raise TypeError(f"{field}: {problem}; remove it")
     return objects[0] if own is None else own
 
 
 class OwnServer(Server[Any]):
     """An MCP server of our tools. Calls from this process (`call`) bypass the protocol, which takes 0.2 ms of CPU.
-
-    `host` has the environment's instances, if there is an environment.
-    """
+    `host` has the environment's instances, if there is an environment."""
 
     def __init__(
         self,
@@ -114,13 +101,11 @@ class OwnServer(Server[Any]):
         self._most = result_bytes
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
-        self._listing: dict[str, Tool] = {}
+        self._listing: dict[str, mcp_types.Tool] = {}
         environments = [given.__name__ for given in objects if _is_environment(given)]
         if len(environments) > 1:
-            raise TypeError(
-                f"server {name}: {' and '.join(environments)} are Environments; name one, and serve each by a server "
-                "of its own"
-            )
+            fix = "name one, and serve each by a server of its own"
+            raise TypeError(f"server {name}: {' and '.join(environments)} are Environments; {fix}")
         for given in objects:
             if is_tool(given):
                 _check_bound(given)
@@ -130,10 +115,8 @@ class OwnServer(Server[Any]):
                 self._list_environment(given)
                 self.host = EnvironmentHost(given, name, pool, options, idle_seconds)
             else:
-                raise TypeError(
-                    f"server {name}: {given!r} is neither a @tool function or method nor an Environment class"
-                    " (an MCP server object is served alone)"
-                )
+                problem = f"{given!r} is neither a @tool function or method nor an Environment class"
+                raise TypeError(f"server {name}: {problem} (an MCP server object is served alone)")
 
     def _list_environment(self, environment: type[Environment]) -> None:
         attributes = dict.fromkeys(name for base in reversed(environment.__mro__) for name in vars(base))
@@ -158,7 +141,7 @@ class OwnServer(Server[Any]):
     def _list(self, spec: ToolSpec, role: str) -> None:
         if spec.name in self._listing:
             raise TypeError(f"server {self.name}: two tools are called {spec.name}; rename one")
-        self._listing[spec.name] = Tool(
+        self._listing[spec.name] = mcp_types.Tool(
             name=spec.name, description=spec.description, input_schema=spec.parameters, _meta={ROLE_KEY: role}
         )
 
@@ -169,11 +152,13 @@ class OwnServer(Server[Any]):
                 yield
 
     async def _list_tools(
-        self, context: ServerRequestContext[Any], params: PaginatedRequestParams | None
-    ) -> ListToolsResult:
-        return ListToolsResult(tools=list(self._listing.values()))
+        self, context: ServerRequestContext[Any], params: mcp_types.PaginatedRequestParams | None
+    ) -> mcp_types.ListToolsResult:
+        return mcp_types.ListToolsResult(tools=list(self._listing.values()))
 
-    async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+    async def _call_tool(
+        self, context: ServerRequestContext[Any], params: mcp_types.CallToolRequestParams
+    ) -> mcp_types.CallToolResult:
         meta = context.meta or {}
         seconds = meta.get(SECONDS_KEY)
         limit = float(seconds) if isinstance(seconds, (int, float)) else None
@@ -181,16 +166,16 @@ class OwnServer(Server[Any]):
 
     async def call(
         self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
-    ) -> CallToolResult:
-        """Return the result of a call from this process. Copies the arguments, which a tool may keep or change. For
-        `reset_seconds` see SECONDS_KEY. Raises MCPError."""
+    ) -> mcp_types.CallToolResult:
+        """Return the result of a call from this process, with a copy of the arguments. `reset_seconds`: see
+        SECONDS_KEY. Raises MCPError."""
         return await self._answer(tool, deepcopy(arguments), chain, reset_seconds)
 
     async def _answer(
         self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None
-    ) -> CallToolResult:
+    ) -> mcp_types.CallToolResult:
         if tool not in self._listing:
-            raise MCPError(INVALID_PARAMS, f"server {self.name} has no tool {tool}")
+            raise MCPError(mcp_types.INVALID_PARAMS, f"server {self.name} has no tool {tool}")
         try:
             return await self._call(tool, arguments, chain, reset_seconds)
         except InvalidArguments as error:
@@ -198,9 +183,9 @@ class OwnServer(Server[Any]):
         except MCPError:
             raise
         except NoState as error:
-            raise MCPError(INVALID_REQUEST, str(error), {NOT_FOR_MODELS: True}) from None
+            raise MCPError(mcp_types.INVALID_REQUEST, str(error), {NOT_FOR_MODELS: True}) from None
         except ToolInfrastructureError as error:  # also from a user's tool, to hide the error from the model
-            raise MCPError(INTERNAL_ERROR, self._cut("", str(error)), {NOT_FOR_MODELS: True}) from None
+            raise MCPError(mcp_types.INTERNAL_ERROR, self._cut("", str(error)), {NOT_FOR_MODELS: True}) from None
         except Exception as error:  # boundary: a user's tool may raise anything, and the model reads it
             logger.debug("%s raised", tool, exc_info=error)
             text = self._cut(f"{type(error).__name__}: ", str(error))
@@ -209,7 +194,7 @@ class OwnServer(Server[Any]):
 
     async def _call(
         self, name: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None
-    ) -> CallToolResult:
+    ) -> mcp_types.CallToolResult:
         if function := self._functions.get(name):
             parsed = function.parse_arguments(arguments)
             if is_async(function):
@@ -221,30 +206,30 @@ class OwnServer(Server[Any]):
             # in a thread, because the class's gauges() may block
             return _structured(await run_in_thread(self.host.gauges))
         if not isinstance(chain, str):
-            raise MCPError(INVALID_REQUEST, f"{name} acts on a chain's state: _meta needs {CHAIN_KEY!r}")
+            raise MCPError(mcp_types.INVALID_REQUEST, f"{name} acts on a chain's state: _meta needs {CHAIN_KEY!r}")
         if name == "reset":
             return await self.host.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
-            return await self.host.call(chain, "reward", arguments, lambda value, _: _verdict(value))
+            return await self.host.call(chain, name, arguments, lambda value, _: _verdict(value))
         if name == "take_images":
             return await self.host.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":
             await self.host.release(chain)
-            return CallToolResult(content=[])
+            return mcp_types.CallToolResult(content=[])
         attribute, method = self._methods[name]
         return await self.host.call(chain, attribute, method.parse_arguments(arguments), self._observed)
 
-    def _result(self, value: Any) -> CallToolResult:
+    def _result(self, value: Any) -> mcp_types.CallToolResult:
         return result_of(value, self._most)
 
-    def _opening(self, value: Any, held: Held) -> CallToolResult:
+    def _opening(self, value: Any, held: Held) -> mcp_types.CallToolResult:
         if isinstance(value, Finish):
             raise TypeError("reset() returned finish(...), but it only begins the chain")
         return self._observed(value, held)
 
-    def _observed(self, value: Any, held: Held) -> CallToolResult:
-        """Return the result of a method of an environment, with the anchor of its current state. Raises
-        ToolInfrastructureError if `anchor` fails, because the model did not cause that."""
+    def _observed(self, value: Any, held: Held) -> mcp_types.CallToolResult:
+        """Return the result of an environment's method, with the anchor of its state. Raises ToolInfrastructureError
+        if `anchor` fails, because the model did not cause that."""
         result = self._result(value)
         if not overrides(type(held.environment), "anchor"):
             return result
@@ -281,18 +266,19 @@ def _check_bound(given: ToolFunction) -> None:
         raise TypeError(f"{name} is a method of a class: serve an instance's method, as in `instance.{name}`")
 
 
-def _verdict(value: Any) -> CallToolResult:
+def _verdict(value: Any) -> mcp_types.CallToolResult:
     return _structured(EnvironmentReward.parse(value, "reward()").to_json())
 
 
-def _structured(answer: dict[str, Any]) -> CallToolResult:
-    return CallToolResult(content=[TextContent(type="text", text=json.dumps(answer))], structured_content=answer)
+def _structured(answer: dict[str, Any]) -> mcp_types.CallToolResult:
+    return mcp_types.CallToolResult(
+        content=[mcp_types.TextContent(type="text", text=json.dumps(answer))], structured_content=answer
+    )
 
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _IMAGES = {
-    "type": "object",
+    **_NO_ARGUMENTS,
     "properties": {"images": {"type": "array", "items": {"type": "string"}}},
     "required": ["images"],
-    "additionalProperties": False,
 }

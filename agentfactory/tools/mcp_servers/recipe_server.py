@@ -5,7 +5,6 @@ import json
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mcp_types import CallToolResult, Tool
@@ -25,23 +24,20 @@ from agentfactory.tools.mcp_servers.server_messages import REPAIR
 logger = logging.getLogger(__name__)
 
 PROCESS_BYTES = 75 << 20
-"""Assumed memory of a server process until one was measured: 50 to 75 MiB with Node.js and Python, without its
-children."""
+"""Assumed memory of a server process without its children, until one was measured."""
 _SPARES = 2
 """Processes started ahead for the next chains, which would otherwise wait 0.3 to 1.2 s for their start."""
 _GAUGE_SECONDS = 2.0
 
 
 class ToolServer:
-    """An MCP server of a recipe, from `open` to `close`.
-
-    The recipe's `isolation` says what a chain gets exclusively. By default, a program or container that is not ours
-    gets a process per chain, because its state is unknown: even servers that annotate all tools as read-only keep some.
+    """An MCP server of a recipe, from `open` to `close`. Its `isolation` says what a chain gets exclusively; by default
+    a process, from a program or container that is not ours: even servers that annotate all tools as read-only keep
+    state.
 
     Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
     pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
-    environment has a reset that clears a chain's state, so instances of other servers serve one chain each, unless
-    `pool.max_uses` is set.
+    environment has a reset, so instances of other servers serve one chain each, unless `pool.max_uses` is set.
 
     `tools` are the model's tools; `hidden` maps roles to the environment's other tools.
     """
@@ -85,12 +81,8 @@ class ToolServer:
         return self._host.activity(chain) if self._host is not None else None
 
     async def open(self) -> None:
-        """Start or reach the server, and list its tools.
-
-        Raises:
-            ValueError: names in `allow`, `deny` or `environment` that it does not have; a cache for an environment.
-            ToolInfrastructureError: it cannot be started or reached.
-        """
+        """Start or reach the server, and list its tools. Raises ToolInfrastructureError if that fails, ValueError for
+        names in `allow`, `deny` or `environment` that it does not have, and for a cache for an environment."""
         connection = await self._connect(reopens=not self.isolated)
         self._read(connection.tools)
         if self.config.isolation is None and not self.config.cache and (self.config.command or self.config.container):
@@ -107,10 +99,8 @@ class ToolServer:
             return  # our own host, in this process, has the pool
         for field in ("warm", "max_uses"):
             if getattr(self.config.pool, field):
-                raise ValueError(
-                    f"mcp_servers.{self.name}.pool.{field}: all chains share the server, so no instance is created or "
-                    "replaced; set isolation, or remove it"
-                )
+                problem = "all chains share the server, so no instance is created or replaced"
+                raise ValueError(f"mcp_servers.{self.name}.pool.{field}: {problem}; set isolation, or remove it")
         if self.config.pool.capacity is not None:
             self._pool = self._places(self._shared)
 
@@ -122,10 +112,8 @@ class ToolServer:
             await connection.close()
 
     async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
-        """Return the connection for the chain `chain`, and the lease to release at its end, or None.
-
-        Raises ToolInfrastructureError if none became free in time, or none could be created.
-        """
+        """Return the connection for the chain `chain`, and the lease to release at its end, or None. Raises
+        ToolInfrastructureError if none became free in time, or none could be created."""
         if self._pool is None:
             assert self._shared is not None
             return self._shared, None
@@ -136,8 +124,7 @@ class ToolServer:
 
     @property
     def why_chains_wait(self) -> tuple[str, str] | None:
-        """The reason why chains wait for a process of this server, and the setting to change; None if they need none of
-        their own."""
+        """The reason why chains wait for a process of their own, and the setting to change; None without one."""
         if not self.isolated or self._pool is None or self.config.url is not None:
             return None
         field = f"mcp_servers.{self.name}"
@@ -150,18 +137,14 @@ class ToolServer:
     def isolation_text(self) -> str:
         """Description of a chain's isolation, for the user."""
         config = self.config
-        if not self.isolated:
-            if config.url is not None:
-                return "all chains share the HTTP server"
-            return "all chains share its process and its files" + (", because it has a `cache`" if config.cache else "")
         if config.url is not None:
-            return "each chain has a session"
+            return "each chain has a session" if self.isolated else "all chains share the HTTP server"
+        if not self.isolated:
+            return "all chains share its process and its files" + (", because it has a `cache`" if config.cache else "")
         assert self._pool is not None
         folder = f", and a folder ({CHAIN})" if config.has_folders else f"; files are shared, without {CHAIN}"
-        return (
-            f"each chain has a process{folder}; up to {self._pool.capacity} at a time, of about "
-            f"{self._each >> 20} MiB each"
-        )
+        most = f"up to {self._pool.capacity} at a time, of about {self._each >> 20} MiB each"
+        return f"each chain has a process{folder}; {most}"
 
     async def gauges(self) -> dict[str, float]:
         """Return the gauges of the pool, here or in the server; empty if there is no pool or no answer."""
@@ -187,8 +170,7 @@ class ToolServer:
         return {}
 
     async def _connect(self, reopens: bool = False) -> Connection:
-        seconds = self.config.timeout_seconds
-        limits = seconds, self._log, reopens, self.result_bytes
+        limits = self.config.timeout_seconds, self._log, reopens, self.result_bytes
         connection = Connection(self.name, self._target, *limits, self._note_list)
         try:
             await connection.open()
@@ -219,8 +201,7 @@ class ToolServer:
         return Pool(f"tool server {self.name}", make, config, healthy=Connection.answers, retire=self._retire)
 
     async def _retire(self, connection: Connection) -> None:
-        """Close a connection. If its process took more memory than assumed, such as one that starts a browser, lower
-        the pool's capacity."""
+        """Close a connection. If its process took more memory than assumed, lower the pool's capacity."""
         if connection.pid is not None and connection.alive:
             taken = await asyncio.to_thread(memory_of, connection.pid)
             if taken > self._each:
@@ -238,13 +219,10 @@ class ToolServer:
         async def make() -> Connection:
             return shared
 
-        async def retire(connection: Connection) -> None:
-            """Do nothing: a place holds no resources."""
-
-        return Pool(f"tool server {self.name}", make, self.config.pool, retire=retire)
+        return Pool(f"tool server {self.name}", make, self.config.pool)
 
     def _note_list(self, tools: Sequence[Tool]) -> dict[str, str]:
-        """Compare a list of tools with those that the run uses. Return the differences by name, and warn about them."""
+        """Compare a list of tools with that of the run. Return the differences by name, and warn about them."""
         if self._listed is None:
             self._listed = {tool.name: tool for tool in reversed(tools)}  # the first of several with one name
             return {}
@@ -272,17 +250,16 @@ class ToolServer:
         nameless = listed.pop("", None)
         if not listed:
             notify(logger, f"tools of {self.name}", f"tool server {self.name} lists no tools")
-        twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
-        if twice := [name for name in twice if self._is_for_models(name)]:
+        counts = Counter(tool.name for tool in tools)
+        if twice := [name for name, count in counts.items() if count > 1 and self._is_for_models(name)]:
             text = f"tool server {self.name} lists several tools with the name {', '.join(twice)}; the first is used"
             notify(logger, f"names of {self.name}", text)
         roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
         self._gauges = roles.get("gauges")
         declared = "reset" in roles  # a server of ours declares that it is an environment
         if self.environment is None and declared:
-            self.environment = EnvironmentTools(
-                reset=roles["reset"], reward=roles.get("reward"), close=roles.get("close")
-            )
+            given = {role: roles.get(role) for role in ("reset", "reward", "close")}
+            self.environment = EnvironmentTools.model_validate(given)
         if declared:  # its reset waits for an instance
             self.reset_seconds += self.config.pool.wait_seconds
         for role in ("reset", "reward", "close") if self.environment else ():
@@ -290,10 +267,9 @@ class ToolServer:
             if tool is None:
                 continue
             if tool not in listed:
-                raise ValueError(
-                    f"mcp_servers.{self.name}.environment.{role}: the server has no tool {tool!r}, it offers "
-                    f"{_names(listed)}" + ("; name one of them" if role == "reset" else "; set it to null")
-                )
+                problem = f"the server has no tool {tool!r}, it offers {_names(listed)}"
+                fix = "name one of them" if role == "reset" else "set it to null"
+                raise ValueError(f"mcp_servers.{self.name}.environment.{role}: {problem}; {fix}")
             self.hidden[role] = listed[tool]
         if declared and "take_images" in roles:
             self.hidden["take_images"] = listed[roles["take_images"]]
@@ -301,20 +277,17 @@ class ToolServer:
             raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
         hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}
         seen = {name: tool for name, tool in listed.items() if name not in hidden}
+        section, offered = f"mcp_servers.{self.name}", _names(seen)
         allow, deny = self.config.allow, self.config.deny
         for field, names in (("allow", allow or []), ("deny", deny)):
             if unknown := [name for name in names if name not in seen]:
-                raise ValueError(
-                    f"mcp_servers.{self.name}.{field}: the server has no tool {unknown[0]!r} for models, it offers "
-                    f"{_names(seen)}; name one of them"
-                )
+                problem = f"the server has no tool {unknown[0]!r} for models, it offers {offered}"
+                raise ValueError(f"{section}.{field}: {problem}; name one of them")
         self.tools = [tool for name, tool in seen.items() if self._is_for_models(name)]
         if seen and not self.tools:
+            problem = f"it leaves none of the server's tools ({offered}) for models"
             field = "deny" if allow is None else "allow"
-            raise ValueError(
-                f"mcp_servers.{self.name}.{field}: it leaves none of the server's tools ({_names(seen)}) for models; "
-                "name one, or remove the server"
-            )
+            raise ValueError(f"{section}.{field}: {problem}; name one, or remove the server")
         for tool in (*self.tools, *([nameless] if nameless is not None and allow is None else [])):
             if repair := (tool.meta or {}).get(REPAIR):
                 text = f"tool server {self.name}: the tool {tool.name}".rstrip()
@@ -325,14 +298,6 @@ def _names(tools: dict[str, Tool]) -> str:
     return ", ".join(tools) or "none"
 
 
-@dataclass
-class _Asked:
-    """A call in flight, cancelled when nothing waits for it any more."""
-
-    task: "asyncio.Task[CallToolResult]"
-    waiting: int = 0
-
-
 class CallCache:
     """An LRU cache of `size` results, keyed by tool and arguments. Errors are not cached, and concurrent equal calls
     are made once."""
@@ -340,7 +305,9 @@ class CallCache:
     def __init__(self, size: int) -> None:
         self._size = size
         self._kept: OrderedDict[str, CallToolResult] = OrderedDict()
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, asyncio.Task[CallToolResult]] = {}
+        self._waiting: Counter[asyncio.Task[CallToolResult]] = Counter()
+        """Call in flight -> the number of chains that wait for it; it is cancelled when that is 0."""
 
     async def result(
         self,
@@ -349,31 +316,29 @@ class CallCache:
         ask: Callable[[], Coroutine[Any, Any, CallToolResult]],
         timeout_seconds: float,
     ) -> CallToolResult:
-        """Return the result of the call `ask`, which must not have its own time limit.
-
-        Raises:
-            CallTimeout: it did not arrive within `timeout_seconds`.
-            Exception: what `ask` raised.
-        """
+        """Return the result of the call `ask`, which must not have its own time limit. Raises its errors, and
+        CallTimeout if it did not arrive within `timeout_seconds`."""
         key = f"{tool} {json.dumps(arguments, sort_keys=True)}"
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
         asked = self._asked.get(key)
         if asked is None:
-            asked = self._asked[key] = _Asked(asyncio.create_task(ask(), name=f"call of {tool}"))
-            asked.task.add_done_callback(lambda task: self._keep(key, task))
-        asked.waiting += 1
+            asked = self._asked[key] = asyncio.create_task(ask(), name=f"call of {tool}")
+            asked.add_done_callback(lambda task: self._keep(key, task))
+        self._waiting[asked] += 1
         try:
-            done, _ = await asyncio.wait({asked.task}, timeout=timeout_seconds)
+            done, _ = await asyncio.wait({asked}, timeout=timeout_seconds)
         finally:
-            asked.waiting -= 1
-            if not asked.waiting and not asked.task.done():
-                asked.task.cancel()
-                self._asked.pop(key, None)
+            self._waiting[asked] -= 1
+            if not self._waiting[asked]:
+                del self._waiting[asked]
+                if not asked.done():
+                    asked.cancel()
+                    self._asked.pop(key, None)
         if not done:
             raise CallTimeout(tool, timeout_seconds)
-        return asked.task.result()
+        return asked.result()
 
     def _keep(self, key: str, task: "asyncio.Task[CallToolResult]") -> None:
         if task.cancelled():

@@ -15,22 +15,13 @@ from typing import Any, cast
 
 import anyio
 import httpx2
+import mcp_types
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.session import IncomingMessage
 from mcp.client.streamable_http import MCP_SESSION_ID
 from mcp.client.subscriptions import SubscriptionLost
 from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
-from mcp_types import (
-    CONNECTION_CLOSED,
-    INVALID_PARAMS,
-    METHOD_NOT_FOUND,
-    REQUEST_TIMEOUT,
-    CallToolResult,
-    RequestParamsMeta,
-    Tool,
-    ToolListChangedNotification,
-)
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from agentfactory.base.config import RESULT_BYTES
@@ -71,11 +62,11 @@ class CallTimeout(Exception):
 
 
 class Connection:
-    """One MCP server, kept open from `open` to `close`.
+    """One MCP server, kept open from `open` to `close`. `tools` is its list.
 
-    `tools` is the server's list. `generation` counts openings: when it changes, state in the server process is lost.
-    Without `reopens` a lost connection stays lost: its pool creates another. Results are cut to `result_bytes`.
-    `on_list` gets each list of tools, and returns how tools differ from those that the run began with, by name.
+    `generation` counts openings: when it changes, state in the server process is lost. Without `reopens` a lost
+    connection stays lost: its pool creates another. Results are cut to `result_bytes`. `on_list` gets each list of
+    tools, and returns how tools differ from those that the run began with, by name.
     """
 
     def __init__(
@@ -86,7 +77,7 @@ class Connection:
         log: Log,
         reopens: bool = True,
         result_bytes: int = RESULT_BYTES,
-        on_list: Callable[[Sequence[Tool]], dict[str, str]] = lambda tools: {},
+        on_list: Callable[[Sequence[mcp_types.Tool]], dict[str, str]] = lambda tools: {},
     ) -> None:
         self.name = name
         self._on_list = on_list
@@ -96,7 +87,7 @@ class Connection:
         self.pid: int | None = None  # of the server, if it is our child
         self.timeout_seconds = timeout_seconds
         self.generation = 0
-        self.tools: list[Tool] = []
+        self.tools: list[mcp_types.Tool] = []
         self._target = target
         self._log = log
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -145,14 +136,12 @@ class Connection:
         generation: int | None = None,
         timeout_seconds: float | None = None,
         reset_seconds: float | None = None,
-    ) -> CallToolResult:
+    ) -> mcp_types.CallToolResult:
         """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given. For
         `reset_seconds` see SECONDS_KEY.
 
-        Raises:
-            CallTimeout: no answer within `timeout_seconds`, or within the server's own time limit.
-            ToolInfrastructureError: the server cannot be reached, died, lost the chain's state, changed this tool, or
-                broke the protocol; the message names it.
+        Raises CallTimeout after `timeout_seconds`, or the server's own time limit, and ToolInfrastructureError if the
+        server cannot be reached, died, lost the chain's state, changed this tool, or broke the protocol.
         """
         client = await self._connected()
         if generation not in (None, self.generation):
@@ -165,7 +154,7 @@ class Connection:
                     result = await self._target.call(tool, arguments, chain, reset_seconds)
             else:
                 limit = {} if reset_seconds is None else {SECONDS_KEY: reset_seconds}
-                meta = cast(RequestParamsMeta, {CHAIN_KEY: chain, **limit})
+                meta = cast(mcp_types.RequestParamsMeta, {CHAIN_KEY: chain, **limit})
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
             host = self._target.host if isinstance(self._target, OwnServer) else None
@@ -178,9 +167,9 @@ class Connection:
             if servers_own(error) or isinstance(self._target, Server | MCPServer):
                 if not await self._is_forgotten():
                     return bounded(await self._failed(client, tool, error), self._result_bytes)
-            elif error.code == REQUEST_TIMEOUT:
+            elif error.code == mcp_types.REQUEST_TIMEOUT:
                 raise CallTimeout(tool, seconds) from None
-            elif error.code != CONNECTION_CLOSED and not self._unknown:
+            elif error.code != mcp_types.CONNECTION_CLOSED and not self._unknown:
                 raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error}") from error
             self._lost(generation)
             raise ToolInfrastructureError(f"tool server {self.name} died during a call of {tool}") from error
@@ -192,19 +181,18 @@ class Connection:
         self._used = True
         return bounded(result, self._result_bytes)
 
-    async def _failed(self, client: Client, tool: str, error: MCPError) -> CallToolResult:
-        """Return the result for the model of a call that the server answered with a JSON-RPC error.
-
-        Raises ToolInfrastructureError if the error's cause is that the server changed the tool, or if one of our
-        servers hides the error from the model.
-        """
+    async def _failed(self, client: Client, tool: str, error: MCPError) -> mcp_types.CallToolResult:
+        """Return the result for the model of a call that the server answered with a JSON-RPC error. Raises
+        ToolInfrastructureError if the server changed the tool, or if one of ours hides the error from the model."""
         self._used = True
         data, text = error_data(error), error_text(error)
         if isinstance(data, dict) and NOT_FOR_MODELS in data:
             raise ToolInfrastructureError(f"tool server {self.name}, call of {tool}: {error.error.message}") from error
-        if error.code in (INVALID_PARAMS, METHOD_NOT_FOUND) and (change := (await self._list(client)).get(tool)):
+        if error.code in (mcp_types.INVALID_PARAMS, mcp_types.METHOD_NOT_FOUND) and (
+            change := (await self._list(client)).get(tool)
+        ):
             raise ToolInfrastructureError(f"tool server {self.name}: {tool} {change} since the run began: {text}")
-        if error.code == INVALID_PARAMS:
+        if error.code == mcp_types.INVALID_PARAMS:
             end = "" if "\n" in text or text.endswith((".", "!", "?")) else "."
             return failure(CallError.INVALID_ARGUMENTS, f"Invalid arguments for {tool}: {text}{end}")
         if error.code != TOO_LARGE:
@@ -228,7 +216,7 @@ class Connection:
             return {}
 
     async def _receive(self, message: IncomingMessage) -> None:
-        if not isinstance(message, ToolListChangedNotification):
+        if not isinstance(message, mcp_types.ToolListChangedNotification):
             return
         if self._opening:
             self._changed = True
@@ -250,7 +238,7 @@ class Connection:
                         ends = 0  # `_receive` gets each change too
                 reason = "the server ended the stream"
             except (MCPError, SubscriptionLost, TimeoutError, anyio.ClosedResourceError) as error:
-                if isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND:
+                if isinstance(error, MCPError) and error.code == mcp_types.METHOD_NOT_FOUND:
                     logger.info("tool server %s: changes of its tools are not announced: %s", self.name, error)
                     return
                 reason = str(error)
@@ -262,8 +250,7 @@ class Connection:
         notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
 
     async def answers(self) -> bool:
-        """Return whether the server still answers and knows this connection. The newer protocol has no such request, so
-        it counts as answering."""
+        """Return whether the server still answers and knows this connection, as far as its protocol can tell."""
         if not self.alive:
             return False
         client = self._client.result()
@@ -354,9 +341,8 @@ class Connection:
             self._opening = False
             self._lost()
         stderr = self._stderr_tail.strip()
-        return f"{_where(self._target)}: {reason}{through(self._proxy)}" + (
-            f"; the end of its stderr:\n{stderr}" if stderr else ""
-        )
+        end = f"; the end of its stderr:\n{stderr}" if stderr else ""
+        return f"{_where(self._target)}: {reason}{through(self._proxy)}{end}"
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Client]:

@@ -52,23 +52,17 @@ class Container:
     args: list[str]
     env: dict[str, str]
 
-    def command(self, program: str, name: str) -> StdioServerParameters:
-        """Return the command by which `program` runs the image under `name`. The command line has only the names of
-        variables, not their values."""
-        variables = [part for key in self.env for part in ("--env", key)]
-        return StdioServerParameters(
-            command=program,
-            args=["run", "-i", "--rm", "--init", "--name", name, *variables, self.image, *self.args],
-            env={key: os.environ[key] for key in _PASSED_ON if key in os.environ} | self.env,
-        )
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StdioServerParameters]:
-        """Yield the command of a new container, which is removed when the context exits."""
+        """Yield the command of a new container, which is removed when the context exits. The command line has only the
+        names of variables, not their values."""
         program = await find_program()
         name = f"agentfactory-{re.sub('[^a-zA-Z0-9_.-]', '-', self.server)}-{uuid.uuid4().hex[:12]}"
+        variables = [part for key in self.env for part in ("--env", key)]
+        args = ["run", "-i", "--rm", "--init", "--name", name, *variables, self.image, *self.args]
+        env = {key: os.environ[key] for key in _PASSED_ON if key in os.environ} | self.env
         try:
-            yield self.command(program, name)
+            yield StdioServerParameters(command=program, args=args, env=env)
         finally:
             await _run(program, "rm", "--force", name)
 
@@ -81,11 +75,8 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
     """Return the object, process, container or address that `config` names.
 
     `command: python` is this interpreter, and its modules (`-m`) import like user code. Paths are relative to `base`.
-    Our own servers in this process cut results to `result_bytes`.
-
-    Raises:
-        UserCodeError, TypeError: `module` cannot be loaded or served.
-        SettingError: see `check_entry`.
+    Our own servers in this process cut results to `result_bytes`. Raises UserCodeError or TypeError if `module` cannot
+    be loaded or served, SettingError like `check_entry`.
     """
     check_entry(name, config, base)
     if config.module is not None:
@@ -109,12 +100,11 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
 
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
-    """Check the variables and folders that an entry refers to. Starts nothing, and leaves no files.
+    """Check the variables and folders that an entry refers to. Starts nothing, and leaves no files. Paths below
+    `prepared`, which `prepare` will fill, need not exist yet.
 
-    Paths below `prepared`, which `prepare` will fill, need not exist yet.
-
-    Raises SettingError: an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied, `cwd`
-    is not in it, or nothing can be moved to `keep_workspaces`.
+    Raises SettingError if an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied,
+    `cwd` is not in it, or nothing can be moved to `keep_workspaces`.
     """
     prefix = f"mcp_servers.{name}"
     expand_variables(f"{prefix}.headers", config.headers)
@@ -154,21 +144,13 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
     """Replace `${NAME}` with environment variables, so a recipe refers to secrets without containing them. Raises
     SettingError, below `field`, for a variable that is not set."""
-
-    def expand(key: str, value: str) -> str:
-        def variable(match: re.Match[str]) -> str:
-            if match[0] == CHAIN:
-                return CHAIN  # in env; headers cannot have it
-            if match[1] not in os.environ:
-                fix = _did_you_mean(match[1]) if field.endswith(".env") else ""
-                raise SettingError(
-                    f"{field}.{key}", f"the environment variable {match[1]} is not set", fix or "export it"
-                )
-            return os.environ[match[1]]
-
-        return _VARIABLE.sub(variable, value)
-
-    return {key: expand(key, value) for key, value in values.items()}
+    known = os.environ | {"chain": CHAIN}  # in env; headers cannot have it
+    for key, value in values.items():
+        for name in _VARIABLE.findall(value):
+            if name not in known:
+                fix = _did_you_mean(name) if field.endswith(".env") else ""
+                raise SettingError(f"{field}.{key}", f"the environment variable {name} is not set", fix or "export it")
+    return {key: _VARIABLE.sub(lambda match: known[match[1]], value) for key, value in values.items()}
 
 
 def _did_you_mean(variable: str) -> str:
@@ -178,10 +160,8 @@ def _did_you_mean(variable: str) -> str:
 
 
 async def find_program() -> str:
-    """Return the first of docker and podman that works here.
-
-    Raises ToolInfrastructureError with the message of each if neither works.
-    """
+    """Return the first of docker and podman that works here. Raises ToolInfrastructureError with the message of each if
+    neither works."""
     if _works:
         return _works[0]
     reasons = []
@@ -194,10 +174,8 @@ async def find_program() -> str:
             _works.append(program)
             return program
         reasons.append(f"`{program} info` failed: {said}")
-    raise ToolInfrastructureError(
-        f"no container can be run here: {'; '.join(reasons)}. Install podman, start docker's daemon, or give the "
-        "server's program by `command`"
-    )
+    fix = "Install podman, start docker's daemon, or give the server's program by `command`"
+    raise ToolInfrastructureError(f"no container can be run here: {'; '.join(reasons)}. {fix}")
 
 
 _works: list[str] = []
@@ -205,12 +183,8 @@ _works: list[str] = []
 
 async def _run(*command: str) -> tuple[int | None, str]:
     """Run a command to its end. Return its status (None: it took too long) and the last line of its stderr."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             _, said = await process.communicate()

@@ -54,10 +54,8 @@ class Repairs:
 
     def repaired(self, text: bytes, asked: int | str | None = None) -> list[bytes]:
         """Return the messages in a text, one or a batch, as JSON for the SDK. Half a surrogate pair, and bytes that are
-        no UTF-8, become U+FFFD. `asked` is the id of the request that the text answers, if it is known.
-
-        Raises ValueError if the text is no JSON-RPC.
-        """
+        no UTF-8, become U+FFFD. `asked` is the id of the request that the text answers, if it is known. Raises
+        ValueError if the text is no JSON-RPC."""
         try:
             value = json.loads(text.decode("utf-8", "replace"), strict=False)
             batch = value if isinstance(value, list) else [value]
@@ -199,7 +197,7 @@ def _mend_tools(result: Any, tell: Tell) -> dict[str, Any]:
 
 
 def _mend_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool with the fields that are used here. Its output schema is not one of them: the SDK would refuse an
+    """Return a tool with the fields that are used here, which leave out its output schema: the SDK would refuse an
     answer that does not fit it. A tool that cannot be called gets an empty name."""
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         return {"name": "", "inputSchema": {"type": "object"}, "_meta": {REPAIR: f"has no name: {short(tool)}"}}
@@ -269,8 +267,8 @@ _FIELDS_OF_RESULTS = ("_meta", "content", "isError", "resultType", "structuredCo
 
 
 def _mend_block(item: Any, repairs: list[str]) -> list[dict[str, Any]]:
-    """Return a block of an answer with the fields that are used here; several, if it has text beside a part that cannot
-    be shown."""
+    """Return a block of an answer with the fields that are used here; also the text beside a part that has to be left
+    out."""
     match item:
         case {"type": "text", "text": str(text)}:
             return [_text(text)]

@@ -45,9 +45,7 @@ async def stdio_transport(
     """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter) and repaired.
 
     `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and the rest of
-    its process group is ended after two seconds.
-
-    Raises OSError if it cannot be started.
+    its process group is ended after two seconds. Raises OSError if it cannot be started.
     """
     process = await anyio.open_process(
         [server.command, *server.args],
@@ -63,16 +61,13 @@ async def stdio_transport(
 
     async def read() -> None:
         async with incoming_end:
-            garbage = 0
+            told = False
             async for line in _lines(process, most):
                 messages = messages_of(line, repairs)
-                if isinstance(messages[0], Exception):
-                    garbage += 1
-                    if garbage == 1:
-                        name = " ".join([server.command, *server.args])
-                        notify(
-                            logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}"
-                        )
+                if isinstance(messages[0], Exception) and not told:
+                    told, name = True, " ".join([server.command, *server.args])
+                    text = f"a line on stdout of {name} is no message: {line[:200]!r}"
+                    notify(logger, f"garbage of {name}", text)
                 try:
                     for message in messages:
                         await incoming_end.send(message)
@@ -192,8 +187,7 @@ async def _end(process: Process) -> None:
 
 
 async def _has_ended(process: Process) -> bool:
-    """Wait for the process, but not for the end of its pipes, which its children may have inherited. Return whether it
-    has ended."""
+    """Wait for the process, but not for the end of its pipes, which its children may have. Return if it has ended."""
     with anyio.move_on_after(_END_SECONDS):
         while process.returncode is None:  # noqa: ASYNC110
             await anyio.sleep(_POLL_SECONDS)

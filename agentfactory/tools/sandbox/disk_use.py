@@ -50,6 +50,10 @@ class DiskUse:
             self._inodes.add(inode)
         self.size += max(status.st_blocks << 9, _LEAST_BYTES)
 
+    def lock(self, kind: str, name: str, verb: str) -> None:
+        """Note an entry whose mode makes its size unknown."""
+        self.problem, self.locked = f"its {kind} {name[:40]!r} cannot be {verb}, so its size is unknown", True
+
 
 def measure(folders: Iterable[Path]) -> DiskUse:
     """Return the disk usage of `folders`."""
@@ -58,7 +62,7 @@ def measure(folders: Iterable[Path]) -> DiskUse:
         try:
             _add_folder(use, os.open(folder, _FOLDER))
         except PermissionError:
-            use.problem, use.locked = f"its folder {folder.name[:40]!r} cannot be listed, so its size is unknown", True
+            use.lock("folder", folder.name, "listed")
     use.seconds = thread_time() - begun
     return use
 
@@ -96,7 +100,7 @@ def _add_folder(use: DiskUse, top: int) -> None:
             try:
                 inner = os.open(name, _FOLDER, dir_fd=opened)
             except PermissionError:
-                use.problem, use.locked = f"its folder {name[:40]!r} cannot be listed, so its size is unknown", True
+                use.lock("folder", name, "listed")
             except OSError as error:
                 if not _is_gone(error):
                     raise
@@ -120,7 +124,7 @@ def _add_entries(use: DiskUse, opened: int) -> list[str]:
             except FileNotFoundError:
                 continue
             except PermissionError:
-                use.problem, use.locked = f"its file {entry.name[:40]!r} cannot be read, so its size is unknown", True
+                use.lock("file", entry.name, "read")
                 break
             if entry.is_dir(follow_symlinks=False):
                 below.append(entry.name)

@@ -264,10 +264,8 @@ class Worker:
         room = int(largest)
         for name in _files(self._folder):
             path = os.path.join(self._folder, name)
-            if not any(fnmatch(name, pattern) for pattern in patterns) or (now := _digest(path)) in (
-                b"",
-                self._known.get(name),
-            ):
+            now = _digest(path) if any(fnmatch(name, pattern) for pattern in patterns) else b""
+            if now in (b"", self._known.get(name)):
                 continue
             self._known[name] = now
             if (size := os.path.getsize(path)) > room:

@@ -31,27 +31,19 @@ class Interpreter:
 
 @cache
 def find_interpreter(user: int | None) -> Interpreter:
-    """Return the Python that this process runs on if the sandbox's user can read it, else the system's.
-
-    `user` is the user id of sandboxes, None for the user of this process.
-
-    Raises:
-        SandboxUnavailable: neither can be used.
-    """
+    """Return the Python that this process runs on if the sandbox's user can read it, else the system's. `user` is the
+    user id of sandboxes, None for the user of this process. Raises SandboxUnavailable if neither can be used."""
     own = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     reasons = []
-    for candidate in dict.fromkeys((own, Path(system) if system else None)):
-        if candidate is None:
-            continue
+    for candidate in dict.fromkeys([own, *([Path(system)] if system else [])]):
         executable = Path(os.path.realpath(candidate))
         if user is not None and not is_public(executable):
             reasons.append(f"{candidate} is in a folder that only its owner may enter")
             continue
         try:
-            probe = subprocess.run(
-                [executable, "-I", "-S", "-c", _PROBE], user=user, capture_output=True, check=True, timeout=60
-            )
+            command = [str(executable), "-I", "-S", "-c", _PROBE]
+            probe = subprocess.run(command, user=user, capture_output=True, check=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(f"{candidate}: {error}")
             continue
@@ -59,18 +51,14 @@ def find_interpreter(user: int | None) -> Interpreter:
         if (major, minor) >= (3, 8):
             return Interpreter(executable, Path(prefix), (major, minor))
         reasons.append(f"{candidate} is Python {major}.{minor}, older than 3.8")
-    raise SandboxUnavailable(
-        f"no usable Python for sandboxes: {'; '.join(reasons)}",
-        f"install the system's python3, or a Python in a folder that every user can read, {NO_SANDBOX}",
-    )
+    problem = f"no usable Python for sandboxes: {'; '.join(reasons)}"
+    fix = f"install the system's python3, or a Python in a folder that every user can read, {NO_SANDBOX}"
+    raise SandboxUnavailable(problem, fix)
 
 
 def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[str, Path]:
-    """Return name below the folder of packages -> installed path, for `packages` and their dependencies.
-
-    Raises:
-        ValueError: a package is not installed, or packages are for another version of Python.
-    """
+    """Return name below the folder of packages -> installed path, for `packages` and their dependencies. Raises
+    ValueError if one is not installed, or they are for another version of Python."""
     if packages and interpreter.version != sys.version_info[:2]:
         raise ValueError(
             f"packages: they are installed for Python {sys.version_info.major}.{sys.version_info.minor}, and the "
@@ -109,7 +97,6 @@ def library_folders(interpreter: Interpreter) -> list[Path]:
 
 def is_public(path: Path) -> bool:
     """Return whether every user can read `path` and enter every folder above it."""
-    for folder in path.parents:
-        if not folder.stat().st_mode & stat.S_IXOTH:
-            return False
-    return bool(path.stat().st_mode & stat.S_IROTH)
+    return all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents) and bool(
+        path.stat().st_mode & stat.S_IROTH
+    )

@@ -62,14 +62,8 @@ class SandboxSettings:
     @property
     def limits(self) -> dict[str, int]:
         """Resource limits that the process inside sets, by their names in `resource`."""
-        limits = {
-            "RLIMIT_AS": self.memory_mb << 20,
-            "RLIMIT_FSIZE": self.disk_mb << 20,
-            "RLIMIT_NOFILE": 64,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MEMLOCK": 0,
-            "RLIMIT_MSGQUEUE": 0,
-        }
+        limits = {"RLIMIT_AS": self.memory_mb << 20, "RLIMIT_FSIZE": self.disk_mb << 20, "RLIMIT_NOFILE": 64}
+        limits |= dict.fromkeys(("RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE"), 0)
         # counted in the sandbox's own user namespace; without one it would count all processes of this user
         return limits if self.kind is SandboxKind.NONE else {**limits, "RLIMIT_NPROC": 64}
 

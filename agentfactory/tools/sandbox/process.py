@@ -53,13 +53,18 @@ class SandboxProcess:
     """Memory files of fixed size that replace its stdout and stderr; their file offsets are shared with it."""
     init: int | None = None
     """Process id, outside, of the first process inside."""
-    init_handle: int | None = None
+    init_handle: int | None = field(default=None, init=False)
     """pidfd of that process."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which we must remove."""
     status: int | None = None
     """Descriptor from which bwrap's report on a program's end can be read."""
     _killed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.init is not None:
+            with suppress(ProcessLookupError):
+                self.init_handle = os.pidfd_open(self.init)
 
     def said(self, output: int = 0, rewind: bool = False) -> str:
         """Return the text of an output; with `rewind` the next text replaces it."""
@@ -142,8 +147,7 @@ def start_program(
     finally:
         theirs.close()
     ours.setblocking(False)
-    init = _read_init(status)
-    return SandboxProcess(SandboxKind.BUBBLEWRAP, popen, ours, [], init, _handle(init), status=status)
+    return SandboxProcess(SandboxKind.BUBBLEWRAP, popen, ours, [], _read_init(status), status=status)
 
 
 def _limited(limits: ProgramLimits, full: bool) -> str:
@@ -181,9 +185,7 @@ def start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
             bwrap = bubblewrap.find_bwrap(user)
 
             def arguments(info: int, seccomp: int, env: int, worker: int) -> list[str]:
-                prefix = bubblewrap.command(
-                    bwrap, interpreter, packages, settings, info=info, seccomp=seccomp, env=env, worker=worker
-                )
+                prefix = bubblewrap.command(bwrap, interpreter, packages, settings, seccomp, env, info, worker)
                 path = [bubblewrap.PACKAGES] if packages else []
                 return [*prefix, *program, bubblewrap.WORKER, *_options(theirs, bubblewrap.WORKSPACE, settings), *path]
 
@@ -206,7 +208,7 @@ def start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
     finally:
         theirs.close()
     ours.setblocking(False)
-    return SandboxProcess(settings.kind, popen, ours, outputs, init, _handle(init), folder)
+    return SandboxProcess(settings.kind, popen, ours, outputs, init, folder)
 
 
 def _popen_bwrap(
@@ -231,13 +233,6 @@ def _popen_bwrap(
             os.close(descriptor)
 
 
-def _handle(init: int | None) -> int | None:
-    if init is not None:
-        with suppress(ProcessLookupError):
-            return os.pidfd_open(init)
-    return None
-
-
 def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> list[str]:
     follow = "follow" if settings.kind is SandboxKind.NONE else "bwrap"
     limits = ",".join(f"{name}={value}" for name, value in settings.limits.items())
@@ -252,7 +247,7 @@ def _watch_over(interpreter: Interpreter, user: int | None) -> None:
 
 def _popen(
     command: list[str],
-    environment: dict[str, str] | None,
+    environment: dict[str, str],
     user: int | None,
     outputs: list[int],
     inherited: tuple[int, ...],
@@ -262,7 +257,7 @@ def _popen(
     try:
         return subprocess.Popen(
             command,
-            env={} if environment is None else environment,
+            env=environment,
             cwd="/",
             stdin=stdin,
             stdout=outputs[0],
@@ -278,10 +273,8 @@ def _popen(
 def _filter(processes: bool = False) -> bytes:
     machine = platform.machine()
     if machine not in seccomp.MACHINES:
-        raise SandboxUnavailable(
-            f"the sandbox has no list of system calls for {machine}, only for {', '.join(seccomp.MACHINES)}",
-            "run it on such a machine",
-        )
+        problem = f"the sandbox has no list of system calls for {machine}, only for {', '.join(seccomp.MACHINES)}"
+        raise SandboxUnavailable(problem, "run it on such a machine")
     return seccomp.program(machine, processes)
 
 

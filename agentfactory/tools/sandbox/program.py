@@ -81,30 +81,24 @@ async def run_program(
     listening: Listening | None = None,
 ) -> ProgramResult:
     """Run a program until it exits or exceeds a limit. When this returns or is cancelled, none of its processes is
-    left.
+    left. Raises SandboxUnavailable if this machine cannot run a sandbox, or cannot mount `view`.
 
     Args:
         command: The program and its arguments, with paths inside.
-        view: Its file system.
         limits: Limits of the program and its descendants together.
         env: Its whole environment.
         seconds: Time limit; None for none.
         characters: Characters kept of stdout and of stderr, from the beginning and the end.
         merged: True to redirect stderr to stdout.
         port: Port on 127.0.0.1 inside where `listening` answers; nothing else is reachable.
-
-    Raises:
-        SandboxUnavailable: this machine cannot run a sandbox, or cannot mount `view`.
     """
     before = await _measured(list(view.folders.values()))
     # files over the limit cannot grow, even by programs too short to be measured; they can be removed
     full = before.problem is not None or before.size > limits.disk_mb << 20
     outputs = [_Output(characters) for _ in range(1 if merged else 2)]
-    ends = [output.write_end for output in outputs]
+    arguments = command, view, env, limits, [output.write_end for output in outputs], port, full
     try:
-        started = await _started(
-            process.starter.submit(process.start_program, command, view, env, limits, ends, port, full)
-        )
+        started = await _started(process.starter.submit(process.start_program, *arguments))
     except BaseException:
         for output in outputs:
             output.drop()
@@ -190,8 +184,7 @@ async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> s
 
 
 def _resident(root: int, shared_once: bool) -> int:
-    """Return the memory of the process `root` and its descendants, in KiB, with page tables. `shared_once`: divide
-    shared memory among its users, which takes longer to measure."""
+    """Return the memory of a process and its descendants in KiB, with page tables. `shared_once` takes longer."""
     total = 0
     for pid in _processes(root):
         with suppress(OSError):  # the process has ended
@@ -360,20 +353,17 @@ class _Output:
 
 
 def start_confined(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start `command`, of this Python, like subprocess.Popen. It sees its libraries, and no network, home, temporary
-    files or processes of this machine. If bubblewrap does not work here, it starts without that, with a notice.
-
-    It ends with this process."""
+    """Start `command`, of this Python, like subprocess.Popen. It ends with this process, and sees its libraries, but no
+    network, home, temporary files or processes of this machine. Where bubblewrap does not work, it sees all, with a
+    notice."""
     try:
         prefix = _confinement()
     except SandboxUnavailable as error:
         notify(logger, "confinement", f"programs that read a model's answers have only their own parsers: {error}")
         return subprocess.Popen(command, env=env, **options)
     # the process that it would follow has another number inside
-    env = {name: value for name, value in env.items() if name != parent_watch.VARIABLE} | {
-        "HOME": "/tmp",
-        "TMPDIR": "/tmp",
-    }
+    env = {name: value for name, value in env.items() if name != parent_watch.VARIABLE}
+    env |= {"HOME": "/tmp", "TMPDIR": "/tmp"}
 
     def start() -> "subprocess.Popen[bytes]":
         return subprocess.Popen([*prefix, *command], env=env, **options)

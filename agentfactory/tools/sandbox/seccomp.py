@@ -111,11 +111,7 @@ _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 
 def program(machine: str = platform.machine(), processes: bool = False) -> bytes:
     """Return the filter for `machine`, an array of struct sock_filter. `processes`: True to allow new processes and
-    sockets.
-
-    Raises:
-        KeyError: `machine` is not in `MACHINES`.
-    """
+    sockets. Raises KeyError if `machine` is not in `MACHINES`."""
     arch, numbers, further = MACHINES[machine]
     allowed = {name: number for name, number in numbers.items() if name not in SPECIAL}
     if processes:
@@ -123,11 +119,7 @@ def program(machine: str = platform.machine(), processes: bool = False) -> bytes
         allowed |= further | {name: numbers[name] for name in free if name in numbers}
     code = [_step(_LOAD, _MACHINE), _step(_EQUAL, arch, then=1), _step(_RETURN, _KILL_PROCESS), _step(_LOAD, _NUMBER)]
     for first, last in _ranges(sorted(allowed.values())):
-        code += [
-            _step(_GREATER_EQUAL, first, otherwise=2),
-            _step(_GREATER, last, then=1),
-            _step(_RETURN, _ALLOW),
-        ]
+        code += [_step(_GREATER_EQUAL, first, otherwise=2), _step(_GREATER, last, then=1), _step(_RETURN, _ALLOW)]
     for name in ("fork", "vfork", "connect"):
         if name in numbers and not processes:
             code += [_step(_EQUAL, numbers[name], otherwise=1), _refuse(errno.EPERM)]

@@ -81,16 +81,12 @@ class Sandbox:
     def discard(starting: "Future[SandboxProcess]") -> None:
         """End a started sandbox that is no longer needed."""
         if not starting.cancel():
-            starting.add_done_callback(_kill)
+            starting.add_done_callback(lambda started: None if started.exception() else started.result().free())
 
     @classmethod
     async def ready(cls, settings: SandboxSettings, starting: "Future[SandboxProcess]") -> "Sandbox":
-        """Wait until a started sandbox answers.
-
-        Raises:
-            SandboxUnavailable: this machine cannot run a sandbox.
-            ValueError: a package in the settings is not installed.
-        """
+        """Wait until a started sandbox answers. Raises SandboxUnavailable if this machine cannot run one, ValueError if
+        a package in the settings is not installed."""
         try:
             sandbox = cls(settings, await asyncio.wrap_future(starting))
         except asyncio.CancelledError:
@@ -142,12 +138,8 @@ class Sandbox:
         return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
 
     async def write(self, name: str, content: bytes) -> None:
-        """Write a file to the workspace, replacing one of the same name.
-
-        Raises:
-            ValueError: the name leads out of the workspace, or the workspace is full.
-            SandboxLost: the sandbox was ended.
-        """
+        """Write a file to the workspace, replacing one of the same name. Raises ValueError if the name leads out of the
+        workspace, or that is full; SandboxLost if the sandbox was ended."""
         if not is_inside(name):
             raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
         for start in range(0, max(1, len(content)), DATA_BYTES):
@@ -160,13 +152,8 @@ class Sandbox:
 
     async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes | None]:
         """Return regular files of the workspace whose name (a relative path) matches one of the shell `patterns`, and
-        whose content was neither written by `write` nor returned before.
-
-        All files together have at most `largest` bytes; a file that does not fit is None. Hidden files are left out.
-
-        Raises:
-            SandboxLost: the sandbox was ended.
-        """
+        whose content was neither written by `write` nor returned before; no hidden ones. All together have at most
+        `largest` bytes; a file that does not fit is None. Raises SandboxLost if the sandbox was ended."""
         files: dict[str, bytearray | None] = {}
         name = ""
         argument = "\n".join((str(largest), *patterns))
@@ -189,9 +176,7 @@ class Sandbox:
 
     async def run_script(self, program: str, stdin: str, seconds: float) -> int | None:
         """Run the file `program` in the sandbox's process, with the file `stdin` as input. This is its last request.
-
-        Return its exit status (128 plus the signal's number if a signal killed it), or None after `seconds`.
-        """
+        Return its exit status (128 plus the signal's number if a signal killed it), or None after `seconds`."""
         request = b"\0".join((b"", b"script", program.encode(), stdin.encode()))
         try:
             async with asyncio.timeout(seconds):
@@ -201,10 +186,6 @@ class Sandbox:
             return None
         status = self._process.popen.wait()
         return 128 - status if status < 0 else status
-
-    def said(self, output: int) -> str:
-        """Return the text of its stdout (0) or stderr (1). Call it before `close`."""
-        return self._process.said(output)
 
     def close(self, reason: str = "it was closed") -> None:
         """End the sandbox and everything in it; a request in progress is lost. Idempotent."""
@@ -263,10 +244,7 @@ class Sandbox:
         room: int = 1 << 22,
     ) -> list[tuple[str, bytes]]:
         """Send a request; return the names and data of all answers but the last: at most `most` answers, of `room`
-        bytes together.
-
-        Messages with another nonce are forged or late, and are ignored; after a hundred of them the sandbox is ended.
-        """
+        bytes together. Messages with another nonce are forged or late; after a hundred of them the sandbox is ended."""
         if self._fault is not None:
             raise SandboxLost(self._fault)
         loop, control = asyncio.get_running_loop(), self._process.control
@@ -326,11 +304,7 @@ async def run_script(
     settings: SandboxSettings | None = None,
 ) -> ScriptResult:
     """Run the program `code` in a fresh sandbox, with `files` (name -> content) in its folder, for at most `seconds`.
-
-    Raises:
-        SandboxUnavailable: this machine cannot run a sandbox.
-        ValueError: a file's name leads out of the workspace, or the files do not fit into it.
-    """
+    Raises SandboxUnavailable, and ValueError if the files do not fit into its folder."""
     settings = settings or SandboxSettings(memory_mb=memory_mb)
     starting = process.starter.submit(process.start, settings, [_STDOUT_BYTES, _STDERR_BYTES])
     sandbox = await Sandbox.ready(settings, starting)
@@ -340,7 +314,8 @@ async def run_script(
         await sandbox.write(_PROGRAM, code.encode("utf-8", "replace"))
         await sandbox.write(_INPUT, stdin.encode("utf-8", "replace"))
         status = await sandbox.run_script(_PROGRAM, _INPUT, seconds)
-        return ScriptResult(sandbox.said(0), sandbox.said(1), 137 if status is None else status, status is None)
+        stdout, stderr = (sandbox._process.said(output) for output in (0, 1))
+        return ScriptResult(stdout, stderr, 137 if status is None else status, status is None)
     finally:
         sandbox.close()
 
@@ -356,8 +331,3 @@ def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
         head, tail = whole[:half], whole[half:]
     left_out += max(0, len(head) - half) + max(0, len(tail) - half)
     return f"{head[:half]}\n[... {left_out} characters left out ...]\n{tail[-half:]}"
-
-
-def _kill(starting: "Future[SandboxProcess]") -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().free()

@@ -49,10 +49,8 @@ _NAMED_VALUES = 4
 
 @dataclass(frozen=True)
 class Route:
-    """The destination of a tool's calls: the server, and the tool's name there.
-
-    `check` is set if the server does not distinguish wrong arguments from other errors.
-    """
+    """The destination of a tool's calls: the server, and the tool's name there. `check` is set if the server does not
+    distinguish wrong arguments from other errors."""
 
     server: ToolServer
     tool: str
@@ -110,21 +108,17 @@ class ToolSession:
 
     @property
     def anchor(self) -> str | None:
-        """Anchor of the chain's current state, combined over all environments that give anchors; None if none does, or
-        if one is in a state without an anchor."""
+        """Anchor of the chain's state, combined over all environments that give anchors; None if the state of one has
+        none, or none gives any."""
         anchors = [share.anchor for share in self._shares.values() if share.anchored]
         if not anchors or None in anchors:
             return None
         return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
 
     async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
-        """Make one call. Errors caused by the model are returned as a result that it can read.
-
-        `timeout_seconds` replaces the server's own time limit for the call.
-
-        Raises:
-            ToolInfrastructureError: the server died, broke the protocol, or lost this chain's state.
-        """
+        """Make one call, within `timeout_seconds` or else the server's time limit. Errors caused by the model are
+        returned as a result that it can read. Raises ToolInfrastructureError if the server died, broke the protocol,
+        or lost this chain's state."""
         started = time.perf_counter()
         route = self._routes.get(call.name)
         if route is None:
@@ -146,22 +140,13 @@ class ToolSession:
         if error is CallError.INVALID_ARGUMENTS and isinstance(content, str):
             # our own server does not know the prefixed name that the model uses
             content = content.replace(f"Invalid arguments for {route.tool}:", f"Invalid arguments for {call.name}:", 1)
-        return ToolResult(
-            content,
-            error,
-            time.perf_counter() - started,
-            meta.get(FINISH_KEY) is True,
-            dict(info) if isinstance(info, dict) else {},
-            _left_out(content, route.server.result_bytes),
-        )
+        seconds, finish = time.perf_counter() - started, meta.get(FINISH_KEY) is True
+        left_out = _left_out(content, route.server.result_bytes)
+        return ToolResult(content, error, seconds, finish, dict(info) if isinstance(info, dict) else {}, left_out)
 
     async def number_images(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[ToolResult]:
         """Return a turn's results with labels before their images, such as numbers, if an environment takes the images
-        that other servers return.
-
-        Raises:
-            ToolInfrastructureError: the environment's server died, or lost this chain's state.
-        """
+        that other servers return. Raises ToolInfrastructureError."""
         routes = [self._routes.get(call.name) for call in calls]
         return [
             replace(result, content=await self._numbered(result.content, None if route is None else route.server))
@@ -186,14 +171,11 @@ class ToolSession:
         return parts
 
     async def reward(self, prediction: str = "") -> EnvironmentReward | None:
-        """Return the environment's reward for the chain; None if no environment gives one. Environments whose reward
-        declares `prediction` get that of the chain.
+        """Return the environment's reward for the chain; None if no environment gives one. Rewards of several are added
+        up, and their metrics get the prefix `SERVER/`. Those that declare `prediction` get that of the chain.
 
-        Rewards of several environments are added up, and their metrics get the prefix `SERVER/`.
-
-        Raises:
-            EnvironmentRewardError: reward() failed, or its answer is neither a number nor an object with `reward`.
-            ToolInfrastructureError: the server died, or lost this chain's state.
+        Raises EnvironmentRewardError if reward() failed, or its answer is neither a number nor an object with `reward`;
+        ToolInfrastructureError if the server died, or lost this chain's state.
         """
         judges = [share for share in self._shares.values() if "reward" in share.server.hidden]
         if not judges:
@@ -209,19 +191,16 @@ class ToolSession:
             try:
                 total.add(one)
             except ValueError as error:
-                raise EnvironmentRewardError(
-                    f"environment {name}: its turn_rewards differ in number from another environment's"
-                ) from error
+                problem = "its turn_rewards differ in number from another environment's"
+                raise EnvironmentRewardError(f"environment {name}: {problem}") from error
             except TypeError as error:
                 raise EnvironmentRewardError(f"environment {name}: {error}") from error
         return total
 
     async def begin(self, task: dict[str, Any], limit: Deadline | None = None) -> None:
-        """Acquire a connection to each server, and reset every environment with `task`, within `limit`.
-
-        Servers are acquired one after the other, in the recipe's order, so chains that need several scarce instances
-        never deadlock. Called by `Toolset.chain`. Raises ToolInfrastructureError.
-        """
+        """Acquire a connection to each server, and reset every environment with `task`, within `limit`. Servers come
+        one after the other, in the recipe's order, so chains that need several scarce instances never deadlock. Raises
+        ToolInfrastructureError."""
         doing, openings, resetting = "", [], list[ToolServer]()
 
         def note() -> None:
@@ -230,11 +209,9 @@ class ToolSession:
                 doing = f"environment {resetting[-1].name}: {activity}"
 
         # just before the limit cancels what it waits for
-        noting = (
-            asyncio.get_running_loop().call_at(math.nextafter(limit.until, -math.inf), note)
-            if limit is not None and math.isfinite(limit.until)
-            else None
-        )
+        noting = None
+        if limit is not None and math.isfinite(limit.until):
+            noting = asyncio.get_running_loop().call_at(math.nextafter(limit.until, -math.inf), note)
         try:
             async with asyncio.timeout_at(limit.until if limit else None) as timer:
                 for server in self._servers:
@@ -262,16 +239,13 @@ class ToolSession:
         await asyncio.gather(*(self._let_go(share) for share in self._shares.values()))
 
     async def _reset(self, share: _Share, task: dict[str, Any]) -> Content:
-        server = share.server
-        schema = server.hidden["reset"].input_schema
-        fields = task
-        if not schema.get("additionalProperties"):
-            fields = {key: value for key, value in task.items() if key in properties_of(schema)}
+        server, schema = share.server, share.server.hidden["reset"].input_schema
+        takes_all = schema.get("additionalProperties")
+        fields = {key: value for key, value in task.items() if takes_all or key in properties_of(schema)}
         if missing := [key for key in required_of(schema) if key not in task]:
-            raise ToolInfrastructureError(
-                f"environment {server.name}: reset needs {', '.join(missing)}, which the task does not have; "
-                f"its fields are {', '.join(task) or 'none'}"
-            )
+            problem = f"reset needs {', '.join(missing)}, which the task does not have"
+            told = f"{problem}; its fields are {', '.join(task) or 'none'}"
+            raise ToolInfrastructureError(f"environment {server.name}: {told}")
         share.asked = True
         seconds = server.config.timeout_seconds
         result = await self._control(share, "reset", fields, server.reset_seconds, reset_seconds=seconds)
@@ -312,8 +286,7 @@ class ToolSession:
         failure: type[ToolInfrastructureError] = ToolInfrastructureError,
         reset_seconds: float | None = None,
     ) -> CallToolResult:
-        """Call one of an environment's hidden tools, which must succeed. Raises `failure` if it fails or takes too
-        long."""
+        """Call one of an environment's hidden tools. Raises `failure` if it fails or takes too long."""
         server = share.server
         tool = server.hidden[role].name
         try:
@@ -414,6 +387,5 @@ def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
             answer = answer["result"]  # the SDK's MCPServer wraps a plain return value this way
         return EnvironmentReward.parse(answer, "it")
     except (ValueError, TypeError) as error:
-        raise EnvironmentRewardError(
-            f"environment {server}: reward answered {short(text_of(content_of(result)))}: {error}"
-        ) from None
+        said = short(text_of(content_of(result)))
+        raise EnvironmentRewardError(f"environment {server}: reward answered {said}: {error}") from None

@@ -31,11 +31,7 @@ _NAMED_PARTS = 8
 
 @asynccontextmanager
 async def open_toolset(
-    recipe: ToolsRecipe,
-    base: Path,
-    log: Log = lambda record: None,
-    objects: Sequence[Any] = (),
-    processes: int = 1,
+    recipe: ToolsRecipe, base: Path, log: Log = lambda record: None, objects: Sequence[Any] = (), processes: int = 1
 ) -> "AsyncIterator[Toolset]":
     """Open every tool and MCP server of `recipe` concurrently; close them on exit.
 
@@ -47,10 +43,8 @@ async def open_toolset(
             MCP server objects.
         processes: Number of processes like this one, which share the machine's memory.
 
-    Raises:
-        UserCodeError, TypeError, ValueError: the recipe is wrong: a reference that cannot be loaded, an object that
-            cannot be served, an unset environment variable, names that clash, tools that a server does not have.
-        ToolInfrastructureError: a server could not be started or reached.
+    Raises UserCodeError, TypeError or ValueError if the recipe is wrong, such as for names that clash or tools that a
+    server does not have; ToolInfrastructureError if a server could not be started or reached.
     """
     servers: dict[str, ToolServer] = {}
     most = recipe.limits.result_bytes
@@ -101,10 +95,8 @@ class Toolset:
             for tool in server.tools:
                 name = server.config.prefix + tool.name
                 if other := self._routes.get(name):
-                    raise ValueError(
-                        f"the tool {name} is offered by {other.server.name} and by {server.name}; "
-                        f"remove one, or set mcp_servers.{server.name}.prefix"
-                    )
+                    problem = f"the tool {name} is offered by {other.server.name} and by {server.name}"
+                    raise ValueError(f"{problem}; remove one, or set mcp_servers.{server.name}.prefix")
                 check = None if ROLE_KEY in (tool.meta or {}) else ArgumentCheck(tool.input_schema)
                 if check is not None and check.unchecked:
                     unchecked[tool.name] = check.unchecked
@@ -167,8 +159,8 @@ class Toolset:
         }
 
     def check_rows(self, tasks: Sequence[dict[str, Any]], section: str, has_rewards: bool) -> None:
-        """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs, or if an
-        environment in this process refuses it. For `has_rewards` see Environment.check_data_row."""
+        """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs, or an
+        environment in this process refuses it. `has_rewards`: see Environment.check_data_row."""
         for field, who in self.needed.items():
             for number, task in enumerate(tasks, 1):
                 if field not in task:
@@ -184,12 +176,8 @@ class Toolset:
         self, key: str, task: dict[str, Any], limit: Deadline | None = None
     ) -> "AsyncIterator[ToolSession]":
         """Open a session for the chain `key`, unique in this run: reset its environments with `task`, within `limit`,
-        and release them on exit.
-
-        Raises:
-            ToolInfrastructureError: no instance became free in time, an environment could not be reset in time, or its
-                server died.
-        """
+        and release them on exit. Raises ToolInfrastructureError if an instance or a reset did not come in time, or a
+        server died."""
         session = ToolSession(key, self._servers, self._routes)
         try:
             await session.begin(task, limit)

@@ -28,10 +28,16 @@ def _error(name: str, error: Any, reads: str, kind: CallError = CallError.TOOL_E
     return Answer(name, message_of(error=error), reads, kind, told)
 
 
+def _both(name: str, text: str, structured: Any, told: str = "") -> Answer:
+    result = {"content": [{"type": "text", "text": text}], "structuredContent": structured}
+    return _result(name, result, text, told=told)
+
+
 _PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 _A = {"type": "text", "text": "a"}
 _SHOWN = [_A, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_PNG}"}}]
 _HEAD = '{"jsonrpc": "2.0", "id": "$ID", '
+_FAILED, _UNREADABLE = CallError.TOOL_ERROR, "The server's answer cannot be read"
 
 ANSWERS = [
     # JSON-RPC errors of a living server
@@ -50,36 +56,16 @@ ANSWERS = [
     ),
     _error("code-text", {"code": "E_FAIL", "message": "boom"}, "boom", told="error 0"),
     _error("error-text", "boom", "boom", told="error 0"),
-    Answer(
-        "error-and-result", message_of(result=None, error={"code": 5, "message": "x"}), "x", CallError.TOOL_ERROR, "5"
-    ),
-    Answer(
-        "id-null",
-        '{"jsonrpc": "2.0", "id": null, "error": {"code": 7, "message": "x"}}',
-        "x",
-        CallError.TOOL_ERROR,
-        "7",
-    ),
+    Answer("error-and-result", message_of(result=None, error={"code": 5, "message": "x"}), "x", _FAILED, "5"),
+    Answer("id-null", '{"jsonrpc": "2.0", "id": null, "error": {"code": 7, "message": "x"}}', "x", _FAILED, "7"),
     # the envelope
     Answer("error-null", message_of(result={"content": [_A]}, error=None), "a"),
     Answer("no-version", '{"id": "$ID", "result": {"content": [{"type": "text", "text": "a"}]}}', "a"),
     Answer("batch", f"[{message_of(result={'content': [_A]})}]", "a"),
     Answer("result-null", message_of(result=None), "", told="no `content`"),
     Answer("result-text", message_of(result="plain"), "plain", told="no list, but 'plain'"),
-    Answer(
-        "no-json",
-        _HEAD + '"result": {"content": [oops]}}',
-        "The server's answer cannot be read",
-        CallError.TOOL_ERROR,
-        "error -32700",
-    ),
-    Answer(
-        "too-deep",
-        _HEAD + '"result": ' + "[" * 9999 + "]" * 9999 + "}",
-        "The server's answer cannot be read",
-        CallError.TOOL_ERROR,
-        "error -32700",
-    ),
+    Answer("no-json", _HEAD + '"result": {"content": [oops]}}', _UNREADABLE, _FAILED, "error -32700"),
+    Answer("too-deep", _HEAD + '"result": ' + "[" * 9999 + "]" * 9999 + "}", _UNREADABLE, _FAILED, "error -32700"),
     # text
     Answer("half-emoji", _HEAD + r'"result": {"content": [{"type": "text", "text": "cut \ud83d"}]}}', "cut \ufffd"),
     Answer("escaped-half", _HEAD + r'"result": {"content": [{"type": "text", "text": "\\ud83d"}]}}', r"\ud83d"),
@@ -94,31 +80,18 @@ ANSWERS = [
     _result("content-text", {"content": "plain"}, "plain", told="no list, but 'plain'"),
     _result("other-fields", {"answer": 42, "_meta": {}}, '{"answer": 42}', told="models read all of it"),
     _result("structured-list", {"content": [], "structuredContent": [1, 2]}, "[1, 2]"),
-    _result(
-        "error-empty", {"content": [], "isError": True}, "The tool failed without a message.", CallError.TOOL_ERROR
-    ),
+    _result("error-empty", {"content": [], "isError": True}, "The tool failed without a message.", _FAILED),
     _result("error-null-flag", {"content": [_A], "isError": None}, "a"),
     _result("result-type", {"content": [_A], "resultType": "task"}, "a"),
     # structured content beside text, as servers of PyPI and npm send it
-    _result(
-        "both-equal",
-        {"content": [{"type": "text", "text": '{\n "n": 1\n}'}], "structuredContent": {"n": 1}},
-        '{\n "n": 1\n}',
-    ),
-    _result("both-wrapped", {"content": [_A], "structuredContent": {"result": "a"}}, "a"),
-    _result(
-        "both-escaped",
-        {"content": [{"type": "text", "text": '{"s": "\\u00fc\\n"}'}], "structuredContent": {"s": "\u00fc\n"}},
-        '{"s": "\\u00fc\\n"}',
-    ),
-    _result(
+    _both("both-equal", '{\n "n": 1\n}', {"n": 1}),
+    _both("both-wrapped", "a", {"result": "a"}),
+    _both("both-escaped", '{"s": "\\u00fc\\n"}', {"s": "\u00fc\n"}),
+    _both(
         "summary",
-        {
-            "content": [{"type": "text", "text": "Found 2 items."}],
-            "structuredContent": {"items": [{"id": "x"}, {"id": 7}]},
-        },
         "Found 2 items.",
-        told="the text of t lacks values of its structuredContent (items.0.id, items.1.id); models read the text",
+        {"items": [{"id": "x"}, {"id": 7}]},
+        "the text of t lacks values of its structuredContent (items.0.id, items.1.id); models read the text",
     ),
     _result("blank-text", {"content": [{"type": "text", "text": " "}], "structuredContent": {"a": 1}}, '{"a": 1}'),
     _result("blank-both", {"content": [{"type": "text", "text": ""}], "structuredContent": {"result": ""}}, ""),
@@ -129,12 +102,7 @@ ANSWERS = [
         told="lacks values of its structuredContent (file)",
     ),
     # errors as servers of npm write them
-    Answer(
-        "banner-before",
-        "Server listening\n" + message_of(result={"content": [_A]}),
-        "a",
-        told="",
-    ),
+    Answer("banner-before", "Server listening\n" + message_of(result={"content": [_A]}), "a"),
     Answer(
         "progress-before",
         '{"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": 9, "progress": 1}}\n'

@@ -43,7 +43,6 @@ class Fuzzer:
         self.faults: list[str] = []
 
     async def step(self) -> None:
-        """Try one mutant of a schema, and one of an answer."""
         case = self.random.choice(SCHEMAS)
         schema = self.mutants.of(case.schema)
         await self._try("schema", schema, self._schema(schema, self.mutants.of(case.passes)))
@@ -114,7 +113,6 @@ class Fuzzer:
 
 
 def _is_wrong(schema: Any) -> bool:
-    """Return whether the standard refuses a keyword of the root or of a property."""
     if not isinstance(schema, dict):
         return True
     plain = {key: value for key, value in schema.items() if key != "$schema"}
@@ -154,7 +152,6 @@ def _check_texts(notices: list[str], result: ToolResult) -> None:
 
 
 async def fuzz(seed: int, seconds: float, steps: int | None = None) -> Fuzzer:
-    """Run a fuzzer for `seconds`, or for `steps`."""
     fuzzer, until = Fuzzer(seed), time.monotonic() + seconds
     done = 0
     while time.monotonic() < until if steps is None else done < steps:

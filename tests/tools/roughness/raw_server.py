@@ -19,7 +19,6 @@ def message_of(**fields: Any) -> str:
 
 
 def replies(plan: dict[str, Any], line: str) -> list[str]:
-    """Return the lines that answer a line."""
     message = json.loads(line)
     number, method = message.get("id"), message.get("method")
     if number is None:

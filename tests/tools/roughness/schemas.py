@@ -15,11 +15,11 @@ class Rough(NamedTuple):
     unchecked: str = ""
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties}
+def _of(more: dict[str, Any] | None = None, /, **properties: Any) -> dict[str, Any]:
+    return {**(more or {}), "type": "object", "properties": properties}
 
 
-_TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}
+_TEXT, _INT = {"type": "string"}, {"type": "integer"}
 _DRAFT = {n: f"http://json-schema.org/draft-0{n}/schema#" for n in (3, 4, 6, 7)}
 _DRAFT2019 = "https://json-schema.org/draft/2019-09/schema"
 _DRAFT2020 = "https://json-schema.org/draft/2020-12/schema"
@@ -31,9 +31,8 @@ _NODE = {
 
 SCHEMAS = [
     # references
-    Rough("dangling", _object(x={"$ref": "#/$defs/Nope"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "properties.x.$ref"),
-    Rough("remote", _object(x={"$ref": "https://example.com/s.json"}, y=_WHOLE), {"x": 1}, {"y": "a"}, "x.$ref"),
-    Rough("ref-of-number", _object(x={"$ref": 5}), {"x": 1}, None, "properties.x.$ref (5)"),
+    Rough("dangling", _of(x={"$ref": "#/$defs/Nope"}, y=_INT), {"x": 1}, {"y": "a"}, "properties.x.$ref"),
+    Rough("ref-of-number", _of(x={"$ref": 5}), {"x": 1}, None, "properties.x.$ref (5)"),
     Rough("self", {"$ref": "#"}, {"a": 1}, None, "$ref ('#')"),
     Rough(
         "circle",
@@ -47,97 +46,62 @@ SCHEMAS = [
     ),
     Rough(
         "recursive",
-        {**_object(root={"$ref": "#/$defs/node"}), "$defs": {"node": _NODE}},
+        _of({"$defs": {"node": _NODE}}, root={"$ref": "#/$defs/node"}),
         {"root": {"name": "a", "children": [{"name": "b"}]}},
         {"root": {"name": "a", "children": [{}]}},
     ),
-    Rough(
-        "recursive-root",
-        _object(name=_TEXT, children={"type": "array", "items": {"$ref": "#"}}),
-        {"children": [{"name": "a", "children": []}]},
-        {"children": [{"name": 1}]},
-    ),
-    Rough(
-        "ref-of-property",
-        _object(a={"type": "object", "properties": {"x": _WHOLE}}, b={"$ref": "#/properties/a"}),
-        {"b": {"x": 1}},
-        {"b": {"x": "a"}},
-    ),
-    Rough(
-        "anchor", {**_object(q={"$ref": "#here"}), "$defs": {"Q": {"$anchor": "here", **_WHOLE}}}, {"q": 1}, {"q": "a"}
-    ),
-    Rough(
-        "escaped-pointer", {**_object(q={"$ref": "#/$defs/a~1b%20c"}), "$defs": {"a/b c": _WHOLE}}, {"q": 1}, {"q": "a"}
-    ),
-    Rough("id-of-number", {"$id": 5, **_object(q=_WHOLE)}, {"q": 1}, {"q": "a"}),
+    Rough("anchor", _of({"$defs": {"Q": {"$anchor": "here", **_INT}}}, q={"$ref": "#here"}), {"q": 1}, {"q": "a"}),
+    Rough("escaped-pointer", _of({"$defs": {"a/b c": _INT}}, q={"$ref": "#/$defs/a~1b%20c"}), {"q": 1}, {"q": "a"}),
+    Rough("id-of-number", _of({"$id": 5}, q=_INT), {"q": 1}, {"q": "a"}),
     Rough(
         "elsewhere",
-        {**_object(q={"$ref": "#/x/Q"}), "x": {"Q": {"type": "strng", "minimum": 3}}},
+        _of({"x": {"Q": {"type": "strng", "minimum": 3}}}, q={"$ref": "#/x/Q"}),
         {"q": 4},
         {"q": 1},
         "x.Q.type",
     ),
     Rough(
-        "dynamic-ref",
-        {"$dynamicAnchor": "n", **_object(c={"$dynamicRef": "#n"}, v=_WHOLE)},
-        {"c": {"v": 1}},
-        {"c": {"v": "a"}},
+        "dynamic-ref", _of({"$dynamicAnchor": "n"}, c={"$dynamicRef": "#n"}, v=_INT), {"c": {"v": 1}}, {"c": {"v": "a"}}
     ),
     # patterns
-    Rough(
-        "named-group",
-        _object(s={"type": "string", "pattern": "^(?<year>[0-9]{4})$"}),
-        {"s": "x"},
-        {"s": 1},
-        "s.pattern",
-    ),
-    Rough("unicode-class", _object(s={"type": "string", "pattern": r"^\p{L}+$"}), {"s": "1"}, {"s": 1}, "s.pattern"),
-    Rough("dash-in-class", _object(s={"pattern": r"^[\w-.]+$"}), {"s": "!"}, None, "s.pattern"),
-    Rough("pattern-null", _object(s={"type": "string", "pattern": None}), {"s": "!"}, {"s": 1}, "s.pattern (None)"),
-    Rough("slow-pattern", _object(s={"pattern": "^(a+)+$"}), {"s": "a" * 40}, {"s": "b"}),
-    Rough("lookbehind", _object(s={"pattern": "(?<=a.*)b"}), {"s": "!"}, None, "s.pattern"),
+    Rough("unicode-class", _of(s={"type": "string", "pattern": r"^\p{L}+$"}), {"s": "1"}, {"s": 1}, "s.pattern"),
+    Rough("dash-in-class", _of(s={"pattern": r"^[\w-.]+$"}), {"s": "!"}, None, "s.pattern"),
+    Rough("pattern-null", _of(s={"type": "string", "pattern": None}), {"s": "!"}, {"s": 1}, "s.pattern (None)"),
+    Rough("slow-pattern", _of(s={"pattern": "^(a+)+$"}), {"s": "a" * 40}, {"s": "b"}),
+    Rough("lookbehind", _of(s={"pattern": "(?<=a.*)b"}), {"s": "!"}, None, "s.pattern"),
     Rough(
         "key-pattern",
-        {"type": "object", "patternProperties": {r"^\p{L}": _WHOLE}, "additionalProperties": False},
+        {"type": "object", "patternProperties": {r"^\p{L}": _INT}, "additionalProperties": False},
         {"é": "a"},
         None,
         "patternProperties.",
     ),
     # values of keywords
-    Rough("required-true", _object(s={"type": "string", "required": True}), {}, {"s": 1}, "s.required (True)"),
-    Rough("required-text", {**_object(s=_TEXT), "required": "s"}, {}, {"s": 1}, "required ('s')"),
+    Rough("required-true", _of(s={"type": "string", "required": True}), {}, {"s": 1}, "s.required (True)"),
+    Rough("required-text", _of({"required": "s"}, s=_TEXT), {}, {"s": 1}, "required ('s')"),
     Rough(
         "python-types",
-        _object(s={"type": "str"}, f={"type": "float"}, d=_WHOLE),
+        _of(s={"type": "str"}, f={"type": "float"}, d=_INT),
         {"s": 1, "f": "a"},
         {"d": "a"},
         "s.type ('str')",
     ),
-    Rough("type-any", _object(s={"type": "any"}), {"s": [1]}, None, "s.type ('any')"),
-    Rough("types-empty", _object(s={"type": []}), {"s": 1}, None, "s.type ([])"),
+    Rough("types-empty", _of(s={"type": []}), {"s": 1}, None, "s.type ([])"),
+    Rough("enum-null", _of(s={"type": "string", "enum": None, "description": None}), {"s": "a"}, {"s": 1}, "s.enum"),
+    Rough("enum-mixed", _of(s={"enum": ["x", 1, None, True]}), {"s": None}, {"s": 2}),
+    Rough("minimum-text", _of(n={"type": "integer", "minimum": "0"}), {"n": -1}, {"n": "a"}, "n.minimum ('0')"),
+    Rough("length-negative", _of(s={"minLength": -1, "maxLength": 2}), {"s": ""}, {"s": "abc"}, "s.minLength (-1)"),
+    Rough("exclusive-true", _of(n={"minimum": 0, "exclusiveMinimum": True}), {"n": 0}, {"n": -1}, "n.exclusiveMinimum"),
     Rough(
-        "enum-null", _object(s={"type": "string", "enum": None, "description": None}), {"s": "a"}, {"s": 1}, "s.enum"
+        "additional-text", _of({"additionalProperties": "false"}, s=_TEXT), {"t": 1}, {"s": 1}, "additionalProperties"
     ),
-    Rough("enum-mixed", _object(s={"enum": ["x", 1, None, True]}), {"s": None}, {"s": 2}),
-    Rough("minimum-text", _object(n={"type": "integer", "minimum": "0"}), {"n": -1}, {"n": "a"}, "n.minimum ('0')"),
-    Rough("length-negative", _object(s={"minLength": -1, "maxLength": 2}), {"s": ""}, {"s": "abc"}, "s.minLength (-1)"),
-    Rough(
-        "exclusive-true", _object(n={"minimum": 0, "exclusiveMinimum": True}), {"n": 0}, {"n": -1}, "n.exclusiveMinimum"
-    ),
-    Rough(
-        "additional-text",
-        {**_object(s=_TEXT), "additionalProperties": "false"},
-        {"t": 1},
-        {"s": 1},
-        "additionalProperties",
-    ),
-    Rough("one-of-object", _object(s={"oneOf": {"type": "string"}}), {"s": 1}, None, "s.oneOf"),
-    Rough("items-list", _object(a={"type": "array", "items": [_TEXT]}), {"a": [1]}, {"a": 1}, "a.items"),
-    Rough("not-hole", _object(s={"not": {"pattern": r"\p{L}"}}), {"s": "a"}, None, "s.not.pattern"),
-    Rough("one-of-hole", _object(s={"oneOf": [{"pattern": r"^\p{L}"}, _TEXT]}), {"s": "a"}, None, "s.oneOf.0.pattern"),
+    Rough("one-of-object", _of(s={"oneOf": {"type": "string"}}), {"s": 1}, None, "s.oneOf"),
+    Rough("items-list", _of(a={"type": "array", "items": [_TEXT]}), {"a": [1]}, {"a": 1}, "a.items"),
+    Rough("not-hole", _of(s={"not": {"pattern": r"\p{L}"}}), {"s": "a"}, None, "s.not.pattern"),
+    Rough("one-of-hole", _of(s={"oneOf": [{"pattern": r"^\p{L}"}, _TEXT]}), {"s": "a"}, None, "s.oneOf.0.pattern"),
     Rough(
         "if-hole",
-        _object(s={"if": {"$ref": "#/nope"}, "then": {"minLength": 9}, "type": "string"}),
+        _of(s={"if": {"$ref": "#/nope"}, "then": {"minLength": 9}, "type": "string"}),
         {"s": "a"},
         {"s": 1},
         "s.if.$ref",
@@ -150,57 +114,49 @@ SCHEMAS = [
         "allOf.0.$ref",
     ),
     # numbers
-    Rough("cents", _object(n={"type": "number", "multipleOf": 0.01}), {"n": 0.07}, {"n": 0.071}),
-    Rough("large-whole", _object(n={"type": "integer", "maximum": 9007199254740991}), {"n": 5.0}, {"n": 2**53}),
+    Rough("cents", _of(n={"type": "number", "multipleOf": 0.01}), {"n": 0.07}, {"n": 0.071}),
+    Rough("large-whole", _of(n={"type": "integer", "maximum": 9007199254740991}), {"n": 5.0}, {"n": 2**53}),
     # shapes
-    Rough("true-subschema", _object(any=True, n=_WHOLE), {"any": [None]}, {"n": "a"}),
-    Rough("false-subschema", _object(never=False), {}, {"never": 1}),
+    Rough("true-subschema", _of(any=True, n=_INT), {"any": [None]}, {"n": "a"}),
+    Rough("false-subschema", _of(never=False), {}, {"never": 1}),
     Rough("empty", {}, {"a": 1}, None),
     Rough("php-list", {"type": "object", "properties": []}, {"a": 1}, None, "properties ([])"),
     Rough(
-        "property-text",
-        {**_object(a="string", b=_WHOLE), "additionalProperties": False},
-        {"a": 1},
-        {"c": 1},
-        "properties.a",
+        "property-text", _of({"additionalProperties": False}, a="string", b=_INT), {"a": 1}, {"c": 1}, "properties.a"
     ),
     Rough("type-of-root", {"type": "string", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 2}, "type ('string')"),
-    # as servers of PyPI and npm send them
-    Rough("nullable-openapi", _object(v={"type": "string", "nullable": True}), {"v": "a"}, {"v": 1}),
     # drafts
-    Rough("draft-03", {"$schema": _DRAFT[3], **_object(n={"type": "integer", "required": True})}, {"n": 1}, {}),
-    Rough(
-        "draft-04", {"$schema": _DRAFT[4], **_object(n={"minimum": 0, "exclusiveMinimum": True})}, {"n": 1}, {"n": 0}
-    ),
-    Rough("draft-06", {"$schema": _DRAFT[6], **_object(n={"exclusiveMinimum": 0, "const": 1})}, {"n": 1}, {"n": 0}),
+    Rough("draft-03", _of({"$schema": _DRAFT[3]}, n={"type": "integer", "required": True}), {"n": 1}, {}),
+    Rough("draft-04", _of({"$schema": _DRAFT[4]}, n={"minimum": 0, "exclusiveMinimum": True}), {"n": 1}, {"n": 0}),
+    Rough("draft-06", _of({"$schema": _DRAFT[6]}, n={"exclusiveMinimum": 0, "const": 1}), {"n": 1}, {"n": 0}),
     Rough(
         "draft-07",
-        {"$schema": _DRAFT[7], **_object(a={"items": [_TEXT]}, i={"if": _TEXT, "then": {"minLength": 2}})},
+        _of({"$schema": _DRAFT[7]}, a={"items": [_TEXT]}, i={"if": _TEXT, "then": {"minLength": 2}}),
         {"a": ["b"]},
         {"a": [1]},
     ),
     Rough(
         "draft-2019",
-        {"$schema": _DRAFT2019, **_object(a={"contains": _TEXT, "minContains": 2})},
+        _of({"$schema": _DRAFT2019}, a={"contains": _TEXT, "minContains": 2}),
         {"a": ["b", "c"]},
         {"a": ["b"]},
     ),
     Rough(
         "draft-2020",
-        {"$schema": _DRAFT2020, **_object(a={"prefixItems": [_TEXT], "items": False})},
+        _of({"$schema": _DRAFT2020}, a={"prefixItems": [_TEXT], "items": False}),
         {"a": ["b"]},
         {"a": ["b", 1]},
     ),
-    Rough("draft-list", {"$schema": ["x"], **_object(n=_WHOLE)}, {"n": 1}, {"n": "a"}),
+    Rough("draft-list", _of({"$schema": ["x"]}, n=_INT), {"n": 1}, {"n": "a"}),
     Rough(
         "draft-inside",
-        _object(n={"$schema": _DRAFT[4], "multipleOf": 0.01}, m={"$schema": {}}),
+        _of(n={"$schema": _DRAFT[4], "multipleOf": 0.01}, m={"$schema": {}}),
         {"n": 0.07, "m": 1},
         {"n": 0.071},
     ),
     Rough(
         "dependencies",
-        {"$schema": _DRAFT[7], **_object(a=_TEXT), "dependencies": {"a": ["b"], "c": {"required": ["d"]}, "e": 5}},
+        _of({"$schema": _DRAFT[7], "dependencies": {"a": ["b"], "c": {"required": ["d"]}, "e": 5}}, a=_TEXT),
         {"a": "x", "b": 1},
         {"a": "x"},
         "dependencies.e",

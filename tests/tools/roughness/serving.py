@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import anyio
-from mcp import StdioServerParameters
 from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 
@@ -38,7 +37,6 @@ async def opened(
 
 @contextmanager
 def noticed() -> Iterator[list[Notice]]:
-    """Collect the notices to the user."""
     notices: list[Notice] = []
 
     class Collect(logging.Handler):
@@ -57,12 +55,7 @@ def noticed() -> Iterator[list[Notice]]:
 def _in_process(plan: dict[str, Any]) -> Any:
     @asynccontextmanager
     async def transport(
-        server: StdioServerParameters,
-        errlog: Any,
-        most: int,
-        tell: Tell,
-        on_end: Callable[[], None],
-        on_start: Callable[[int], None],
+        server: Any, errlog: Any, most: int, tell: Tell, **notes: Any
     ) -> AsyncIterator[TransportStreams]:
         incoming_end, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](64)
         outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](64)
@@ -86,7 +79,6 @@ def _in_process(plan: dict[str, Any]) -> Any:
 
 
 def tool_of(name: str, schema: Any) -> dict[str, Any]:
-    """Return a tool in a list of tools."""
     return {"name": name, "description": name, "inputSchema": schema}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from tests.tools.roughness.answers import ANSWERS, Answer
+from tests.tools.roughness.fuzz import fuzz
 from tests.tools.roughness.raw_server import message_of
 from tests.tools.roughness.serving import opened, plan_of, tool_of
 
@@ -128,8 +129,7 @@ async def test_a_rough_handshake(changes: dict[str, Any]) -> None:
     assert notices == []
 
 
-async def test_a_version_that_nobody_speaks() -> None:
-    plan = plan_of([TOOL], initialize=message_of(result=INFO | {"protocolVersion": "2031-01-01"}))
-    with pytest.raises(ToolInfrastructureError, match="Unsupported protocol version from the server: 2031-01-01"):
-        async with opened(plan):
-            pass
+async def test_mutants_work_or_are_named() -> None:
+    fuzzer = await fuzz(seed=39, seconds=0, steps=40)
+    assert not fuzzer.faults, "\n".join(fuzzer.faults[:3])
+    assert sum(fuzzer.found.values()) == 80
