@@ -93,12 +93,8 @@ class ToolErrors:
         calls, fine = found.total(), found.pop("", 0)
         [(error, _)] = found.most_common(1)
         self._told.add(tool)
-        notify(
-            logger,
-            f"tool {tool} raises",
-            f"tool {tool}: {calls - fine} of {calls} calls failed, such as: {error}",
-            times=0,
-        )
+        text = f"tool {tool}: {calls - fine} of {calls} calls failed, such as: {error}"
+        notify(logger, f"tool {tool} raises", text, times=0)
 
 
 _LEAST_WAIT = 0.001
@@ -218,6 +214,8 @@ class Episode:
         """The chain's folder, if it has one."""
         self.reported: EnvironmentReward | None = None
         """The reward that the agent itself reported."""
+        self.own_metrics: dict[str, float] = {}
+        """Metrics of an agent with its own loop."""
 
     @property
     def penalty(self) -> float:
@@ -270,4 +268,5 @@ class Episode:
             **{f"stop/{reason}": float(self.trajectory.stop_reason is reason) for reason in StopReason},
             **self.limits.metrics(),
             **tools,
+            **self.own_metrics,
         }

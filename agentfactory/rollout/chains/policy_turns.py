@@ -1,7 +1,8 @@
 """Turns of the policy, which the agent's hooks sample after a chain's token rows, shortened by `rollout.context`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.agent_hooks import AgentError, AgentHooks, Turn
@@ -36,25 +37,17 @@ class PolicyTurns:
         self.rows.begin(self.rows.open(opening))
 
     async def take(self, anchor: str | None) -> TakenTurn:
-        turn, agent = self._turn(self.config.assistant_prefix), self.agent
-        try:
-            completion = await agent.generate(turn)
+        turn = self._turn(self.config.assistant_prefix)
+        with self._blaming_agent("generate"):
+            completion = await self.agent.generate(turn)
             if not any(completion is made for made in turn.made):
                 raise TypeError(f"it returned {completion!r:.200}, not a result of turn.sample")
-        except (InferenceError, ServerUnreachableError):
-            raise
-        except Exception as error:
-            self._blame_agent("generate", error)
-            raise
         self._append(completion, anchor)
         # the sampled tokens stay in the trajectory even if the agent fails
-        try:
-            parsed = agent.parse(turn, completion)
+        with self._blaming_agent("parse"):
+            parsed = self.agent.parse(turn, completion)
             if not isinstance(parsed, Parsed):
                 raise TypeError(f"it returned {parsed!r:.200}, not a Parsed")
-        except Exception as error:
-            self._blame_agent("parse", error)
-            raise
         note_roles(self.rows.current, completion, parsed)
         self.episode.trajectory.messages.append(parsed.message)
         self.context.say(parsed.message)
@@ -77,11 +70,9 @@ class PolicyTurns:
 
         async def generate(ids: Sequence[int], most: int, sample: int) -> Completion:
             with episode.timeline.measure(Activity.MODEL, number):
-                row, encoded = self.rows.current, self.rows.encoded(ids)
-                stops = self.renderer.stops
-                return await self.sampler.sample(
-                    ids, episode.sampling, number, most, sample, row.images, encoded, stops
-                )
+                images, encoded = self.rows.current.images, self.rows.encoded(ids)
+                sampling, stops = episode.sampling, self.renderer.stops
+                return await self.sampler.sample(ids, sampling, number, most, sample, images, encoded, stops)
 
         return Turn(
             messages=self.context.messages,
@@ -101,10 +92,17 @@ class PolicyTurns:
         append_turn(self.rows.current, completion)
         self.episode.note_turn(sum(completion.mask), anchor)
 
-    def _blame_agent(self, hook: str, error: Exception) -> None:
-        """Log the error and raise AgentError if the hooks are a user's; an error in our own hooks is a bug."""
-        agent = type(self.agent)
-        if agent is not AgentHooks:
+    @contextmanager
+    def _blaming_agent(self, hook: str) -> Iterator[None]:
+        """Log an error of a user's hook and raise AgentError; an error in our own hooks is a bug."""
+        try:
+            yield
+        except (InferenceError, ServerUnreachableError):
+            raise
+        except Exception as error:
+            agent = type(self.agent)
+            if agent is AgentHooks:
+                raise
             logger.error("the agent failed in chain %s", self.episode.trajectory.id, exc_info=error)
             raise AgentError(f"{agent.__name__}.{hook}: {type(error).__name__}: {error}") from error
 

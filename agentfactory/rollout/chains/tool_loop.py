@@ -94,10 +94,6 @@ class ToolLoop:
             except ContextOverflowError:
                 return StopReason.CONTEXT_OVERFLOW
 
-    def metrics(self) -> dict[str, float]:
-        """Return all metrics of the chain."""
-        return self.episode.metrics()
-
 
 def _explain(error: str, turn: TakenTurn) -> str:
     """Return the error message that the model gets after a malformed turn."""
