@@ -41,12 +41,13 @@ class Diary(Environment):
     @tool
     def burn(self) -> str:
         """Burn it."""
+        raise RuntimeError("it does not burn")
+
     @tool
     async def read(self) -> str:
         """Read all pages."""
         await asyncio.sleep(0.01)
         return "/".join(self.pages)
-
 
     def reward(self):
         if self.pages[0] == "judged by turn":

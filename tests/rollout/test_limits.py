@@ -159,7 +159,7 @@ async def test_without_a_breach_nothing_moves(tmp_path: Path) -> None:
             "The message was cut at 40 tokens: write a shorter one.",
         ),
         # no token is left for another turn
-        ("context_overflow", {"max_total_tokens": 1000}, [RECITE, "done"], 1, "recite"),
+        ("context_overflow", {"max_total_tokens": 1500}, [RECITE, "done"], 1, "recite"),
     ],
 )
 async def test_limits_of_turns_and_tokens(

@@ -214,8 +214,8 @@ class Episode:
         """The chain's folder, if it has one."""
         self.reported: EnvironmentReward | None = None
         """The reward that the agent itself reported."""
-        self.own_metrics: dict[str, float] = {}
-        """Metrics of an agent with its own loop."""
+        self.own_metrics: Callable[[], dict[str, float]] = dict
+        """Returns metrics of an agent with its own loop."""
 
     @property
     def penalty(self) -> float:
@@ -268,5 +268,5 @@ class Episode:
             **{f"stop/{reason}": float(self.trajectory.stop_reason is reason) for reason in StopReason},
             **self.limits.metrics(),
             **tools,
-            **self.own_metrics,
+            **self.own_metrics(),
         }

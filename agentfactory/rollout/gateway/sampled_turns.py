@@ -36,8 +36,8 @@ class SampledTurn:
 
 
 class RequestedTurns:
-    """A sampler of the requested turns of one chain or conversation, which appends them to `rows`. `longest` is the
-    maximum number of tokens of a row."""
+    """A sampler of the requested turns of one chain or conversation, which appends them to `rows`, of at most `longest`
+    tokens each."""
 
     def __init__(self, rows: list[Row], renderer: Renderer, sampler: Sampler, longest: int) -> None:
         self.tree = ChainTree(rows, renderer)
@@ -67,11 +67,9 @@ class RequestedTurns:
     async def plan(self, turn_request: TurnRequest) -> Plan:
         """Render a conversation. Raise Refusal if it is too long or the chat template refuses it."""
         try:
-            characters = sum(
-                map(_characters, [*turn_request.messages, *(spec.to_openai() for spec in turn_request.specs)])
-            )
+            given = [*turn_request.messages, *(spec.to_openai() for spec in turn_request.specs)]
             # rendering a hundred megabytes would block all chains of the process
-            if characters > MOST_CHARACTERS * self._longest:
+            if (characters := _characters(given)) > MOST_CHARACTERS * self._longest:
                 raise self._overflow(f"{characters} characters")
             messages = await self._images.take_messages(turn_request.messages)
             return self.tree.plan(messages, turn_request.specs, turn_request.session)

@@ -128,17 +128,13 @@ async def serve_chat(
     """Serve chat requests at `port` (0: a free one) with the model `model` of the server at `url`, for clients with
     `key` (None: a random one), and append each turn to the file `log`. Raise SettingError for a text tool-call format,
     which clients cannot parse."""
-    with TemporaryDirectory() as images, log.open("a", encoding="utf-8", errors="replace") as file:
-        renderer = load_renderer(
-            recipe.model,
-            recipe.rollout.parser,
-            reasoning=recipe.rollout.reasoning,
-            base=base,
-            images=Path(images),
-        )
-        check_native(recipe.rollout, renderer.parser.native)
+    rollout = recipe.rollout
+    with TemporaryDirectory() as folder, log.open("a", encoding="utf-8", errors="replace") as file:
+        images = Path(folder)
+        renderer = load_renderer(recipe.model, rollout.parser, reasoning=rollout.reasoning, base=base, images=images)
+        check_native(rollout, renderer.parser.native)
         async with InferenceClient(url, recipe.server.api_key_env) as client, Gateway(port) as gateway:
             await client.check_routes()
             sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.images)
-            with gateway.serving(ChatService(recipe.rollout, renderer, sampler, model, file), key) as endpoint:
+            with gateway.serving(ChatService(rollout, renderer, sampler, model, file), key) as endpoint:
                 yield endpoint

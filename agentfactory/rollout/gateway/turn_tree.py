@@ -27,9 +27,8 @@ _SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True)
 class ComparedMessage:
-    """An assistant message in a form for comparison. `key` is equal for messages with the same content: text without
-    whitespace, and calls with arguments as JSON values. `text` and `reasoning` are stripped; `ids` are those of the
-    calls."""
+    """An assistant message in a form for comparison. `key` is equal for messages of the same text but for whitespace,
+    and the same calls by JSON values; `text` and `reasoning` are stripped; `ids` are those of the calls."""
 
     key: str
     text: str
@@ -39,16 +38,11 @@ class ComparedMessage:
     @classmethod
     def of(cls, message: Message) -> "ComparedMessage":
         """Return the comparison form of an assistant message."""
-        text = content_text(message.get("content"))
-        calls = message.get("tool_calls") or []
+        text, calls = content_text(message.get("content")), message.get("tool_calls") or []
         made = [[call["function"]["name"], _value(call["function"]["arguments"])] for call in calls]
         key = json.dumps([_SPACE.sub("", text), made], sort_keys=True, ensure_ascii=False)
-        return cls(
-            key,
-            text.strip(),
-            str(message.get("reasoning_content") or "").strip(),
-            tuple(str(call["id"]) for call in calls),
-        )
+        reasoning = str(message.get("reasoning_content") or "").strip()
+        return cls(key, text.strip(), reasoning, tuple(str(call["id"]) for call in calls))
 
 
 @dataclass(frozen=True)
