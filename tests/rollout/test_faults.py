@@ -19,7 +19,6 @@ from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Group
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
-from tests.recording_proxy import record
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -165,26 +164,6 @@ async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
         assert server.starts == 3
     log = run.said()
     assert log.count("has proven that it holds version") + log.count("waits for a server") >= 2
-
-
-@pytest.mark.long
-async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    with servers(tmp_path, warm_start) as (server,):
-        async with record(server.url) as proxy:
-            with training(tmp_path, warm_start, tasks, [proxy.url]) as run:
-                await run.steps(2)
-                proxy.fails_with = 500
-                await asyncio.sleep(10)
-                done = len(run.metrics())
-                proxy.fails_with = None
-                await check_whole(run)
-    assert proxy.failures > 0
-    assert done < STEPS
-    # a failed turn is requested again with the same ids, and each answer is in one row
-    turns = [answer for asked, answer in proxy.exchanges if "logprob_token_ids" not in asked["sampling_params"]]
-    sampled = sum(len(answer["choices"][0]["token_ids"]) for answer in turns)
-    kept = sum(sum(row.mask) for group in run.groups() for chain in group.trajectories for row in chain.rows)
-    assert sampled == kept
 
 
 async def test_when_no_server_is_left_the_run_stops_and_says_so(tmp_path: Path, warm_start: Path, tasks: Path) -> None:

@@ -12,18 +12,11 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import AgentConfig, OutsideOptions, Part, RolloutConfig
-from agentfactory.rollout.data import TaskMix, TaskOrder
+from agentfactory.rollout.config import AgentConfig, OutsideOptions, RolloutConfig
 from agentfactory.rollout.gateway import outside_agent as outside
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.outside_agent import OutsideAgent
-from agentfactory.rollout.groups.group_files import read_groups
-from agentfactory.rollout.groups.producer import GroupProducer
-from agentfactory.rollout.groups.staleness import Admission
-from agentfactory.rollout.inference.weight_versions import Published
-from agentfactory.rollout.sources import Source
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from agentfactory.rollout.workers.worker_socket import Delivered
 from tests.scripted_chains import Scripted, scripted_chains
 
 TOKEN = "for tests"
@@ -160,40 +153,6 @@ async def test_a_program_that_never_answers_is_a_timeout(tmp_path: Path) -> None
         lost = await running
         assert (lost.outcome, lost.reward, lost.turns) == (Outcome.TIMEOUT, None, 1)
         assert (await program.post("/reward", key, reward=1.0))[0] == 401
-
-
-async def test_a_task_that_was_kept_too_long_is_given_out_once_more(tmp_path: Path) -> None:
-    limits: dict[str, Any] = {"timeout_seconds": 5.0, "group_size": 2, "on_outcome": {"timeout": "retry"}}
-    delivered: asyncio.Queue[tuple[list[Delivered], dict[str, float]]] = asyncio.Queue()
-
-    async def deliver(batch: list[Delivered], figures: dict[str, float]) -> None:
-        delivered.put_nowait((batch, figures))
-
-    async with elsewhere(tmp_path, ["a", "b"], rewards=[], rollout=limits) as (chains, program):
-        runner = chains.runner
-        rows, admission = [{"question": "go"}], Admission(1, 0, 1, 0, 0)
-        order = TaskMix([TaskOrder(rows, seed=0, shuffle=False)], [1.0], seed=0)
-        sources = [Source(Part("data", runner.setup.recipe), rows, runner)]
-        published = Published(0, "policy", "policy")
-        saved = tmp_path / "train.jsonl"
-        producer = GroupProducer(runner.setup.config, sources, order, admission, published, saved, deliver)
-        running = asyncio.create_task(producer.run())
-        kept, other = [await program.take() for _ in range(2)]
-        await program.ask(other["key"])
-        await program.post("/reward", other["key"], reward=1.0)
-        again = await program.take()
-        assert (again["chain"], again["task"]) == (f"{kept['chain']}.retry", kept["task"])
-        assert (await program.post("/reward", kept["key"], reward=1.0))[0] == 401, "that chain is over"
-        await program.ask(again["key"])
-        await program.post("/reward", again["key"], reward=0.0)
-        async with asyncio.timeout(30):
-            (group,), figures = await delivered.get()
-        running.cancel()
-        assert set(group.chains) == {again["chain"], other["chain"]}
-        assert figures["filtered/timeout"] == 1
-        (written,) = read_groups(saved)
-        rewards = {chain.id: chain.reward for chain in written.trajectories}
-        assert rewards == {again["chain"]: 0.0, other["chain"]: 1.0}
 
 
 async def test_a_request_that_ends_takes_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,20 +112,3 @@ def test_coverage_with_few_tasks_of_several_samples(tasks: int, samples: int) ->
                 if low <= rate <= high
             )
             assert covered >= 0.95, (rate, likeness)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("samples", [4, 16])
-@pytest.mark.parametrize(("tasks", "draws"), [(20, 600), (200, 200)])
-def test_coverage_with_many_tasks_of_several_samples(tasks: int, draws: int, samples: int) -> None:
-    """Simulated."""
-    generator = np.random.default_rng(0)
-    for rate in RATES:
-        for likeness in (0.1, 0.5):
-            covered = 0
-            for _ in range(draws):
-                passed = generator.binomial(samples, generator.beta(*beta(rate, likeness), tasks))
-                low, high = of_proportion(tasks_of(passed.tolist(), samples))
-                covered += low <= rate <= high
-            # less three standard deviations of the simulation
-            assert covered / draws >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / draws), (rate, likeness)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -208,15 +209,8 @@ def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
     # a chat endpoint reads the calls itself
     reads_text = not offer.parser.native or format_name(offer.parser) is not None
     # one of each group, then the second of each group, and so on
-    ranked = sorted(
-        (
-            (place, number, chain)
-            for number, group in enumerate(groups)
-            for place, chain in enumerate(group.trajectories)
-        ),
-        key=lambda ranked: ranked[:2],
-    )
-    for _, _, chain in ranked:
+    ranks = zip_longest(*(group.trajectories for group in groups))
+    for chain in (chain for rank in ranks for chain in rank if chain is not None):
         if (message := _first_turn(chain)) is None:
             continue
         look.first_turns += 1
@@ -253,10 +247,8 @@ def _shown(message: Message) -> str:
 
 
 def _written(function: dict[str, Any]) -> str:
-    arguments = function["arguments"]
-    return (
-        f"{function['name']} {arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}"
-    )
+    name, arguments = function["name"], function["arguments"]
+    return f"{name} {arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}"
 
 
 def format_name(parser: Parser) -> str | None:
@@ -270,20 +262,13 @@ def formats_that_read(texts: Sequence[str], specs: Sequence[ToolSpec]) -> Counte
     none are left out. Formats in plain text, which need no chat template, come before others that read as many."""
     found: Counter[str] = Counter()
     for name, parser in sorted(((name, load_parser(name)) for name in PARSERS), key=lambda pair: pair[1].native):
-        if not _can_call(parser, specs):
+        try:
+            parser.instructions(specs)
+        except ValueError:
             continue
-        read = sum(reads_call(parser, text, specs) for text in texts)
-        if read:
+        if read := sum(reads_call(parser, text, specs) for text in texts):
             found[name] = read
     return Counter(dict(found.most_common()))
-
-
-def _can_call(parser: Parser, specs: Sequence[ToolSpec]) -> bool:
-    try:
-        parser.instructions(specs)
-    except ValueError:
-        return False
-    return True
 
 
 def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
@@ -317,9 +302,8 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     outcomes: Counter[str] = Counter()
     for (outcome, _), count in look.endings.items():
         outcomes[outcome] += count
-    lines.append(
-        f"ends: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}{_failure(look)}"
-    )
+    ends = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    lines.append(f"ends: {ends}{_failure(look)}")
     lines.append(f"rewards: {_rewards(look)}")
     sampled = "" if look.tokens is None else f"{look.tokens:.0f} tokens sampled"
     rows = f"{look.row_tokens:.0f} with prompts and results" if look.row_tokens else ""
@@ -369,9 +353,8 @@ def _rewards(look: Look) -> str:
         return f"{told}; whether they differ within a group is not known, because each task has one chain"
     teach, size = look.worths[Worth.TEACHES], look.offer.config.group_size
     if look.compared < size:
-        return (
-            f"{told}; they differ in {teach} of {plural(groups, 'group')} of {look.compared}; training compares {size}"
-        )
+        groups_of = f"{plural(groups, 'group')} of {look.compared}"
+        return f"{told}; they differ in {teach} of {groups_of}; training compares {size}"
     rest = "" if teach == groups else ": the others would teach nothing" if teach else ": none would teach"
     return f"{told}; they differ in {teach} of {plural(groups, 'group')}{rest}"
 
