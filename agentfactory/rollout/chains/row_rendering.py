@@ -1,7 +1,7 @@
 """Rendering of messages into token rows, by the chat template, with image tokens expanded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds
@@ -9,16 +9,11 @@ from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.token_row import ImageSpan, Row
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Token ids to append to a row as context, and the positions of images in them."""
 
     ids: list[int]
     images: list[ImageSpan]
-
-    def add_to(self, row: Row) -> None:
-        """Append the piece to a row."""
-        row.append_context(self.ids, self.images)
 
 
 class RowRenderer:
@@ -33,9 +28,8 @@ class RowRenderer:
         return Piece(*self._images.expand(self._renderer.open(messages, specs), messages))
 
     def extend(self, row: Row, messages: list[Message], new: list[Message], specs: list[ToolSpec]) -> Piece | None:
-        """Return the piece that extends `row` by the messages `new`, including the generation prompt. `messages` is the
-        whole conversation. Return None if the template rewrites earlier messages: the next turn then needs a new row.
-        """
+        """Return the piece that extends `row` by `new`, the last of the conversation's `messages`, including the
+        generation prompt; None if the template rewrites earlier messages, so that the next turn needs a new row."""
         ids = self._renderer.extend(self._images.collapse(row), messages, new, specs)
         return None if ids is None else Piece(*self._images.expand(ids, new))
 
@@ -77,7 +71,7 @@ class GrowingRows:
         """Start a row with `piece`."""
         self._rows.append(Row())
         self._encoded = EncodedIds()
-        piece.add_to(self.current)
+        self.current.append_context(*piece)
 
     def extend(self, messages: list[Message], new: list[Message]) -> tuple[Piece | None, int]:
         """Return the piece that extends the current row by the last messages `new` (see RowRenderer), and the number of
@@ -93,4 +87,4 @@ class GrowingRows:
         if piece is None:
             self.begin(self.open(messages))
         else:
-            piece.add_to(self.current)
+            self.current.append_context(*piece)

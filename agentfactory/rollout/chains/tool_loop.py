@@ -23,7 +23,7 @@ class TakenTurn:
 
 
 class Turns(Protocol):
-    """The source of a chain's assistant turns. `context` is the conversation in the model's prompt."""
+    """The source of a chain's turns. `context` is the conversation in the model's prompt."""
 
     context: Context
 

@@ -25,7 +25,6 @@ from agentfactory.rollout.trajectory import Activity, Group, Trajectory
 SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240
 READ_TEXTS = 256
 """Maximum number of first turns that all formats read."""
-_MISUSES = (CallError.UNKNOWN_TOOL, CallError.INVALID_ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Look:
     tasks: int = 0
     """Different tasks: a sample that is larger than the data has several groups of one task."""
     failed: int = 0
-    """Chains that failed instead of ending properly."""
     called: int = 0
     """Chains that called a tool that exists, in the recipe's format."""
     malformed: int = 0
@@ -97,7 +95,7 @@ class Look:
     """Tool server -> seconds that it waits for an instance of it, mean."""
     first_turns: int = 0
     read: int = 0
-    """First turns in which the recipe's format reads a call of a tool that exists."""
+    """First turns in which the recipe's format reads a call of a known tool."""
     unread: list[str] = field(default_factory=list)
     """The other first turns, without their reasoning, of chains that called no tool: an agent with its own loop may
     read calls in another way."""
@@ -137,11 +135,10 @@ class Look:
 
 
 class FirstGroups:
-    """The groups of a beginning run that are looked at: the first batch, and the first group of each source that it
-    lacks."""
+    """The groups of a beginning run that are looked at: the first batch, and the first group of each of the named
+    `sources` that it lacks."""
 
     def __init__(self, batch: int, sources: Collection[str]) -> None:
-        """`sources` are the names of those to look at."""
         self._wanted = batch
         self._unseen = set(sources)
         self._begun: list[Group] = []
@@ -184,7 +181,7 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         worths=Counter(worth(several_of, offer.config) for several_of in several),
         compared=max(map(len, several), default=1),
     )
-    for kind in _MISUSES:
+    for kind in (CallError.UNKNOWN_TOOL, CallError.INVALID_ARGUMENTS):
         look.misuses[kind] += int(sum(chain.metrics.get(f"tool_errors/{kind}", 0) for chain in chains))
     if ended := [chain for chain in chains if not chain.outcome.failed]:
         _note_sizes(look, ended)
@@ -281,8 +278,8 @@ def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chains of one training step, and the number of steps. `at_once`: how many chains ran at a time during the
-    look; `most`: how many may run."""
+    """The chains of one training step, the number of steps, and how many chains ran at a time during the look
+    (`at_once`) and may run (`most`)."""
 
     chains: int
     steps: int

@@ -159,15 +159,8 @@ class ClientAgent(ABC):
         """Run one chain. Return its answer, or None for the model's last message. Raise AgentFailed if it fails."""
 
 
-INPUTS = {
-    "client": "an AsyncOpenAI client",
-    "anthropic": "an AsyncAnthropic client",
-    "endpoint": "the address, key and model's name, for any other client",
-    "task": "the row of the data",
-    "tools": "the recipe's tools: `definitions`, and `await call(name, arguments)`",
-    "chain": "the chain's id",
-}
-"""Parameters of an agent function -> descriptions of their values."""
+INPUTS = ("client", "anthropic", "endpoint", "task", "tools", "chain")
+"""Parameters of an agent function, two of which are clients of the SDKs."""
 
 
 class FunctionAgent(ClientAgent):

@@ -344,7 +344,7 @@ class ChainTree:
         else:
             piece = self._rendered.open(messages, specs)
         if piece is not None:
-            piece.add_to(row)
+            row.append_context(*piece)
         return piece is not None
 
     def _as_written(self, known: Sequence[Message], added: Sequence[Message]) -> list[Message]:
