@@ -94,7 +94,6 @@ while True:
 def train(
     folder: Path, recipe: dict[str, Any], expected: frozenset[Outcome] | set[Outcome] = frozenset()
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Train; return the run's steps and chains."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "output": str(folder / "run")}))
     subprocess.run([sys.executable, "-m", "agentfactory", "train", str(folder / "recipe.yaml")], check=True)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -37,8 +37,8 @@ class ImageSpan:
 
 
 LEAST_LOGPROB, LARGEST_LOGPROB = -float(np.finfo(np.float32).max), 1e-3
-"""Range of the log-probability of a sampled token, in float32; rounding in half precision may make it slightly positive.
-One value outside would make every weight of the policy NaN."""
+"""Range of the log-probability of a sampled token, in float32; rounding in half precision can make it positive. One
+value outside would make every weight of the policy NaN."""
 
 
 @dataclass

@@ -26,8 +26,8 @@ class Outcome(StrEnum):
     @property
     def failed(self) -> bool:
         """True if the chain failed instead of ending properly."""
-        proper = (self.COMPLETED, self.MAX_TURNS, self.MAX_TOKENS, self.CONTEXT_OVERFLOW, self.TOOL_LIMIT)
-        return self not in proper
+        ended = (Outcome.COMPLETED, Outcome.MAX_TURNS, Outcome.MAX_TOKENS, Outcome.CONTEXT_OVERFLOW, Outcome.TOOL_LIMIT)
+        return self not in ended
 
 
 class StopReason(StrEnum):

@@ -62,7 +62,6 @@ def broken():
 
 
 def diary(folder: Path, texts: Any, **fields: Any) -> AbstractAsyncContextManager[Scripted]:
-    """A runner of the diary against a model that says `texts`; `fields` are recipe sections."""
     return scripted_chains(folder, texts, source=TOOLS, **{"tools": ["notes.py:Diary"], "rewards": [], **fields})
 
 
@@ -222,7 +221,6 @@ HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
 
 @pytest.fixture
 def hunt_url() -> Iterator[str]:
-    """The treasure hunt behind streamable HTTP."""
     command = [sys.executable, "-m", "agentfactory.tools.serve", HUNT, "--http", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -64,7 +64,6 @@ def is_trial(request: dict[str, Any]) -> bool:
 
 
 def script(*answers: Any) -> Answer:
-    """The n-th answer to the n-th request after the trials."""
     left = [*answers]
 
     async def answer(request: dict[str, Any]) -> Any:
@@ -76,8 +75,6 @@ def script(*answers: Any) -> Answer:
 
 
 def always(said: Any) -> Answer:
-    """The same answer to every request."""
-
     async def answer(_: dict[str, Any]) -> Any:
         return said
 

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.processes
 
 
 def model_in(folder: Path) -> tuple[Any, dict[str, str]]:
-    """A tokenizer, and the recipe's model that has it."""
     tokenizer = make_tokenizer(trl_template("qwen2_5"))
     tokenizer.save_pretrained(folder / "model")
     (folder / "model" / "config.json").write_text("{}")

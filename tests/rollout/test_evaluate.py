@@ -147,7 +147,6 @@ async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
 def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
     warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
-    """Every figure is recomputed from the saved chains."""
     held_out = (quickstart_run / "prepared" / "heldout.jsonl").read_text().splitlines()[:10]
     rows = [{**json.loads(line), "source": "even" if place % 2 == 0 else "odd"} for place, line in enumerate(held_out)]
     rollout = {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512}

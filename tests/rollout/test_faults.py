@@ -27,8 +27,6 @@ START_SECONDS = 2.0
 
 
 class Server:
-    """An embedded engine on its own port; `supervised` restarts it on this port whenever it dies."""
-
     def __init__(self, model: Path, log: Path, supervised: bool = False, max_model_len: int = 512):
         self._model, self._log = model, log
         self._flags = ("--max-model-len", str(max_model_len), "--max-num-seqs", "64")
@@ -71,8 +69,6 @@ def servers(folder: Path, model: Path, count: int = 1, **options: Any) -> Iterat
 
 
 class Run:
-    """A running train.py against servers that it did not start."""
-
     def __init__(self, process: Forked, output: Path):
         self.process = process
         self.output = output
@@ -83,13 +79,11 @@ class Run:
         return [entry for entry in map(json.loads, lines) if "loss" in entry]
 
     async def steps(self, number: int) -> None:
-        """Wait until this number of steps has been trained."""
         while len(self.metrics()) < number:
             assert self.process.is_running(), self.said()
             await asyncio.sleep(0.05)
 
     async def end(self) -> int:
-        """The exit status."""
         return await asyncio.to_thread(self.process.wait)
 
     def said(self) -> str:
@@ -123,7 +117,6 @@ def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: 
 
 
 async def check_whole(run: Run) -> None:
-    """Assert that the run finished, and that its records are consistent."""
     assert await run.end() == 0, run.said()
     metrics, groups = run.metrics(), run.groups()
     assert [entry["step"] for entry in metrics] == list(range(1, STEPS + 1))
@@ -154,7 +147,6 @@ def tasks(quickstart_run: Path) -> Path:
 async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
     tmp_path: Path, warm_start: Path, tasks: Path, lora: dict[str, int] | None
 ) -> None:
-    """Its supervisor restarts it twice on the same port, with the initial weights."""
     with servers(tmp_path, warm_start, supervised=True) as (server,):
         with training(tmp_path, warm_start, tasks, [server.url], model={"lora": lora}) as run:
             for step in (1, 3):

@@ -168,7 +168,6 @@ def test_advice_on_rewards_that_are_all_equal() -> None:
 
 
 def test_smaller_groups_than_those_of_training_judge_no_group() -> None:
-    """An evaluation of two samples a task: eight chains of a task may differ where two do not."""
     chains = [chain("", 1.0, tool_calls=1), chain("", 0.0, tool_calls=1)]
     pairs = look_at(groups(*[chains[0]] * 2, *[chains[1]] * 2, size=2), offer())
     assert told(pairs) == {}
@@ -284,7 +283,6 @@ async def test_chains_as_they_run(tmp_path: Path) -> None:
 
 
 def alarmed(given: list[Group], alarms: Alarms) -> list[tuple[int, Finding]]:
-    """The alarms, with the number of the group, from 1, at which each was given."""
     return [(number, one) for number, group in enumerate(given, 1) for one in alarms.note(group)]
 
 

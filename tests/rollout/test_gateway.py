@@ -32,7 +32,6 @@ TOOL = {
 
 
 async def play(folder: Path, texts: list[str], function: Any, **fields: Any) -> tuple[Trajectory, Scripted]:
-    """One chain of a function, checked to the token."""
     dropped = fields.pop("dropped", 0)
     async with scripted_chains(folder, texts, agent=FunctionAgent("a.py:run", function), **fields) as chains:
         trajectory = await chains.run()

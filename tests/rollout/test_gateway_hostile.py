@@ -49,13 +49,11 @@ async def connected(program: Program) -> AsyncIterator[tuple[asyncio.StreamReade
 
 
 def head(path: str, key: str, length: int, *headers: str) -> bytes:
-    """A request up to its body."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", *headers, f"Content-Length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
-    """Status and JSON body of an answer."""
     start = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     assert "content-type: application/json" in start
     length = int(start.partition("content-length: ")[2].split()[0])
@@ -63,7 +61,6 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
 
 
 async def send(program: Program, path: str, key: str, body: bytes, *headers: str) -> tuple[int, Any]:
-    """Status and JSON body of the answer to any bytes."""
     async with connected(program) as (reader, writer):
         writer.write(head(path, key, len(body), *headers) + body)
         return await answer(reader)

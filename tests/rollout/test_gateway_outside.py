@@ -29,14 +29,11 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Program:
-    """An external program, which knows only the address."""
-
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self.url = url
 
     async def post(self, path: str, key: str, **body: Any) -> tuple[int, Any]:
-        """Status and body of an answer."""
         headers = {"Authorization": f"Bearer {key}"}
         async with self._session.post(f"{self.url}{path}", json=body, headers=headers) as response:
             return response.status, await response.json() if response.status != 204 else None
@@ -52,7 +49,6 @@ class Program:
         return dict(task)
 
     async def ask(self, key: str) -> tuple[int, Any]:
-        """A turn."""
         body = {"model": "m", "messages": [{"role": "user", "content": "go"}]}
         return await self.post("/v1/chat/completions", key, **body)
 

@@ -142,7 +142,6 @@ async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
 
 
 async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """When a worker is killed, the keeper's stdin closes."""
     from agentfactory.base.processes import end_with_parent as keeper
 
     (tmp_path / "agent.py").write_text(DAEMON)
@@ -208,7 +207,6 @@ async def test_it_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
 
 
 async def test_a_limit_ends_it_and_types_the_chain(tmp_path: Path) -> None:
-    """Each limit of the sandbox: tests/tools."""
     mark = f"limit-{os.getpid()}"
     script = "x = bytearray(900 << 20); import time; time.sleep(60)"
     trajectory = await play(tmp_path, script, [], mark, program={"memory_mb": 300})
@@ -277,7 +275,6 @@ async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Pat
 
 
 async def test_fields_that_are_not_text_are_written_as_json(tmp_path: Path) -> None:
-    """In the command and in variables, so that a program of any language can read them."""
     wanted, shelf = ["boots", "Hüte", None, True], {"row": 4}
     code = "import os, sys; print(sys.argv[1], os.environ['SHELF'])"
     given = {"command": [sys.executable, "-c", code, "${task.wanted}"], "options": {"env": {"SHELF": "${task.shelf}"}}}

@@ -44,7 +44,6 @@ def row(*ids: int, **fields: Any) -> Row:
 
 
 def group(name: str = "g") -> Group:
-    """One chain without rows, one with two, one with weights, and one whose row is empty."""
     rows: list[list[Row]] = [[], [row(150_000, 7), row(8)], [row(3, 4, 5, weights=[])], [Row()]]
     said = [{"role": "user", "content": "é"}]
     chains = [Trajectory(f"{name}.{n}", said, r, Outcome.COMPLETED) for n, r in enumerate(rows)]
@@ -52,7 +51,6 @@ def group(name: str = "g") -> Group:
 
 
 def saved_with(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A file with `group`, whose line was changed."""
     path = folder / "a.jsonl"
     write_groups(path, [group()])
     line = json.loads(path.read_text())
@@ -114,7 +112,6 @@ def test_a_line_says_everything_but_the_streams_and_where_these_are(tmp_path: Pa
 
 
 def test_the_trainer_gets_the_same_bits(tmp_path: Path) -> None:
-    """The same as from the worker's own lists, and from a file of version 0.1."""
     made = group()
     append_group(tmp_path / "new.jsonl", made)
     (tmp_path / "old.jsonl").write_text(old_line(made) + "\n")
@@ -292,7 +289,6 @@ def test_a_group_keeps_what_datasets_and_models_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("logprob", [5.0, math.nan, -math.inf])
 def test_a_saved_log_probability_that_is_none_is_refused(tmp_path: Path, logprob: float) -> None:
-    """Where groups enter the trainer, from files and from the worker. Tokens that were not sampled have none."""
     path = tmp_path / "a.jsonl"
     row = Row([1, 2, 3], [0, 1, 1], [0.0, -0.5, logprob])
     made = Group("g", {}, [Trajectory("g.0", [], [row], Outcome.COMPLETED, reward=1.0)])

@@ -75,7 +75,6 @@ def test_a_mean_of_rewards_has_students_interval() -> None:
 
 @pytest.mark.parametrize("tasks", [1, 2, 5, 20, 60])
 def test_coverage_with_one_chain_per_task(tasks: int) -> None:
-    """Exact: all outcomes of the binomial distribution."""
     found = [of_proportion(one_each(passed, tasks)) for passed in range(tasks + 1)]
     for rate in (*RATES, *np.linspace(0.005, 0.995, 100)):
         chance = stats.binom.pmf(range(tasks + 1), tasks, rate)
@@ -84,7 +83,6 @@ def test_coverage_with_one_chain_per_task(tasks: int) -> None:
 
 
 def beta(rate: float, likeness: float) -> tuple[float, float]:
-    """Parameters of the rates of tasks: `likeness` is the correlation of a task's samples."""
     scale = 1 / likeness - 1
     return rate * scale, (1 - rate) * scale
 

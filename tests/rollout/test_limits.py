@@ -69,7 +69,6 @@ class Played:
 
     @property
     def answers(self) -> list[str]:
-        """The tools' results."""
         return [text_of(m["content"]) for m in self.trajectory.messages if m["role"] == "tool"]
 
     def moved(self, kind: str) -> dict[str, float]:
@@ -79,13 +78,11 @@ class Played:
 
 
 def open_chains(folder: Path, turns: Any, **fields: Any) -> AbstractAsyncContextManager[Scripted]:
-    """A runner against a model that says `turns`; `fields` are recipe sections."""
     tools = [f"notes.py:{name}" for name in ("search", "rest", "recite", "look", "submit")]
     return scripted_chains(folder, turns, source=TOOLS, **{"tools": tools, "rewards": ["notes.py:one"], **fields})
 
 
 async def play(turns: list[str], folder: Path, **fields: Any) -> Played:
-    """Run one chain with `turns` as completions."""
     async with open_chains(folder, turns, **fields) as chains:
         return Played(await chains.run(), chains.sent()[-1] if turns else "")
 

@@ -52,7 +52,6 @@ def test_powers_of_two() -> None:
 
 
 def group(number: int, *successes: float | None, **task: object) -> Group:
-    """A task's chains; None is a failed chain."""
     chains = [Trajectory(f"{number}.{sample}", [], [], Outcome.COMPLETED) for sample in range(len(successes))]
     for chain, success in zip(chains, successes, strict=True):
         if success is None:
@@ -105,7 +104,6 @@ def test_sources() -> None:
 
 
 def test_intervals_stay_honest_at_the_ends() -> None:
-    """Two failures or 200 successes get the Clopper-Pearson bounds; more samples do not count as more tasks."""
     failed, solved = [group(n, 0, 0, 0, 0) for n in range(2)], [group(n, 1, 1, 1, 1) for n in range(200)]
     for name in ("success", "avg@4", "pass@1", "pass@4"):
         none, every = estimates(failed, 4)[name], estimates(solved, 4)[name]

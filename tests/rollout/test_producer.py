@@ -82,7 +82,6 @@ class Trainer:
         self.batches.put_nowait((batch, figures))
 
     async def next_batch(self) -> tuple[list[str], dict[str, float]]:
-        """Ids of the next batch's chains, and the metrics counted up to it."""
         async with asyncio.timeout(30):
             batch, figures = await self.batches.get()
         return [chain for group in batch for chain in group.chains], figures
@@ -213,7 +212,6 @@ async def test_a_batch_waits_for_the_running_chains_of_an_old_group(
 
 
 async def batch_after_the_fast_groups(trainer: Trainer) -> tuple[list[str], dict[str, float]]:
-    """Train the three fast groups of `slow_and_fast`, and return the batch after them."""
     for version, group in enumerate(("g000001", "g000002", "g000003")):
         assert groups_of((await trainer.next_batch())[0]) == {group}
         trainer.publish(version + 1)

@@ -90,7 +90,6 @@ def test_what_is_too_old_by_now_is_due_again() -> None:
 
 
 def test_what_was_sampled_with_weights_that_were_never_proven_is_due_again() -> None:
-    """The run was stopped after the server resumed with new weights and before the weights were verified."""
     old = chain(0.0, "9")
     saved = [group("g000000", WON, old), group("g000001", WON, LOST), group("g000002", WON, chain(1.0, "9"))]
     found = sort_out(saved, equal_rewards="drop")
@@ -130,7 +129,6 @@ class Simulated:
         self.open: deque[OpenGroup] = deque()
 
     def play(self, groups: int) -> list[int]:
-        """Save as many groups, and return the positions of those that began."""
         begun = []
         while True:
             while len(self.open) < 8:

@@ -17,7 +17,6 @@ T_QUANTILE = 4.302652729911275
 
 
 def write(folder: Path, number: int, task: dict[str, Any], rewards: list[float | None], mode: str = "sampled") -> Path:
-    """Add a task to an evaluation, with a chain per reward (None: it failed)."""
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     chains = [
         Trajectory("c", [], [], Outcome.COMPLETED, reward, {} if reward is None else {"success": float(reward > 1)})
@@ -29,7 +28,6 @@ def write(folder: Path, number: int, task: dict[str, Any], rewards: list[float |
 
 
 def evaluation(folder: Path, tasks: dict[str, list[float | None]], mode: str = "sampled") -> Path:
-    """Write an evaluation, in which the last task ends first."""
     for number, (question, rewards) in reversed(list(enumerate(tasks.items()))):
         write(folder, number, {"question": question.partition("#")[0]}, rewards, mode)
     return folder

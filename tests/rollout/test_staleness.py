@@ -152,7 +152,6 @@ def test_a_group_on_its_last_chance_gets_a_place_that_was_to_stay_empty() -> Non
 
 
 def test_more_groups_than_places_on_their_last_chance_do_not_stop_a_run() -> None:
-    """They may be left by a run with another policy."""
     batches = choice(1, 1, version=1, late=LateChains.WAIT)
     assert batches.choose([candidate("a", 0), candidate("b", 0), running("c", 0)]) == Choice(["a"], ["b"])
 
@@ -197,7 +196,6 @@ class Run:
         """Numbers of groups that were trained without all their chains, and that were cancelled."""
 
     def act(self, draw: random.Random) -> None:
-        """Start what may start; advance or end a chain; train a selected batch immediately or later."""
         while self.admission.may_start():
             self.admission.start()
             self.open[str(self.serial)] = [None, 0, (), None]
@@ -236,7 +234,6 @@ class Run:
             self.admission.publish(version + 1)
 
     def filter(self, group: list[Any]) -> None:
-        """Do what the producer does with a complete group."""
         if group[1] == self.group_size and len(set(group[2])) == 1 and self.equal is not EqualRewards.KEEP:
             self.open = {name: other for name, other in self.open.items() if other is not group}
             if self.equal is EqualRewards.REFILL or not self.batches.leave_empty():

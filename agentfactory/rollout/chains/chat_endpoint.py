@@ -247,8 +247,8 @@ def _count(tokens: Any) -> int | None:
 
 
 def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:
-    """Return the models that the server at `url` lists if it accepts token ids; for a chat endpoint, the name of the
-    model to use: `model`, or the only one that it lists. Raise ChatEndpointError or ServerUnreachableError. Blocking."""
+    """Return the models that the server at `url` lists if it accepts token ids; for a chat endpoint, the model
+    to use: `model`, or the only one that it lists. Blocking. Raise ChatEndpointError or ServerUnreachableError."""
 
     async def look() -> list[dict[str, Any]] | str:
         async with ChatEndpoint(url, model, api_key_env, 0.0, {}) as endpoint:

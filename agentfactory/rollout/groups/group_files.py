@@ -140,7 +140,7 @@ def delete_groups(path: Path) -> None:
 
 def read_groups(path: str | Path) -> Iterator[Group]:
     """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order, with
-    arrays as streams. Raise ValueError with file and line if a line is not a group or its arrays are missing or damaged,
+    arrays as streams. Raise ValueError with file and line if a line is no group or its arrays are missing or damaged,
     and OSError if a file cannot be read or is a link in a folder."""
     path = Path(path)
     within = path if path.is_dir() else None
