@@ -197,11 +197,7 @@ async def test_a_wrong_report_is_told_and_can_be_corrected(tmp_path: Path) -> No
         reports: list[tuple[dict[str, Any], str]] = [
             ({}, "reward: missing"),
             ({"reward": "much"}, "'much' for reward; it has to be a finite number"),
-            ({"reward": "0.5"}, "'0.5' for reward; it has to be a finite number"),
             ({"reward": math.nan}, "NaN is not JSON"),
-            ({"reward": 1e308}, "1e+308 for reward; it has to be a finite number between"),
-            ({"reward": {"reward": 1, **dict.fromkeys(map(str, range(100_000)), 1)}}, "100000 numbers beside"),
-            ({"reward": {"success": 1}}, "without `reward`"),
             ({"score": 1}, "score: unknown; use reward, answer, error"),
             ({"reward": 1, "answer": 3}, "answer: got 3; use a text"),
             ({"reward": 1, "answer": "x" * 1_000_001}, "answer: has 1000001 characters; use 1000000 at most"),

@@ -368,9 +368,8 @@ def _activity_at(episode: Episode, moment: float) -> str:
     """Describe the tool call or the request that was cut at this time of `time.monotonic()`, if there was one."""
     found = episode.timeline.running_at(moment)
     names = {Activity.TOOL: "a call of {}", Activity.MODEL: "a request to the model"}
-    if found is not None and found.activity in names:
-        began = max(0.0, episode.timeline.seconds_until(moment) - found.start)
-        return f"; {names[found.activity].format(found.name)} had run for {began:.1f} s then"
+    if found is not None and (stretch := found[0]).activity in names:
+        return f"; {names[stretch.activity].format(stretch.name)} had run for {found[1]:.1f} s then"
     own_loop = episode.setup.config.agent is not None
     return "; no call and no request was running then: the agent had not ended" if own_loop else ""
 

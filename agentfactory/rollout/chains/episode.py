@@ -116,10 +116,6 @@ class Timeline:
         """The seconds since the start."""
         return time.monotonic() - self._began
 
-    def seconds_until(self, moment: float) -> float:
-        """Return the seconds from the start to this time of `time.monotonic()`."""
-        return moment - self._began
-
     def note(self, activity: Activity, start: float, end: float, turn: int | None = None, name: str = "") -> None:
         """Append an interval between two times of `time.monotonic()`."""
         since, until = (round(moment - self._began, 4) for moment in (start, end))
@@ -140,11 +136,13 @@ class Timeline:
         finally:
             self.note(activity, start, time.monotonic(), turn, name)
 
-    def running_at(self, moment: float) -> Stretch | None:
-        """Return the recorded activity that ran the longest at this time of `time.monotonic()`; None if none did."""
-        at = self.seconds_until(moment)
+    def running_at(self, moment: float) -> tuple[Stretch, float] | None:
+        """Return the recorded activity that ran the longest at this time of `time.monotonic()`, and its seconds until
+        then; None if none did."""
+        at = moment - self._began
         running = [stretch for stretch in self._stretches if stretch.start <= at <= stretch.end + _LEAST_WAIT]
-        return min(running, key=lambda stretch: stretch.start, default=None)
+        first = min(running, key=lambda stretch: stretch.start, default=None)
+        return None if first is None else (first, at - first.start)
 
     def calls(self, make: Call, turn: int | None) -> Call:
         """Wrap `make`, which runs one call, to record its times. A call's wait lasts from now until `make` starts."""

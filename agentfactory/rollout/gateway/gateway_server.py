@@ -85,8 +85,8 @@ class Asking(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of the model for an agent. `url` is the base URL of OpenAI's protocols and ends with /v1;
-    `anthropic_url` is that of Anthropic's. The key identifies the chain; any model name is accepted."""
+    """The address of the model for an agent: the base URLs of OpenAI's protocols, which ends with /v1, and of
+    Anthropic's, and the key of the chain. Any model name is accepted."""
 
     url: str
     anthropic_url: str
@@ -95,25 +95,16 @@ class Endpoint:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables from which clients read the endpoint."""
-        return {
-            "OPENAI_BASE_URL": self.url,
-            "OPENAI_API_BASE": self.url,
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self.anthropic_url,
-            "ANTHROPIC_API_KEY": self.key,
-            "AGENTFACTORY_MODEL": self.model,
-        }
+        openai = {"OPENAI_BASE_URL": self.url, "OPENAI_API_BASE": self.url, "OPENAI_API_KEY": self.key}
+        anthropic = {"ANTHROPIC_BASE_URL": self.anthropic_url, "ANTHROPIC_API_KEY": self.key}
+        return {**openai, **anthropic, "AGENTFACTORY_MODEL": self.model}
 
 
 class _Connection(web.RequestHandler):
     """A connection that also answers malformed HTTP and internal errors with JSON."""
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         plain = super().handle_error(request, status, exc, message)
         text = message or f"{HTTPStatus(status).phrase}; see the run's log"
@@ -210,8 +201,8 @@ class Gateway:
         return self._chains[key]
 
     async def hear(self, request: web.Request) -> tuple[Asking, dict[str, Any]]:
-        """Return the chain of a request's key, and the request's JSON object. Raise Refusal if either is invalid, or if
-        the chain ends before the body has arrived."""
+        """Return the chain of a request's key, and the request's JSON object. Raise Refusal if either is invalid, or
+        the chain ends meanwhile."""
         chain = self.chain_of(request)
         async with self._reading[key_of(request)]:
             body = await _body_of(request)

@@ -39,7 +39,8 @@ class RequestedTurns:
     """A sampler of the requested turns of one chain or conversation, which appends them to `rows`, of at most `longest`
     tokens each."""
 
-    def __init__(self, rows: list[Row], renderer: Renderer, sampler: Sampler, longest: int) -> None:
+    def __init__(self, rows: list[Row], renderer: Renderer, sampler: Sampler, longest: int, name: str = "") -> None:
+        self.name = name
         self.tree = ChainTree(rows, renderer)
         self.counts: Counter[str] = Counter()
         """Metrics of the gateway."""
