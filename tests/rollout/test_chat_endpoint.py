@@ -1,6 +1,7 @@
 """A chat endpoint in the policy's place: the same tools, rewards and limits, whatever it answers."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def recipe(folder: Path, **sections: Any) -> RolloutRecipe:
 async def play(recipe: RolloutRecipe, folder: Path, url: str, model: str | None = None) -> Trajectory:
     async with open_chat_runner(recipe, folder, url, model) as runner:
         return await runner.run("c0", {"question": "fill it"}, Sampling("", 0.5, seed=""))
+
+
+async def played(folder: Path, *answers: Any, **sections: Any) -> Trajectory:
+    """A chain whose requests get these answers."""
+    with serve_chat(script(*answers)) as server:
+        return await play(recipe(folder, **sections), folder, server.url)
 
 
 def is_trial(request: dict[str, Any]) -> bool:
@@ -156,10 +163,7 @@ async def test_images_are_data_again_for_an_endpoint(tmp_path: Path) -> None:
 async def test_limits_and_what_cannot_go_on_are_outcomes(tmp_path: Path) -> None:
     one = said("", ("put", '{"thing": "book"}'), tokens=30)
 
-    async def end(*answers: dict[str, Any] | tuple[int, str], **sections: Any) -> Trajectory:
-        with serve_chat(script(*answers)) as server:
-            return await play(recipe(tmp_path, **sections), tmp_path, server.url)
-
+    end = partial(played, tmp_path)
     assert (await end(one, one, limits={"calls": 1}, rollout={"max_turns": 2})).metrics["limits/calls"] == 1
     assert (await end(one, rollout={"max_turns": 1})).outcome is Outcome.MAX_TURNS
     assert (await end(said("so", reason="length"))).outcome is Outcome.MAX_TOKENS
@@ -185,15 +189,13 @@ async def test_an_answer_that_is_none_ends_its_chain(tmp_path: Path) -> None:
         {"message": {"content": 5}},
         {"message": {"content": "", "tool_calls": 5}},
     ):
-        with serve_chat(script({**said("so"), **broken})) as server:
-            chain = await play(recipe(tmp_path), tmp_path, server.url)
+        chain = await played(tmp_path, {**said("so"), **broken})
         assert chain.outcome is Outcome.INFERENCE_ERROR
         assert "the endpoint's answer is not a chat completion" in str(chain.error)
     # an invalid id counts as no id
     for identity in (["q"], 5, "", None):
         call["message"]["tool_calls"][0]["id"] = identity
-        with serve_chat(script(call, said("so"))) as server:
-            chain = await play(recipe(tmp_path), tmp_path, server.url)
+        chain = await played(tmp_path, call, said("so"))
         assert (chain.outcome, chain.reward) == (Outcome.COMPLETED, 1.0)
         assert chain.messages[1]["tool_calls"][0]["id"] == "call_0"
 
@@ -265,8 +267,7 @@ async def test_models_that_reason(tmp_path: Path) -> None:
     ],
 )
 async def test_a_conversation_that_is_too_long(tmp_path: Path, status: int, problem: str) -> None:
-    with serve_chat(script((status, problem))) as server:
-        chain = await play(recipe(tmp_path), tmp_path, server.url)
+    chain = await played(tmp_path, (status, problem))
     assert chain.outcome is Outcome.CONTEXT_OVERFLOW
 
 
@@ -301,8 +302,7 @@ async def test_what_would_fail_every_chain_is_told_at_once(tmp_path: Path, answe
 
 
 async def test_spent_credit_in_the_middle_of_an_evaluation_ends_a_chain(tmp_path: Path) -> None:
-    with serve_chat(script(SPENT)) as server:
-        chain = await play(recipe(tmp_path), tmp_path, server.url)
+    chain = await played(tmp_path, SPENT)
     assert chain.outcome is Outcome.INFERENCE_ERROR
     assert "insufficient_quota" in str(chain.error)
 
@@ -310,8 +310,7 @@ async def test_spent_credit_in_the_middle_of_an_evaluation_ends_a_chain(tmp_path
 async def test_result_tokens_are_those_of_the_policy(tmp_path: Path, warm_start: Path) -> None:
     call = said("", ("put", '{"thing": "book", "count": 60}'))
     sections = {"model": {"path": str(warm_start)}, "limits": {"result_tokens": 30}, "rollout": {"max_turns": 2}}
-    with serve_chat(script(call, said("so"))) as server:
-        chain = await play(recipe(tmp_path, **sections), tmp_path, server.url)
+    chain = await played(tmp_path, call, said("so"), **sections)
     assert "tokens left out ...]" in next(m["content"] for m in chain.messages if m["role"] == "tool")
 
 
