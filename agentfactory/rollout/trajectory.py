@@ -71,10 +71,8 @@ class Activity(StrEnum):
 
 @dataclass
 class Stretch:
-    """An interval of a chain, in seconds since its start. Intervals overlap if calls run in parallel.
-
-    `turn` is the number of the assistant turn, from 0; None outside turns. `name` names the tool or tool server.
-    """
+    """An interval of a chain, in seconds since its start. Intervals overlap if calls run in parallel. `turn` is the
+    number of the assistant turn, from 0; None outside turns. `name` names the tool or tool server."""
 
     activity: Activity
     start: float
@@ -90,14 +88,11 @@ def chain_id(group_id: str, index: int, retry: bool = False) -> str:
 
 @dataclass
 class Trajectory:
-    """A chain: its messages, sampled rows and outcome.
-
-    A chain has one row, unless its template rewrites history or `rollout.context` shortens it: each rewritten prompt
-    starts a new row.
-    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None if the
-    chain failed or `rollout.on_outcome` drops its outcome. `turn_rewards`, if the reward returns any, are credited to
-    the assistant turns in addition to `reward`.
-    """
+    """A chain: its messages, sampled rows and outcome. A chain has one row, unless its template rewrites history or
+    `rollout.context` shortens it: each rewritten prompt starts a new row. `metrics` are numbers by name (`success`,
+    `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None if the chain failed or `rollout.on_outcome` drops
+    its outcome. `turn_rewards`, if the reward returns any, are credited to the assistant turns in addition to
+    `reward`."""
 
     id: str
     messages: list[Message]

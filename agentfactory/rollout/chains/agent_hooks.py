@@ -28,11 +28,9 @@ class AgentFailed(Exception):
 
 @dataclass
 class Turn:
-    """An assistant turn to be sampled.
-
-    `messages` is the conversation in the prompt; `token_ids` are its ids. `number` counts the chain's turns from 0.
-    `chain` is the chain's id, since one agent object serves all chains concurrently.
-    """
+    """An assistant turn to be sampled. `messages` is the conversation in the prompt; `token_ids` are its ids. `number`
+    counts the chain's turns from 0. `chain` is the chain's id, since one agent object serves all chains
+    concurrently."""
 
     messages: list[Message]
     row: Sequence[int]
@@ -67,9 +65,8 @@ class Turn:
     ) -> Completion:
         """Sample the turn, or continue `after`, a completion of this turn that was `cut`, and return both joined; if no
         token is left for that, return `after`. `prefix` is put before the sampled tokens, as context that is not
-        trained. At most `max_tokens` are sampled, and all samples together stay within rollout.max_tokens.
-
-        Raise ValueError if `after` is of another turn or the model ended it, or if `max_tokens` is less than 1."""
+        trained. At most `max_tokens` are sampled, and all samples together stay within rollout.max_tokens. Raise
+        ValueError if `after` is of another turn or the model ended it, or if `max_tokens` is less than 1."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens: got {max_tokens}; use at least 1")
         if after is not None and not any(after is made for made in self.made):

@@ -149,10 +149,8 @@ class Player(Protocol):
 
 class Runner(ABC):
     """Base class of runners: runs chains of one recipe, at most `rollout.concurrency` at a time. Subclasses choose the
-    source of the turns. Copies of a runner share its concurrency limit and call rates.
-
-    Raise ValueError if the limits or the context policy do not suit the tools, or if the process may not open enough
-    files for its chains."""
+    source of the turns. Copies of a runner share its concurrency limit and call rates. Raise ValueError if the limits
+    or the context policy do not suit the tools, or if the process may not open enough files for its chains."""
 
     def __init__(
         self,
@@ -267,11 +265,9 @@ class Runner(ABC):
     ) -> None:
         """Run a chain, whose trajectory `begin` created, to its end, and score it if its outcome is in `scored` and its
         environment returns a reward. `trajectory` is updated as the chain runs, so its content so far survives a
-        cancelled call.
-
-        Failures become outcomes; exceptions are only ServerUnreachableError, programming errors, RolloutStoppedError
-        from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no such chain.
-        """
+        cancelled call. Failures become outcomes; exceptions are only ServerUnreachableError, programming errors,
+        RolloutStoppedError from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no
+        such chain."""
         async with self.places:
             episode = Episode(self.setup, trajectory, task, sampling)
             player = self.player(episode)

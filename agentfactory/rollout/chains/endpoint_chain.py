@@ -179,10 +179,8 @@ async def open_chat_runner(
     recipe: RolloutRecipe, base: Path, url: str, model: str | None = None, images: Path | None = None
 ) -> AsyncIterator[ChatRunner]:
     """Open a runner for chains of `recipe` with the endpoint at `url` and its `model` (None: the only one that it
-    lists). `images` is the folder for the chains' images; None: images become text.
-
-    Raise ChatEndpointError or ServerUnreachableError if no chain could run.
-    """
+    lists). `images` is the folder for the chains' images; None: images become text. Raise ChatEndpointError or
+    ServerUnreachableError if no chain could run."""
     check_recipe(recipe)
     server = recipe.server
     async with (

@@ -16,12 +16,10 @@ from agentfactory.rollout.token_row import ImageSpan, Span
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of a chain.
-
-    `model` is the server's name of the weights, or a function that returns it for each turn. `seed` is any text: with
-    the recipe's seed it makes the chain reproducible on a server that supports seeds. `cache_salt` is the version of
-    the weights whose KV cache may be used if the server keeps old caches (`rollout.inflight: keep`).
-    """
+    """The sampling settings of a chain. `model` is the server's name of the weights, or a function that returns it for
+    each turn. `seed` is any text: with the recipe's seed it makes the chain reproducible on a server that supports
+    seeds. `cache_salt` is the version of the weights whose KV cache may be used if the server keeps old caches
+    (`rollout.inflight: keep`)."""
 
     model: str | Callable[[], str]
     temperature: float

@@ -49,11 +49,9 @@ async def open_runner(
     proxy: Proxy | None = None,
 ) -> AsyncIterator[ChainRunner]:
     """Open a runner for chains of `recipe`: renderer, connections to the servers at `urls`, tools and rewards.
-
     `objects` are tools in addition to the recipe's; `rewards` and `agent` replace the recipe's. `processes` is the
     number of processes like this one that share the machine's memory. `images` is the folder for the chains' images;
-    None: a temporary one. `proxy`: see InferenceClient.
-    """
+    None: a temporary one. `proxy`: see InferenceClient."""
     async with (
         _connected(recipe, urls, images, proxy) as (client, folder),
         _open_chains(
@@ -158,13 +156,10 @@ async def evaluate(
     cache_salt: str | None = None,
 ) -> tuple[dict[str, float], dict[str, str], dict[str, Look]]:
     """Run `recipe.eval` on the tasks of `sources` with the weights called `model`, and save trajectories to `folder`.
-    For `cache_salt` see Sampling.
-
-    Return means over the chains that did not fail, under `sampled/...` and `greedy/...` (`reward`, every metric of the
-    trajectories, `failed`, and with several samples per task avg@k and pass@k; those of a named source also under
-    `sampled/source/<source>/...`); for each mode in which no chain has a reward, a description of the failures; and the
-    looks of the sampled chains.
-    """
+    For `cache_salt` see Sampling. Return means over the chains that did not fail, under `sampled/...` and `greedy/...`
+    (`reward`, every metric of the trajectories, `failed`, and with several samples per task avg@k and pass@k; those of
+    a named source also under `sampled/source/<source>/...`); for each mode in which no chain has a reward, a
+    description of the failures; and the looks of the sampled chains."""
     played = await _play(sources, recipe, model, folder, name, cache_salt)
     failures = {}
     for mode, groups in played.items():

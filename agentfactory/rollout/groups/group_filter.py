@@ -48,10 +48,7 @@ def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
 @dataclass
 class GroupFilter:
     """A filter that judges complete groups by the recipe, counts the filtered ones, and detects when further groups are
-    hopeless.
-
-    `at_once` is the maximum number of open groups; groups with equal rewards are often the first to end.
-    """
+    hopeless. `at_once` is the maximum number of open groups; groups with equal rewards are often the first to end."""
 
     config: RolloutConfig
     at_once: int

@@ -38,13 +38,11 @@ _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 
 
 class GroupProducer:
-    """A producer of batches, until the total of `admission` is delivered.
-
-    `order` mixes the tasks of `sources`; `mixing` is the curriculum over these. `deliver` receives the groups of each
-    batch, and the counts since the last batch. Every group is first appended to `trajectories`, including its failed
-    and cancelled chains; `note` receives each complete group. `resumed` is what an earlier run left in that file, and
-    `versions` are its labels of spans with their versions. Only positions of `share` are run.
-    """
+    """A producer of batches, until the total of `admission` is delivered. `order` mixes the tasks of `sources`;
+    `mixing` is the curriculum over these. `deliver` receives the groups of each batch, and the counts since the last
+    batch. Every group is first appended to `trajectories`, including its failed and cancelled chains; `note` receives
+    each complete group. `resumed` is what an earlier run left in that file, and `versions` are its labels of spans with
+    their versions. Only positions of `share` are run."""
 
     def __init__(
         self,

@@ -7,13 +7,11 @@ from agentfactory.rollout.config import LateChains
 
 @dataclass
 class Admission:
-    """A bound on how far generation runs ahead of training, and the version of the servers' weights.
-
-    A group may start while `started < (max_staleness + 1 + version) * batch_size`. At most `max_staleness + 1` batches
-    of groups are then started but not yet trained into `version`, so groups that are trained in the order of their
-    starts stay within `max_staleness` updates; BatchChoice handles groups that others overtake. No more groups are
-    started than the `total` that will be trained.
-    """
+    """A bound on how far generation runs ahead of training, and the version of the servers' weights. A group may start
+    while `started < (max_staleness + 1 + version) * batch_size`. At most `max_staleness + 1` batches of groups are then
+    started but not yet trained into `version`, so groups that are trained in the order of their starts stay within
+    `max_staleness` updates; BatchChoice handles groups that others overtake. No more groups are started than the
+    `total` that will be trained."""
 
     batch_size: int
     max_staleness: int

@@ -60,11 +60,9 @@ class TeacherContext:
 
     async def add_to(self, chains: Sequence[Trajectory], task: Task) -> None:
         """Set the teacher's prompt of the rows of `chains`, a group's chains that have ended; a chain for which there
-        is no text gets none. If a user's function fails, its chain ends as reward_error, without a reward.
-
-        Raise RolloutStoppedError if it fails for all first chains, and ValueError if the chains do not report what the
-        context needs.
-        """
+        is no text gets none. If a user's function fails, its chain ends as reward_error, without a reward. Raise
+        RolloutStoppedError if it fails for all first chains, and ValueError if the chains do not report what the
+        context needs."""
         scored = [chain for chain in chains if chain.reward is not None and any(any(row.mask) for row in chain.rows)]
         texts = await asyncio.gather(*(self._text(chain, scored, task) for chain in scored))
         for chain, text in zip(scored, texts, strict=True):
