@@ -36,11 +36,9 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Source(Generic[RunnerT]):
+class Source(Loaded, Generic[RunnerT]):
     """A source of tasks, with the runner of its chains. `context` writes the teacher's prompts of its groups."""
 
-    part: Part[Any]
-    tasks: list[Task]
     runner: RunnerT
     context: Prompts | None = None
 

@@ -77,9 +77,12 @@ class ToolErrors:
         what reads like an error; and about a step whose calls nearly all failed."""
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found, raised = self._raised.pop(tool), self._failed.pop(tool, 0)
-            failed = found.total() - found[""]
-            if raised >= found.total() - raised or failed >= NEARLY_ALL * found.total():
-                self._tell(tool, found)
+            calls = found.total()
+            failed = calls - found.pop("", 0)
+            if raised >= calls - raised or failed >= NEARLY_ALL * calls:
+                self._told.add(tool)
+                text = f"tool {tool}: {failed} of {calls} calls failed, such as: {found.most_common(1)[0][0]}"
+                notify(logger, f"tool {tool} raises", text, times=0)
         if self._step_calls < ENOUGH_CALLS:
             return
         calls, failed, first = self._step_calls, self._step_failed, self._first
@@ -88,13 +91,6 @@ class ToolErrors:
             fix = "try it by `agentfactory tools call RECIPE TOOL key=value`"
             text = f"{failed} of the last {calls} tool calls ended in errors, the first one of {first}; fix: {fix}"
             notify(logger, "tool calls fail", text, times=0)
-
-    def _tell(self, tool: str, found: Counter[str]) -> None:
-        calls, fine = found.total(), found.pop("", 0)
-        [(error, _)] = found.most_common(1)
-        self._told.add(tool)
-        text = f"tool {tool}: {calls - fine} of {calls} calls failed, such as: {error}"
-        notify(logger, f"tool {tool} raises", text, times=0)
 
 
 _LEAST_WAIT = 0.001

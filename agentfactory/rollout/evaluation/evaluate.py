@@ -347,7 +347,7 @@ def run_rollout(
             if sizes is None:
                 chosen = [(one, row, one.config.group_size) for one in watched for row in range(len(one.tasks))]
             else:
-                order = mix_of([Loaded(one.part, one.tasks) for one in watched], recipe.seed)
+                order = mix_of(watched, recipe.seed)
                 places = [order.place(position) for position in range(len(sizes))]
                 chosen = [(watched[one], row, size) for (one, row), size in zip(places, sizes, strict=True)]
             groups = await asyncio.gather(
