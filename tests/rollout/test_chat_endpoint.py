@@ -118,10 +118,7 @@ async def test_tools_rewards_and_mistakes(tmp_path: Path) -> None:
         (True, 1.0, 16),
         (True, 0.0, 16),
     ]
-    assert first["messages"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "fill it"},
-    ]
+    assert first["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "fill it"}]
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("teacher", 0.5, 99)
     assert [tool["function"]["name"] for tool in first["tools"]] == ["put"]
     last = server.requests[-1]["messages"]

@@ -111,11 +111,7 @@ async def test_a_connection_whose_header_does_not_come_is_closed(
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [
-        (CHAT, ASKED),
-        ("/tools", {"name": "note", "arguments": {"text": "x"}}),
-        ("/reward", {"reward": 7}),
-    ],
+    [(CHAT, ASKED), ("/tools", {"name": "note", "arguments": {"text": "x"}}), ("/reward", {"reward": 7})],
 )
 async def test_a_request_that_is_complete_after_its_chain_changes_nothing(
     tmp_path: Path, path: str, body: dict[str, Any]

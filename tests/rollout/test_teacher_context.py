@@ -14,13 +14,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.groups.group_files import append_group, read_groups
-from agentfactory.rollout.groups.teacher_context import (
-    FIELD,
-    TeacherContext,
-    check_answers,
-    load_context,
-    with_text,
-)
+from agentfactory.rollout.groups.teacher_context import FIELD, TeacherContext, check_answers, load_context, with_text
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import training_row
 from tests.model_families import FAMILIES, Family, renderer_of

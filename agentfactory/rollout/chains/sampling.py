@@ -39,11 +39,7 @@ class Sampler:
     `images` are banned from sampling."""
 
     def __init__(
-        self,
-        recipe: RolloutRecipe,
-        client: InferenceClient,
-        stop_token_ids: list[int],
-        images: Images | None = None,
+        self, recipe: RolloutRecipe, client: InferenceClient, stop_token_ids: list[int], images: Images | None = None
     ) -> None:
         self.recipe = recipe
         self.client = client

@@ -135,9 +135,7 @@ async def _open_chains(
 
 
 @asynccontextmanager
-async def _watched(
-    opened: AbstractAsyncContextManager[Sequence[Source[Any]]],
-) -> AsyncIterator[list[Source[Any]]]:
+async def _watched(opened: AbstractAsyncContextManager[Sequence[Source[Any]]]) -> AsyncIterator[list[Source[Any]]]:
     """Open sources, check that their chains can run, and watch these. At the end, tell the errors of their tools."""
     async with opened as sources:
         for source in sources:
