@@ -119,18 +119,10 @@ class RequestedTurns:
         shown = assistant(text, [(call.id, call.name, call.arguments) for call in calls], reasoning)
         node = self.tree.record(plan, completion, parsed, Delivered.of(shown, stop, whole))
         self.last = StopReason.MAX_TOKENS if completion.cut and not calls else StopReason.ANSWER
-        logprobs = zip(ids, completion.logprobs, strict=True) if turn_request.options.get("logprobs") else ()
-        reply = Reply(
-            secrets.token_hex(12),
-            text,
-            reasoning,
-            calls,
-            completion.cut,
-            stop,
-            len(plan.ids),
-            len(ids),
-            [(self._renderer.decode([token]), logprob) for token, logprob in logprobs],
-        )
+        asked = zip(ids, completion.logprobs, strict=True) if turn_request.options.get("logprobs") else ()
+        logprobs = [(self._renderer.decode([token]), logprob) for token, logprob in asked]
+        name, cut, prompt = secrets.token_hex(12), completion.cut, len(plan.ids)
+        reply = Reply(name, text, reasoning, calls, cut, stop, prompt, len(ids), logprobs)
         return SampledTurn(completion, parsed, node, reply)
 
     def _stopped(self, completion: Completion, stops: tuple[str, ...]) -> tuple[Completion, str | None]:

@@ -216,19 +216,8 @@ class ChainTree:
             row, shared, spliced = Row(), 0, 0
             self._extend(row, whole, whole, specs)
         unmatched = [m for m, node in zip(added, matched, strict=True) if m["role"] == "assistant" and node is None]
-        return Plan(
-            head,
-            parent,
-            whole[len(known) :],
-            prints[start:],
-            row.token_ids,
-            row.images,
-            shared,
-            unmatched,
-            spliced,
-            session,
-            written,
-        )
+        given, prints, ids, images = whole[len(known) :], prints[start:], row.token_ids, row.images
+        return Plan(head, parent, given, prints, ids, images, shared, unmatched, spliced, session, written)
 
     def record(self, plan: Plan, completion: Completion, parsed: Parsed, delivered: Delivered) -> Node:
         """Append a turn that was sampled after `plan.ids` to the row that it continues, or to a new row."""
@@ -243,19 +232,8 @@ class ChainTree:
         row.append_context(plan.ids[new:], images)
         append_turn(row, completion)
         note_roles(row, completion, parsed)
-        node = Node(
-            len(self.nodes),
-            parent,
-            plan.given,
-            plan.prints,
-            parsed.message,
-            delivered,
-            completion.token_ids,
-            number,
-            len(row.token_ids),
-            plan.session,
-            plan.written,
-        )
+        turn = parsed.message, delivered, completion.token_ids, number, len(row.token_ids)
+        node = Node(len(self.nodes), parent, plan.given, plan.prints, *turn, plan.session, plan.written)
         self.nodes.append(node)
         (self._roots[plan.head] if parent is None else parent.children).append(node)
         for key in delivered.keys:
