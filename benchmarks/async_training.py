@@ -133,7 +133,7 @@ class Simulation:
         """Return the mean duration of a step."""
         self._draws, self._serial = random.Random(self.seed), 0
         self._admission = Admission(BATCH, self.max_staleness, self.steps * BATCH)
-        self._batches = BatchChoice(BATCH, self.max_staleness, late=self.late)
+        self._batches = BatchChoice(self._admission, self.late)
         ends = list(self._step_ends())
         return (ends[-DRAIN - 1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP - DRAIN)
 
@@ -161,7 +161,6 @@ class Simulation:
                 if version == self.steps:
                     return
                 self._admission.publish(version)
-                self._batches.publish(version)
             elif name in self._open:
                 group = self._open[name]
                 group.rewards = (*group.rewards, reward)

@@ -148,8 +148,8 @@ FAULTS = (
     Fault(
         "staleness",
         "rollout/groups/staleness.py",
-        "max(0, self.max_staleness - self._age(self._begun(group)))",
-        "max(0, self.max_staleness + 1 - self._age(self._begun(group)))",
+        "max(0, self.admission.max_staleness - self._age(self._begun(group)))",
+        "max(0, self.admission.max_staleness + 1 - self._age(self._begun(group)))",
         "rollout/test_staleness.py",
     ),
     Fault(

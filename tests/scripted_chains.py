@@ -67,18 +67,15 @@ class Scripted:
     tokenizer: PreTrainedTokenizerFast
 
     async def run(self, **task: Any) -> Trajectory:
-        """Run one chain on `task`."""
         sampling = Sampling("policy", 1.0, seed="s")
         return await self.runner.run("c0", {"question": "go", **task}, sampling, self.runner.setup.config.scored)
 
     async def run_all(self, tasks: Iterable[dict[str, Any]]) -> list[Trajectory]:
-        """Run a chain on each task, all concurrently."""
         sampling = Sampling("policy", 1.0, seed="s")
         runs = (self.runner.run(f"c{number}", task, sampling) for number, task in enumerate(tasks))
         return await asyncio.gather(*runs)
 
     def sent(self) -> list[str]:
-        """The server's received prompts, as text."""
         return [self.tokenizer.decode(request["token_ids"]) for request in self.server.requests]
 
     def check(self, *trajectories: Trajectory, dropped: int = 0) -> None:

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 import yaml
 
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
-from tests.sandboxed_python import sandboxed_python
 
 pytestmark = pytest.mark.long
 
@@ -34,18 +32,6 @@ async def run(client, task, tools):
         (call,) = message.tool_calls
         content = await tools.call(call.function.name, call.function.arguments)
         messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-"""
-
-PROGRAM = """
-import sys
-from anthropic import Anthropic
-
-client = Anthropic(max_retries=0)
-messages = [{"role": "user", "content": sys.argv[1]}]
-for _ in range(2):
-    answer = client.messages.create(model="any", max_tokens=8, messages=messages)
-    messages += [{"role": "assistant", "content": answer.content or "nothing"}, {"role": "user", "content": "Go on."}]
-print(len(messages))
 """
 
 ELSEWHERE = """
@@ -104,20 +90,10 @@ while True:
     played += 1
 """
 
-REWARD = """
-from agentfactory import reward
-
-
-@reward
-def length(prediction, trajectory):
-    return float(prediction == "5") * sum(sum(row.mask) for row in trajectory.rows) / 16
-"""
-
 
 def train(
     folder: Path, recipe: dict[str, Any], expected: frozenset[Outcome] | set[Outcome] = frozenset()
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Train; return the run's steps and chains."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "output": str(folder / "run")}))
     subprocess.run([sys.executable, "-m", "agentfactory", "train", str(folder / "recipe.yaml")], check=True)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -155,22 +131,6 @@ def test_a_function_that_forgets(warm_start: Path, quickstart_run: Path, tmp_pat
         assert len(chain.rows) == 1 + (chain.turns > 3)
         # the kept turns are sent back without the first one
         assert chain.metrics["gateway/spliced_turns"] == 2 * (chain.turns > 3)
-
-
-def test_a_program(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> None:
-    template = tmp_path / "template"
-    template.mkdir()
-    (template / "my_agent.py").write_text(PROGRAM)
-    (tmp_path / "my_reward.py").write_text(REWARD)
-    recipe = recipe_of(warm_start, quickstart_run)
-    recipe["rewards"] = ["my_reward.py:length"]
-    program = sandboxed_python(anthropic, "my_agent.py", "${task.question}")
-    recipe["rollout"]["agent"] = {**program, "options": {**program["options"], "workspace": "template"}}
-    steps, chains = train(tmp_path, recipe)
-    assert len(steps) == 2
-    assert all(step["mismatch/max"] < 1e-4 for step in steps)
-    assert {chain.result for chain in chains} == {"5"}
-    assert all(len(chain.rows) == 1 or chain.metrics["gateway/unmatched_turns"] for chain in chains)
 
 
 def test_a_program_elsewhere_trains_and_a_chain_that_it_keeps_too_long_is_dropped(

@@ -117,7 +117,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """The address of the server behind `serve --chat`, and the environment variables that it prints."""
     command = [sys.executable, "-m", "agentfactory", "serve", "recipe.yaml", "--chat", "0"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -36,11 +36,9 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Source(Generic[RunnerT]):
+class Source(Loaded, Generic[RunnerT]):
     """A source of tasks, with the runner of its chains. `context` writes the teacher's prompts of its groups."""
 
-    part: Part[Any]
-    tasks: list[Task]
     runner: RunnerT
     context: Prompts | None = None
 
@@ -70,8 +68,7 @@ class Source(Generic[RunnerT]):
         return self.runner.watched(len(self.tasks), self.name)
 
     def run_by(self, sources: "Sequence[Source[RunnerT]]") -> "Source[RunnerT]":
-        """Return this source with the runner of the source of `sources` that has its name and its settings; unchanged
-        if there is none."""
+        """Return this source with the runner of the one of `sources` with its name and settings, if there is one."""
         found = (one for one in sources if one.name == self.name and one.part.acts_like(self.part))
         return replace(self, runner=next(found, self).runner)
 

@@ -16,11 +16,8 @@ NO_ROLE = "."
 
 @dataclass
 class Span:
-    """Tokens [start, end) of a row, sampled by the weights labelled `version`.
-
-    `mixed` marks tokens whose KV cache may come from older weights (`rollout.inflight: keep`): their logprobs belong to
-    no single version.
-    """
+    """Tokens [start, end) of a row, sampled by the weights labelled `version`. `mixed`: their KV cache may come from
+    older weights (`rollout.inflight: keep`), so their logprobs belong to no single version."""
 
     version: str
     start: int
@@ -40,8 +37,8 @@ class ImageSpan:
 
 
 LEAST_LOGPROB, LARGEST_LOGPROB = -float(np.finfo(np.float32).max), 1e-3
-"""Range of the log-probability of a sampled token: it is stored in float32, and rounding in half precision may make it
-slightly positive. One value outside would make every weight of the policy NaN."""
+"""Range of the log-probability of a sampled token, in float32; rounding in half precision can make it positive. One
+value outside would make every weight of the policy NaN."""
 
 
 @dataclass
@@ -117,8 +114,7 @@ class Row:
         self.roles = self.roles.ljust(len(self.token_ids) - len(roles), NO_ROLE) + roles
 
     def turn_spans(self) -> list[tuple[int, int]]:
-        """Return [start, end) of each assistant turn, from its first sampled token; the span of a turn without sampled
-        tokens is empty."""
+        """Return [start, end) of each assistant turn, from its first sampled token; empty if it has none."""
         mask = np.asarray(self.mask, dtype=bool)
         if self.turn_ends is None:
             edges: list[int] = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()

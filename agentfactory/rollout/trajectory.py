@@ -26,7 +26,8 @@ class Outcome(StrEnum):
     @property
     def failed(self) -> bool:
         """True if the chain failed instead of ending properly."""
-        return self in _FAILURES
+        ended = (Outcome.COMPLETED, Outcome.MAX_TURNS, Outcome.MAX_TOKENS, Outcome.CONTEXT_OVERFLOW, Outcome.TOOL_LIMIT)
+        return self not in ended
 
 
 class StopReason(StrEnum):
@@ -51,25 +52,13 @@ class StopReason(StrEnum):
     IMAGES = "images"
 
 
-_FAILURES = frozenset(
-    {
-        Outcome.TOOL_INFRASTRUCTURE,
-        Outcome.INFERENCE_ERROR,
-        Outcome.AGENT_ERROR,
-        Outcome.REWARD_ERROR,
-        Outcome.TIMEOUT,
-        Outcome.CANCELLED,
-    }
-)
-
-
 class Activity(StrEnum):
     """An activity on which a chain spends time."""
 
     SETUP = "setup"
     """Reset of the environments, including the wait for instances."""
     WAIT = "wait"
-    """Wait for an instance of a tool server, or of a call for `limits.calls_per_second` or `parallel_calls`."""
+    """Wait for an instance of a tool server, or of a call for a limit."""
     MODEL = "model"
     """Sampling, from request to response, including the server's queue and retries."""
     TOOL = "tool"
@@ -82,10 +71,8 @@ class Activity(StrEnum):
 
 @dataclass
 class Stretch:
-    """An interval of a chain, in seconds since its start. Intervals overlap if calls run in parallel.
-
-    `turn` is the number of the assistant turn, from 0; None outside turns. `name` names the tool or tool server.
-    """
+    """An interval of a chain, in seconds since its start. Intervals overlap if calls run in parallel. `turn` is the
+    number of the assistant turn, from 0; None outside turns. `name` names the tool or tool server."""
 
     activity: Activity
     start: float
@@ -95,21 +82,17 @@ class Stretch:
 
 
 def chain_id(group_id: str, index: int, retry: bool = False) -> str:
-    """Return the id of chain `index` of a group; `retry` marks the chain that replaces a failed one. No code parses
-    ids."""
+    """Return the id of chain `index` of a group; `retry` marks the chain that replaces a failed one."""
     return f"{group_id}.{index}" + (".retry" if retry else "")
 
 
 @dataclass
 class Trajectory:
-    """A chain: its messages, sampled rows and outcome.
-
-    A chain has one row, unless its template rewrites history or `rollout.context` shortens it: each rewritten prompt
-    starts a new row.
-    `metrics` are numbers by name (`success`, `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None if the
-    chain failed or `rollout.on_outcome` drops its outcome. `turn_rewards`, if the reward returns any, are credited to
-    the assistant turns in addition to `reward`.
-    """
+    """A chain: its messages, sampled rows and outcome. A chain has one row, unless its template rewrites history or
+    `rollout.context` shortens it: each rewritten prompt starts a new row. `metrics` are numbers by name (`success`,
+    `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None if the chain failed or `rollout.on_outcome` drops
+    its outcome. `turn_rewards`, if the reward returns any, are credited to the assistant turns in addition to
+    `reward`."""
 
     id: str
     messages: list[Message]
@@ -148,10 +131,7 @@ class Trajectory:
 
     def turn_spans(self) -> list[tuple[int, int, int]]:
         """Return (row, start, end) of each assistant turn: its tokens are [start, end) of `rows[row]`, from the first
-        sampled one. Tokens in it with mask 0 were inserted. A turn without sampled tokens has an empty span.
-
-        Raise ValueError if the rows do not contain `turns` turns.
-        """
+        sampled one; those with mask 0 were inserted. Raise ValueError if the rows do not contain `turns` turns."""
         spans = [(index, *span) for index, row in enumerate(self.rows) for span in row.turn_spans()]
         if len(spans) == self.turns - 1 and self.rows and self.rows[-1].turn_ends is None:
             # rows of older runs have no turn_ends, and only their last turn can be empty
@@ -173,8 +153,8 @@ class Judged:
 
 @dataclass
 class Group:
-    """The chains of one task. `version` is the policy version when the group was started. `source` is the name of the
-    task's source; empty in a recipe without sources. `judged` is what a curriculum has decided; None without one."""
+    """The chains of one task. `version` is the policy version when the group was started, `source` the name of the
+    task's source if the recipe has several, and `judged` what a curriculum has decided."""
 
     id: str
     task: dict[str, Any]

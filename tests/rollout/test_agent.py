@@ -45,8 +45,6 @@ async def test_each_turn_begins_with_the_assistant_prefix_which_is_context(
 
 
 class ThinksBriefly(AgentHooks):
-    """An agent that lets the model think for four tokens."""
-
     async def generate(self, turn: Turn) -> Completion:
         thought = await turn.sample("<think>", max_tokens=4)
         return await turn.sample("</think>", after=thought) if thought.cut else thought
@@ -89,8 +87,6 @@ async def test_an_agent_may_choose_among_samples(tmp_path: Path) -> None:
 
 
 class Shouts(AgentHooks):
-    """An agent that parses `NOTE x` as a call."""
-
     def parse(self, turn: Turn, completion: Completion) -> Parsed:
         text = turn.parse(completion).message["content"]
         found = re.match(r"NOTE (\w+)", text)

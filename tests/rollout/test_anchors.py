@@ -142,12 +142,6 @@ async def test_any_server_can_give_anchors(tmp_path: Path) -> None:
     assert chain.anchors == [None, None, '{"taken": 1}', '{"taken": 1}', '{"taken": 2}']
 
 
-async def test_worlds_without_anchors_leave_nothing(tmp_path: Path) -> None:
-    async with scripted_chains(tmp_path, [call("note", text="a"), "done"]) as scripted:
-        chain = await scripted.run()
-    assert (chain.turns, chain.anchors) == (2, [])
-
-
 async def test_a_summary_is_no_turn_of_a_state(tmp_path: Path) -> None:
     context = {"policy": "summarize", "options": {"max_tokens": 260, "keep_turns": 1}}
     texts = [call("go", steps=1), call("go", steps=1), "so far so good", "done"]

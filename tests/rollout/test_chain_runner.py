@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
+from agentfactory.rollout.trajectory import Outcome, StopReason
 from tests.conftest import QUICKSTART
 from tests.scripted_chains import Scripted, call, scripted_chains
 
@@ -44,11 +44,6 @@ class Diary(Environment):
         raise RuntimeError("it does not burn")
 
     @tool
-    async def wait(self) -> str:
-        """Wait."""
-        await asyncio.sleep(60)
-
-    @tool
     async def read(self) -> str:
         """Read all pages."""
         await asyncio.sleep(0.01)
@@ -63,31 +58,10 @@ class Diary(Environment):
 @reward
 def broken():
     raise RuntimeError("no verdict")
-
-
-@reward
-async def slow():
-    await asyncio.sleep(60)
-'''
-FATAL = '''
-import os
-from agentfactory import reward, tool
-
-
-@tool
-def die() -> str:
-    """End the server's process."""
-    os._exit(3)
-
-
-@reward
-def turns(trajectory):
-    return trajectory.turns
 '''
 
 
 def diary(folder: Path, texts: Any, **fields: Any) -> AbstractAsyncContextManager[Scripted]:
-    """A runner of the diary against a model that says `texts`; `fields` are recipe sections."""
     return scripted_chains(folder, texts, source=TOOLS, **{"tools": ["notes.py:Diary"], "rewards": [], **fields})
 
 
@@ -104,14 +78,9 @@ async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(tmp_path: 
         trajectory = await chains.run()
     assert trajectory.outcome is Outcome.COMPLETED
     answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
-    assert len(answers) == 5
-    assert "JSON" in answers[0]
-    assert "fly" in answers[1]
-    assert "write" in answers[1], "the known tools are named"
-    assert "mood" in answers[2]
-    assert "bad" in answers[2], "the allowed values are named"
-    assert "it does not burn" in answers[3]
-    assert answers[4] == "page 2"
+    told = [("JSON",), ("fly", "write"), ("mood", "bad"), ("it does not burn",), ("page 2",)]
+    for answer, words in zip(answers, told, strict=True):
+        assert all(word in answer for word in words)
     errors = {name: value for name, value in trajectory.metrics.items() if name.startswith("tool_errors/") and value}
     assert errors == {
         "tool_errors/malformed_call": 1,
@@ -123,12 +92,10 @@ async def test_every_mistake_gets_an_error_turn_and_the_chain_goes_on(tmp_path: 
     assert trajectory.reward == 0.2
     assert trajectory.malformed_turns == [0]
     (row,) = trajectory.rows
-    assert all((role == ".") == (not sampled) for role, sampled in zip(row.roles, row.mask, strict=False))
     roles = [row.roles[start:end] for start, end in row.turn_spans()]
-    assert set(roles[0]) == {"f"}, "nothing of it can be read"
-    assert set(roles[1]) == {"f"}, "a call without arguments"
-    assert set(roles[4]) == {"f", "a"}
-    assert set(roles[5]) == {"f", "t"}
+    # of the first nothing can be read, and the second is a call without arguments
+    assert [set(roles[turn]) for turn in (0, 1, 4, 5)] == [{"f"}, {"f"}, {"f", "a"}, {"f", "t"}]
+    assert all((role == ".") == (not sampled) for role, sampled in zip(row.roles, row.mask, strict=False))
 
 
 async def test_a_cut_call_is_told_and_its_closing_is_context(tmp_path: Path) -> None:
@@ -160,38 +127,6 @@ async def test_failures_are_typed_and_never_a_reward(tmp_path: Path) -> None:
     async with diary(tmp_path, explode) as chains:
         trajectory = await chains.run()
     assert (trajectory.outcome, trajectory.reward) == (Outcome.INFERENCE_ERROR, None)
-
-
-async def test_the_recipe_says_what_is_scored(tmp_path: Path) -> None:
-    write = call("write", text="a")
-
-    async def play(turns: list[str], outcome: str, policy: str, **fields: object) -> Trajectory:
-        rollout = {"on_outcome": {outcome: policy}, **fields}
-        async with diary(tmp_path, turns, rollout=rollout) as chains:
-            return await chains.run()
-
-    scored = {"keep": 0.2, "mask": 0.2, "drop": None, "retry": None}
-    for policy, reward in scored.items():
-        trajectory = await play([write, "word " * 50], "max_tokens", policy, max_tokens=40)
-        assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TOKENS, reward)
-    slow = {"timeout_seconds": 0.3, "on_outcome": {"timeout": "keep"}}
-    rewards = ["notes.py:slow"]
-    async with diary(tmp_path, ["x"], rollout=slow, rewards=rewards) as chains:
-        trajectory = await chains.run()
-    assert (trajectory.outcome, trajectory.reward) == (Outcome.REWARD_ERROR, None), "nor does a verdict last for ever"
-    assert trajectory.error == "RewardError: slow took longer than rollout.timeout_seconds=0.3"
-
-
-@pytest.mark.processes
-async def test_a_dead_tool_server_leaves_a_chain_that_may_be_scored(tmp_path: Path) -> None:
-    (tmp_path / "fatal.py").write_text(FATAL)
-    serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "fatal.py:die"]}
-    fields = {"rewards": ["fatal.py:turns"], "rollout": {"on_outcome": {"tool_infrastructure": "keep"}}}
-    fields |= {"tools": [], "mcp_servers": {"fatal": serve}}
-    async with diary(tmp_path, [call("die"), "done"], **fields) as chains:
-        trajectory = await chains.run()
-    assert (trajectory.outcome, trajectory.reward) == (Outcome.TOOL_INFRASTRUCTURE, 1.0)
-    assert "fatal" in (trajectory.error or "")
 
 
 async def test_turns_are_rewarded_by_themselves(tmp_path: Path) -> None:
@@ -253,9 +188,6 @@ async def test_a_chain_records_where_its_time_went(tmp_path: Path) -> None:
     assert wait.end - wait.start >= 0.01
     for before, after in pairwise(trajectory.timeline):
         assert 0 <= before.start <= before.end <= after.end <= trajectory.seconds + 1e-4
-    # what is in none of them is little
-    rest = trajectory.seconds - sum(one.end - one.start for one in trajectory.timeline if one.activity != "wait")
-    assert rest < 0.5
 
 
 @pytest.mark.processes
@@ -289,7 +221,6 @@ HUNT = str(QUICKSTART / "treasure_hunt.py:TreasureHunt")
 
 @pytest.fixture
 def hunt_url() -> Iterator[str]:
-    """The treasure hunt behind streamable HTTP."""
     command = [sys.executable, "-m", "agentfactory.tools.serve", HUNT, "--http", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -397,7 +328,7 @@ async def test_a_tool_ends_the_chain_and_an_environment_opens_it_with_an_image(t
         (
             "react",
             "Thought: ",
-            ["I note.\nAction: note\nAction Input: tea", "No.", "So.\nFinal Answer: tea"],
+            ["I.\nAction: note\nAction Input: tea", "No.", "So.\nFinal Answer: tea"],
             "Observation:",
         ),
         ("tags", "<think>", ["hm</think><note>tea</note>", "hm</think>", "</think><answer>tea</answer>"], "<"),
@@ -406,7 +337,7 @@ async def test_a_tool_ends_the_chain_and_an_environment_opens_it_with_an_image(t
 async def test_text_formats_act_to_the_token(
     tmp_path: Path, parser: str, prefix: str, texts: list[str], told: str
 ) -> None:
-    """Turns: a call, text without any call of the format, and an answer."""
+    # a call, text without any call of the format, and an answer
     fields = {"rollout": {"parser": parser, "assistant_prefix": prefix, "system_prompt": "Be brief."}}
     async with scripted_chains(tmp_path, texts, **fields) as chains:
         trajectory = await chains.run()

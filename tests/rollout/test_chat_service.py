@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,16 +18,19 @@ from tests.scripted_server import serve_script
 pytestmark = pytest.mark.processes
 
 
-async def test_conversations_are_logged_to_the_token(tmp_path: Path) -> None:
+def model_in(folder: Path) -> tuple[Any, dict[str, str]]:
     tokenizer = make_tokenizer(trl_template("qwen2_5"))
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text("{}")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text("{}")
+    return tokenizer, {"path": str(folder / "model")}
+
+
+async def test_conversations_are_logged_to_the_token(tmp_path: Path) -> None:
+    tokenizer, model = model_in(tmp_path)
     # ids that a tokenizer would not choose: a history that is tokenised again would differ
-    ids = [
-        *(i for letter in "Yes. No." for i in tokenizer.encode(letter, add_special_tokens=False)),
-        tokenizer.eos_token_id,
-    ]
-    recipe = RolloutRecipe.model_validate({"model": {"path": str(tmp_path / "model")}, "rollout": {"max_turns": 1}})
+    ids = [*(i for letter in "Yes. No." for i in tokenizer.encode(letter, add_special_tokens=False))]
+    ids.append(tokenizer.eos_token_id)
+    recipe = RolloutRecipe.model_validate({"model": model, "rollout": {"max_turns": 1}})
     log = tmp_path / "turns.jsonl"
     async with serve_script(lambda _: ids) as server, serve_chat(recipe, server.url, "policy", log) as endpoint:
         client = AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0)
@@ -55,10 +59,8 @@ async def test_conversations_are_logged_to_the_token(tmp_path: Path) -> None:
 
 
 async def test_what_a_client_asks_for_wrongly_is_refused_and_what_it_says_is_logged(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(trl_template("qwen2_5"))
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text("{}")
-    recipe = RolloutRecipe.model_validate({"model": {"path": str(tmp_path / "model")}})
+    tokenizer, model = model_in(tmp_path)
+    recipe = RolloutRecipe.model_validate({"model": model})
     ids, log = [*tokenizer.encode("a", add_special_tokens=False), tokenizer.eos_token_id], tmp_path / "turns.jsonl"
     async with (
         serve_script(lambda _: ids) as server,

@@ -64,7 +64,6 @@ def test_when_a_policy_acts() -> None:
 
 
 async def prompt_lengths(folder: Path, texts: list[str], template: str | None = None) -> list[int]:
-    """Prompt lengths of a chain without any shortening."""
     async with scripted_chains(folder, texts, template=template) as chains:
         await chains.run()
         return [len(request["token_ids"]) for request in chains.server.requests]

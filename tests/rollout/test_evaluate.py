@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.rollout.config import DataConfig, RolloutRecipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.evaluation.evaluate import evaluate, open_sources, run_eval, run_rollout
@@ -20,24 +19,26 @@ from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
 
 
+def recipe_of(model: Path, **sections: Any) -> RolloutRecipe:
+    given = {"model": {"path": str(model), "dtype": "float32"}, "server": {"engine": "embedded"}}
+    return RolloutRecipe.model_validate({**given, **sections})
+
+
 def opening(
     recipe: RolloutRecipe, tasks: list[dict[str, Any]], base: Path, url: str
 ) -> AbstractAsyncContextManager[Sequence[Source[Any]]]:
     return open_sources(recipe, [Loaded.only(recipe, tasks)], base, url)
 
 
+HUNT = [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")]
+
+
 def test_saved_groups_follow_the_recipes_policies(
     warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
     """With a limit of one turn, a chain that calls a tool ends there; its outcome is set to be retried, not scored."""
-    recipe = RolloutRecipe.model_validate(
-        {
-            "model": {"path": str(warm_start), "dtype": "float32"},
-            "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
-            "rollout": {"group_size": 2, "max_turns": 1, "max_tokens": 40, "on_outcome": {"max_turns": "retry"}},
-            "server": {"engine": "embedded"},
-        }
-    )
+    rollout = {"group_size": 2, "max_turns": 1, "max_tokens": 40, "on_outcome": {"max_turns": "retry"}}
+    recipe = recipe_of(warm_start, tools=HUNT, rollout=rollout)
     tasks = load_tasks(DataConfig(path=str(quickstart_run / "prepared" / "train.jsonl"), limit=12))
     run_rollout(recipe, tmp_path, lambda record: None, opening(recipe, tasks, QUICKSTART, warm_server))
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
@@ -72,20 +73,10 @@ def together(trajectories):
 def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_start: Path, tmp_path: Path) -> None:
     (tmp_path / "users.py").write_text(USERS)
     tasks = [{"question": "go"}, {"question": "run"}]
-    recipe = RolloutRecipe.model_validate(
-        {
-            "model": {"path": str(warm_start), "dtype": "float32"},
-            "rewards": ["users.py:tokens", "users.py:together"],
-            "rollout": {
-                "group_size": 3,
-                "max_turns": 1,
-                "agent": "users.py:Brief",
-                "outcome_penalty": {"max_tokens": 100, "max_turns": 50},
-            },
-            "server": {"engine": "embedded"},
-            "eval": {"samples": 2},
-        }
-    )
+    penalties = {"outcome_penalty": {"max_tokens": 100, "max_turns": 50}}
+    rollout = {"group_size": 3, "max_turns": 1, "agent": "users.py:Brief", **penalties}
+    rewards = ["users.py:tokens", "users.py:together"]
+    recipe = recipe_of(warm_start, rewards=rewards, rollout=rollout, eval={"samples": 2})
     logged: list[dict[str, float]] = []
     run_rollout(recipe, tmp_path, logged.append, opening(recipe, tasks, tmp_path, warm_server))
     chains = [chain for group in read_groups(tmp_path / "rollout.jsonl") for chain in group.trajectories]
@@ -108,27 +99,11 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
 NEEDS_ANSWER = "from agentfactory import reward\n\n\n@reward\ndef right(prediction, answer):\n    return 1.0\n"
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "problem"),
-    [
-        ({"rewards": ["users.py:right"]}, ValueError, "needs 'answer'"),
-        (
-            {
-                "mcp_servers": {"code": {"module": "code_interpreter", "options": {"seconds": -1}}},
-                "rewards": [{"reward": "length", "options": {"longest": 8}}],
-            },
-            ToolInfrastructureError,
-            "seconds: got -1",
-        ),
-    ],
-)
-def test_what_cannot_run_is_told_before_any_chain_runs(
-    warm_server: str, warm_start: Path, tmp_path: Path, fields: dict[str, Any], error: type[Exception], problem: str
-) -> None:
+def test_what_cannot_run_is_told_before_any_chain_runs(warm_server: str, warm_start: Path, tmp_path: Path) -> None:
     (tmp_path / "users.py").write_text(NEEDS_ANSWER)
-    recipe = RolloutRecipe.model_validate({"model": {"path": str(warm_start), "dtype": "float32"}, **fields})
+    recipe = recipe_of(warm_start, rewards=["users.py:right"])
     for run in (run_rollout, run_eval):
-        with pytest.raises(error, match=problem):
+        with pytest.raises(ValueError, match="needs 'answer'"):
             run(recipe, tmp_path, lambda record: None, opening(recipe, [{"question": "go"}], tmp_path, warm_server))
     assert not list(tmp_path.glob("*rollout*"))
 
@@ -138,14 +113,8 @@ async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
 ) -> None:
     source = "from agentfactory import reward\n\n\n@reward\ndef right(prediction):\n    return {}['lft']\n"
     (tmp_path / "users.py").write_text(source)
-    recipe = RolloutRecipe.model_validate(
-        {
-            "model": {"path": str(warm_start), "dtype": "float32"},
-            "rewards": ["users.py:right"],
-            "rollout": {"max_turns": 1, "max_tokens": 2},
-            "server": {"engine": "embedded"},
-        }
-    )
+    rollout = {"max_turns": 1, "max_tokens": 2}
+    recipe = recipe_of(warm_start, rewards=["users.py:right"], rollout=rollout)
     loaded = [Loaded.only(recipe, [{"question": "go"}], "eval.data")]
     async with open_sources(recipe, loaded, tmp_path, warm_server) as sources:
         figures, failures, looks = await evaluate(sources, recipe, "policy", tmp_path, "000000")
@@ -161,18 +130,10 @@ async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(
 def test_several_samples_give_pass_at_k_intervals_and_a_table_per_source(
     warm_server: str, warm_start: Path, quickstart_run: Path, tmp_path: Path
 ) -> None:
-    """Every figure is recomputed from the saved chains."""
     held_out = (quickstart_run / "prepared" / "heldout.jsonl").read_text().splitlines()[:10]
     rows = [{**json.loads(line), "source": "even" if place % 2 == 0 else "odd"} for place, line in enumerate(held_out)]
-    recipe = RolloutRecipe.model_validate(
-        {
-            "model": {"path": str(warm_start), "dtype": "float32"},
-            "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
-            "rollout": {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
-            "server": {"engine": "embedded"},
-            "eval": {"samples": 4},
-        }
-    )
+    rollout = {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512}
+    recipe = recipe_of(warm_start, tools=HUNT, rollout=rollout, eval={"samples": 4})
     logged: list[dict[str, float]] = []
     found = run_eval(recipe, tmp_path / "eval", logged.append, opening(recipe, rows, QUICKSTART, warm_server))
     assert logged == [{f"eval/{name}": value for name, value in found.figures().items()}]

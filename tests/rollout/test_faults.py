@@ -19,7 +19,6 @@ from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Group
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked, start_engine
-from tests.recording_proxy import record
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -28,8 +27,6 @@ START_SECONDS = 2.0
 
 
 class Server:
-    """An embedded engine on its own port; `supervised` restarts it on this port whenever it dies."""
-
     def __init__(self, model: Path, log: Path, supervised: bool = False, max_model_len: int = 512):
         self._model, self._log = model, log
         self._flags = ("--max-model-len", str(max_model_len), "--max-num-seqs", "64")
@@ -72,8 +69,6 @@ def servers(folder: Path, model: Path, count: int = 1, **options: Any) -> Iterat
 
 
 class Run:
-    """A running train.py against servers that it did not start."""
-
     def __init__(self, process: Forked, output: Path):
         self.process = process
         self.output = output
@@ -84,13 +79,11 @@ class Run:
         return [entry for entry in map(json.loads, lines) if "loss" in entry]
 
     async def steps(self, number: int) -> None:
-        """Wait until this number of steps has been trained."""
         while len(self.metrics()) < number:
             assert self.process.is_running(), self.said()
             await asyncio.sleep(0.05)
 
     async def end(self) -> int:
-        """The exit status."""
         return await asyncio.to_thread(self.process.wait)
 
     def said(self) -> str:
@@ -124,7 +117,6 @@ def training(folder: Path, start: Path, tasks: Path, urls: list[str], **fields: 
 
 
 async def check_whole(run: Run) -> None:
-    """Assert that the run finished, and that its records are consistent."""
     assert await run.end() == 0, run.said()
     metrics, groups = run.metrics(), run.groups()
     assert [entry["step"] for entry in metrics] == list(range(1, STEPS + 1))
@@ -155,7 +147,6 @@ def tasks(quickstart_run: Path) -> Path:
 async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
     tmp_path: Path, warm_start: Path, tasks: Path, lora: dict[str, int] | None
 ) -> None:
-    """Its supervisor restarts it twice on the same port, with the initial weights."""
     with servers(tmp_path, warm_start, supervised=True) as (server,):
         with training(tmp_path, warm_start, tasks, [server.url], model={"lora": lora}) as run:
             for step in (1, 3):
@@ -165,26 +156,6 @@ async def test_a_server_that_is_killed_comes_back_with_the_current_weights(
         assert server.starts == 3
     log = run.said()
     assert log.count("has proven that it holds version") + log.count("waits for a server") >= 2
-
-
-@pytest.mark.long
-async def test_ten_seconds_of_errors_are_waited_out(tmp_path: Path, warm_start: Path, tasks: Path) -> None:
-    with servers(tmp_path, warm_start) as (server,):
-        async with record(server.url) as proxy:
-            with training(tmp_path, warm_start, tasks, [proxy.url]) as run:
-                await run.steps(2)
-                proxy.fails_with = 500
-                await asyncio.sleep(10)
-                done = len(run.metrics())
-                proxy.fails_with = None
-                await check_whole(run)
-    assert proxy.failures > 0
-    assert done < STEPS
-    # a failed turn is requested again with the same ids, and each answer is in one row
-    turns = [answer for asked, answer in proxy.exchanges if "logprob_token_ids" not in asked["sampling_params"]]
-    sampled = sum(len(answer["choices"][0]["token_ids"]) for answer in turns)
-    kept = sum(sum(row.mask) for group in run.groups() for chain in group.trajectories for row in chain.rows)
-    assert sampled == kept
 
 
 async def test_when_no_server_is_left_the_run_stops_and_says_so(tmp_path: Path, warm_start: Path, tasks: Path) -> None:

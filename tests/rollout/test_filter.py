@@ -60,9 +60,8 @@ def test_chains_that_count() -> None:
 
 
 def test_a_group_of_one_chain_is_kept() -> None:
-    config = RolloutConfig(group_size=1)
-    assert GroupFilter(config, at_once=1).judge([WON]) is Worth.TEACHES
-    assert GroupFilter(config, at_once=1).judge([BROKEN]) is Worth.LOST
+    groups = GroupFilter(RolloutConfig(group_size=1), at_once=1)
+    assert [groups.judge([chain]) for chain in (WON, BROKEN)] == [Worth.TEACHES, Worth.LOST]
 
 
 @pytest.mark.parametrize("policy", ["drop", "refill"])
@@ -79,13 +78,8 @@ def test_chains_that_do_not_count_are_counted_by_outcome() -> None:
     groups = GroupFilter(RolloutConfig.model_validate(CUT), at_once=4)
     for ended in (WON, MASKED, DROPPED, BROKEN, BROKEN, LATE, LATE_UNSCORED):
         groups.ended(ended)
-    assert groups.take_figures() == {
-        "chains": 7,
-        "filtered/groups": 0,
-        "filtered/inference_error": 2,
-        "filtered/max_turns": 1,
-        "filtered/timeout": 1,
-    }
+    lost = {"filtered/inference_error": 2, "filtered/max_turns": 1, "filtered/timeout": 1}
+    assert groups.take_figures() == {"chains": 7, "filtered/groups": 0, **lost}
 
 
 def test_there_is_no_hope_when_all_groups_are_lost() -> None:

@@ -32,7 +32,6 @@ TOOL = {
 
 
 async def play(folder: Path, texts: list[str], function: Any, **fields: Any) -> tuple[Trajectory, Scripted]:
-    """One chain of a function, checked to the token."""
     dropped = fields.pop("dropped", 0)
     async with scripted_chains(folder, texts, agent=FunctionAgent("a.py:run", function), **fields) as chains:
         trajectory = await chains.run()
@@ -204,19 +203,6 @@ async def test_few_requests_of_a_chain_are_received_at_a_time(tmp_path: Path) ->
     assert (trajectory.error or "").startswith("the agent ended without a turn; its last request was refused: messages")
 
 
-async def test_a_chain_without_a_turn_tells_the_last_refusal(tmp_path: Path) -> None:
-    async def run(client: AsyncOpenAI) -> str:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="m", messages=[{"role": "assistant", "content": "x"}])
-        return str(refused.value)
-
-    trajectory, chains = await play(tmp_path, [], run)
-    assert "the last one is an assistant's" in (trajectory.result or "")
-    assert (chains.server.requests, trajectory.outcome) == ([], Outcome.AGENT_ERROR)
-    told = "the agent ended without a turn; its last request was refused: "
-    assert "the last one is an assistant's" in (trajectory.error or "").partition(told)[2]
-
-
 async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run(client: AsyncOpenAI) -> None:
         messages: list[Any] = [{"role": "user", "content": "go"}]
@@ -302,22 +288,6 @@ async def test_a_server_that_refuses_loses_the_chain_even_if_the_agent_goes_on(t
     trajectory, _ = await play(tmp_path, [], run)
     assert trajectory.outcome is Outcome.INFERENCE_ERROR
     assert "the script is at its end" in (trajectory.error or "")
-
-
-async def test_a_chain_that_runs_out_of_time_asks_for_nothing_more(tmp_path: Path) -> None:
-    gone = asyncio.Event()
-
-    async def run(client: AsyncOpenAI) -> None:
-        try:
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
-            await asyncio.sleep(600)
-        finally:
-            gone.set()
-
-    trajectory, _ = await play(tmp_path, ["a"], run, rollout={"timeout_seconds": 5.0})
-    assert trajectory.outcome is Outcome.TIMEOUT
-    assert gone.is_set()
-    assert trajectory.turns == 1
 
 
 async def test_the_recipes_tools_are_the_agents_to_call(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ def turns_of(renderer: Any) -> list[str]:
 
 
 async def run(client: AsyncOpenAI, task: dict[str, Any], tools: ChainTools) -> None:
-    """An append-only loop that drops reasoning, as most clients do."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     ids = set()
     while True:

@@ -20,6 +20,7 @@ from agentfactory.base.run_notices import notice_of
 from agentfactory.rollout.gateway import gateway_server as server
 from agentfactory.rollout.gateway import responses
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ChainTools, FunctionAgent
+from agentfactory.rollout.gateway.request_options import Refusal
 from agentfactory.rollout.rewards import scoring
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.rollout.workers.worker_socket import encode
@@ -49,13 +50,11 @@ async def connected(program: Program) -> AsyncIterator[tuple[asyncio.StreamReade
 
 
 def head(path: str, key: str, length: int, *headers: str) -> bytes:
-    """A request up to its body."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", *headers, f"Content-Length: {length}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
-    """Status and JSON body of an answer."""
     start = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     assert "content-type: application/json" in start
     length = int(start.partition("content-length: ")[2].split()[0])
@@ -63,7 +62,6 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
 
 
 async def send(program: Program, path: str, key: str, body: bytes, *headers: str) -> tuple[int, Any]:
-    """Status and JSON body of the answer to any bytes."""
     async with connected(program) as (reader, writer):
         writer.write(head(path, key, len(body), *headers) + body)
         return await answer(reader)
@@ -113,11 +111,7 @@ async def test_a_connection_whose_header_does_not_come_is_closed(
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [
-        (CHAT, ASKED),
-        ("/tools", {"name": "note", "arguments": {"text": "x"}}),
-        ("/reward", {"reward": 7}),
-    ],
+    [(CHAT, ASKED), ("/tools", {"name": "note", "arguments": {"text": "x"}}), ("/reward", {"reward": 7})],
 )
 async def test_a_request_that_is_complete_after_its_chain_changes_nothing(
     tmp_path: Path, path: str, body: dict[str, Any]
@@ -261,33 +255,21 @@ async def test_names_of_metrics_that_change_with_the_chain_are_bounded_and_told(
     assert "new ones are dropped (acc_2)" in told[0].text
 
 
-async def test_answers_that_are_kept_for_later_requests_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_are_kept_for_later_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "_MOST_STORED", 10_000)
-    async with elsewhere(tmp_path, ["a"] * 6, rewards=[]) as (chains, program):
-        running = begin(chains)
-        key = (await program.take())["key"]
-
-        async def ask(**body: Any) -> tuple[int, Any]:
-            return await program.post(RESPONSES, key, model="m", **body)
-
-        first = (await ask(input=[{"role": "user", "content": "go", "junk": "x" * 4000}]))[1]
-        for _ in range(2):
-            status, last = await ask(input=[{"role": "user", "content": "go", "junk": "x" * 4000}])
-        assert status == 200
-        status, answered = await ask(input="on", previous_response_id=first["id"])
-        assert (status, answered["error"]["code"]) == (404, "previous_response_not_found")
-        status, said = await ask(input="on", previous_response_id=last["id"])
-        assert status == 200
-        item = said["output"][0]["id"]
-        references = [{"role": "user", "content": "go"}, {"type": "item_reference", "id": item}]
-        status, _ = await ask(input=[*references, {"role": "user", "content": "on"}])
-        assert status == 200
-        status, answered = await ask(input=[{"type": "item_reference", "id": "none"}])
-        assert (status, answered["error"]["code"]) == (404, "item_not_found")
-        await program.post("/reward", key, reward=1)
-        assert (await running).turns == 5
+    stored = responses.Stored()
+    for number in range(3):
+        stored.keep(f"resp_{number}", [{"id": f"msg_{number}", "role": "user", "content": "go"}], 4000)
+    assert [stored.items(f"resp_{number}") is None for number in range(3)] == [True, False, False]
+    for body, code in (
+        ({"input": "on", "previous_response_id": "resp_0"}, "previous_response_not_found"),
+        ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "item_not_found"),
+    ):
+        with pytest.raises(Refusal) as refused:
+            responses.read(body, 1.0, stored)
+        assert (refused.value.status, refused.value.code) == (404, code)
+    for known in ({"previous_response_id": "resp_2"}, {"input": [{"type": "item_reference", "id": "msg_2"}]}):
+        assert responses.read({"input": [], **known}, 1.0, stored).messages == [{"role": "user", "content": "go"}]
 
 
 async def test_an_agent_that_outlives_its_chain_calls_no_tool_of_the_next_one(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from agentfactory.rollout.gateway.turn_tree import (
 )
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.text.renderer import Renderer
+from agentfactory.rollout.text.renderer import Parsed, Renderer
 from agentfactory.rollout.token_row import Row, Span
 from tests.chat_tokenizers import STRIPS_REASONING, make_tokenizer, trl_template
 
@@ -58,8 +58,6 @@ class Policy:
             ids += tokenizer.encode(piece, add_special_tokens=False)
             text = text[len(piece) :]
         ids += [] if cut else [self.renderer.stop_token_ids[-1]]
-        logprobs = [-float(len(self.samples)) - n / 1000 for n in range(len(ids))]
-        completion = Completion(ids, logprobs, [Span("0", 0, len(ids))], cut, [1] * len(ids))
         calls = sum(len(sample.message.get("tool_calls") or []) for sample in self.samples)
         parsed = self.renderer.parse(ids, calls, specs=specs)
         message = assistant(
@@ -67,7 +65,14 @@ class Policy:
             [(call.id, call.name, call.arguments) for call in parsed.calls],
             parsed.message.get("reasoning_content") or "",
         )
-        node = self.tree.record(plan, completion, parsed, Delivered.of(message))
+        return self.record(plan, ids, parsed, message, Delivered.of(message), cut)
+
+    def record(
+        self, plan: Plan, ids: list[int], parsed: Parsed, message: Message, delivered: Delivered, cut: bool = False
+    ) -> Sampled:
+        logprobs = [-float(len(self.samples)) - n / 1000 for n in range(len(ids))]
+        completion = Completion(ids, logprobs, [Span("0", 0, len(ids))], cut, [1] * len(ids))
+        node = self.tree.record(plan, completion, parsed, delivered)
         self.samples.append(Sampled(plan, completion, node, message))
         return self.samples[-1]
 
@@ -75,13 +80,10 @@ class Policy:
         """Sample a turn that ends with a stop string, if it has it."""
         plan = self.tree.plan(messages, SPECS)
         ids = self.renderer.tokenizer.encode(text, add_special_tokens=False)
-        completion = Completion(ids, [-1.0] * len(ids), [Span("0", 0, len(ids))], False, [1] * len(ids))
         parsed = self.renderer.parse(ids, specs=SPECS)
         parsed.message["content"] = text.partition(stop)[0]
         found = Delivered.of(parsed.message, stop, text) if stop in text else Delivered.of(parsed.message)
-        node = self.tree.record(plan, completion, parsed, found)
-        self.samples.append(Sampled(plan, completion, node, parsed.message))
-        return self.samples[-1]
+        return self.record(plan, ids, parsed, parsed.message, found)
 
     def check(self) -> None:
         """Assert that each sampled token is trained once, in the row where it was sampled, and no other token is."""
@@ -196,9 +198,8 @@ def test_a_session_tells_equal_turns_apart(appending: Renderer) -> None:
     for session in ("one", "two"):
         plan = policy.tree.plan([user("a")], [], session)
         ids = appending.tokenizer.encode("Yes<|im_end|>", add_special_tokens=False)
-        done = Completion(ids, [-1.0] * len(ids), [Span("0", 0, len(ids))], False, [1] * len(ids))
         parsed = appending.parse_text(ids)
-        nodes.append(policy.tree.record(plan, done, parsed, Delivered.of(parsed.message)))
+        nodes.append(policy.record(plan, ids, parsed, parsed.message, Delivered.of(parsed.message)).node)
     history = [user("a"), assistant("Yes", []), user("b")]
     assert policy.tree.plan(history, [], "one").parent is nodes[0]
     assert policy.tree.plan(history, [], "two").parent is nodes[1]

@@ -75,7 +75,6 @@ def test_a_mean_of_rewards_has_students_interval() -> None:
 
 @pytest.mark.parametrize("tasks", [1, 2, 5, 20, 60])
 def test_coverage_with_one_chain_per_task(tasks: int) -> None:
-    """Exact: all outcomes of the binomial distribution."""
     found = [of_proportion(one_each(passed, tasks)) for passed in range(tasks + 1)]
     for rate in (*RATES, *np.linspace(0.005, 0.995, 100)):
         chance = stats.binom.pmf(range(tasks + 1), tasks, rate)
@@ -84,7 +83,6 @@ def test_coverage_with_one_chain_per_task(tasks: int) -> None:
 
 
 def beta(rate: float, likeness: float) -> tuple[float, float]:
-    """Parameters of the rates of tasks: `likeness` is the correlation of a task's samples."""
     scale = 1 / likeness - 1
     return rate * scale, (1 - rate) * scale
 
@@ -112,20 +110,3 @@ def test_coverage_with_few_tasks_of_several_samples(tasks: int, samples: int) ->
                 if low <= rate <= high
             )
             assert covered >= 0.95, (rate, likeness)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("samples", [4, 16])
-@pytest.mark.parametrize(("tasks", "draws"), [(20, 600), (200, 200)])
-def test_coverage_with_many_tasks_of_several_samples(tasks: int, draws: int, samples: int) -> None:
-    """Simulated."""
-    generator = np.random.default_rng(0)
-    for rate in RATES:
-        for likeness in (0.1, 0.5):
-            covered = 0
-            for _ in range(draws):
-                passed = generator.binomial(samples, generator.beta(*beta(rate, likeness), tasks))
-                low, high = of_proportion(tasks_of(passed.tolist(), samples))
-                covered += low <= rate <= high
-            # less three standard deviations of the simulation
-            assert covered / draws >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / draws), (rate, likeness)

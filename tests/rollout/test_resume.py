@@ -3,6 +3,7 @@
 from collections import deque
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -53,15 +54,8 @@ def test_trained_groups_are_done_and_whole_ones_pending() -> None:
 
 
 def test_what_came_to_nothing_is_due_again_once() -> None:
-    saved = [
-        group("g000000", WON, BROKEN),
-        group("g000001", WON, BROKEN),
-        group("g000001-1", WON, BROKEN),
-        group("g000002", WON, BROKEN),
-        group("g000002-1", WON, LOST),
-        group("g000003", WON, BROKEN),
-        group("g000003-1", WON, LOST),
-    ]
+    names = ["0", "1", "1-1", "2", "2-1", "3", "3-1"]
+    saved = [group(f"g00000{name}", WON, LOST if name in ("2-1", "3-1") else BROKEN) for name in names]
     found = sort_out(saved, {"g000003-1"})
     assert found.done == {1, 3}
     assert found.again == (0,)
@@ -96,12 +90,8 @@ def test_what_is_too_old_by_now_is_due_again() -> None:
 
 
 def test_what_was_sampled_with_weights_that_were_never_proven_is_due_again() -> None:
-    """The run was stopped after the server resumed with new weights and before the weights were verified."""
-    saved = [
-        group("g000000", WON, chain(0.0, "9")),
-        group("g000001", WON, LOST),
-        group("g000002", WON, chain(1.0, "9")),
-    ]
+    old = chain(0.0, "9")
+    saved = [group("g000000", WON, old), group("g000001", WON, LOST), group("g000002", WON, chain(1.0, "9"))]
     found = sort_out(saved, equal_rewards="drop")
     assert found.again == (0, 2)
     assert [pending.group.id for pending in found.pending] == ["g000001"]
@@ -124,9 +114,6 @@ class Simulated:
     fail until group `hope`; those of the second succeed every other time."""
 
     def __init__(self, file: Path, share: Share, hope: int, saved: list[Group] = (), **curricula: Any) -> None:  # type: ignore[assignment]
-        async def deliver(*_: Any) -> None:
-            raise AssertionError
-
         config = RolloutConfig.model_validate({"group_size": 1, "curriculum": curricula.get("curriculum")})
         orders = [TaskOrder([{"question": str(row)} for row in range(5)], seed, shuffle=True) for seed in (1, 2)]
         resumed, mixing = None, curricula.get("mixing")
@@ -134,22 +121,14 @@ class Simulated:
             trained = {group.id for group in saved}
             resumed = Resumed.from_saved(saved, trained, VERSIONS, 8, config, mixing is not None, share)
         self.hope = hope
+        order, admission = TaskMix(orders, [1.0, 1.0], seed=0), Admission(1, 0, total=10_000)
+        newest, deliver = Published(8, "8", "8"), AsyncMock()
         self.producer = GroupProducer(
-            config,
-            [],
-            TaskMix(orders, [1.0, 1.0], seed=0),
-            Admission(1, 0, total=10_000),
-            Published(8, "8", "8"),
-            file,
-            deliver,
-            resumed,
-            share,
-            mixing=mixing,
+            config, [], order, admission, newest, file, deliver, resumed, share, mixing=mixing
         )
         self.open: deque[OpenGroup] = deque()
 
     def play(self, groups: int) -> list[int]:
-        """Save as many groups, and return the positions of those that began."""
         begun = []
         while True:
             while len(self.open) < 8:

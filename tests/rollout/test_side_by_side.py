@@ -1,6 +1,7 @@
 """Two evaluations of the same tasks beside each other, compared with values by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,17 +16,20 @@ T_QUANTILE = 4.302652729911275
 """Student's t for 97.5 % with 2 degrees of freedom, from a table."""
 
 
-def evaluation(folder: Path, tasks: dict[str, list[float | None]], mode: str = "sampled") -> Path:
-    """Write an evaluation with a chain per reward (None: it failed); the last task ends first."""
+def write(folder: Path, number: int, task: dict[str, Any], rewards: list[float | None], mode: str = "sampled") -> Path:
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-    for number, (question, rewards) in reversed(list(enumerate(tasks.items()))):
-        chains = [
-            Trajectory("c", [], [], Outcome.COMPLETED, reward, {} if reward is None else {"success": float(reward > 1)})
-            for reward in rewards
-        ]
-        task = {"question": question.partition("#")[0]}
-        append_group(folder / "trajectories" / f"final-{mode}.jsonl", Group(f"{mode}-{number:05d}", task, chains))
+    chains = [
+        Trajectory("c", [], [], Outcome.COMPLETED, reward, {} if reward is None else {"success": float(reward > 1)})
+        for reward in rewards
+    ]
+    append_group(folder / "trajectories" / f"final-{mode}.jsonl", Group(f"{mode}-{number:05d}", task, chains))
     (folder / "summary.json").write_text("{}")
+    return folder
+
+
+def evaluation(folder: Path, tasks: dict[str, list[float | None]], mode: str = "sampled") -> Path:
+    for number, (question, rewards) in reversed(list(enumerate(tasks.items()))):
+        write(folder, number, {"question": question.partition("#")[0]}, rewards, mode)
     return folder
 
 
@@ -68,36 +72,24 @@ def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
 
 
 def test_images_are_the_same_in_all_runs_and_sizes(tmp_path: Path) -> None:
-    def with_image(run: str, image: str, resized: str, reward: float) -> Path:
-        chains = tmp_path / run / "trajectories" / "final-sampled.jsonl"
-        chains.parent.mkdir(parents=True, exist_ok=True)
+    def with_image(run: str, number: int, image: str, resized: str, reward: float) -> Path:
         content = [image_part(url_of(resized * 32)), {"type": "text", "text": "?"}]
         task = {"images": [f"/{run}/images/{image}.png"], "messages": [{"role": "user", "content": content}]}
-        number = len(chains.read_text().splitlines()) if chains.exists() else 0
-        chain = Trajectory("c", [], [], Outcome.COMPLETED, reward)
-        append_group(chains, Group(f"sampled-{number:05d}", task, [chain]))
-        (tmp_path / run / "summary.json").write_text("{}")
-        return tmp_path / run
+        return write(tmp_path / run, number, task, [reward])
 
-    with_image("a", "car", "0", 1.0)
-    this = with_image("a", "dog", "1", 5.0)
-    other = with_image("b", "dog", "2", 2.0)
+    with_image("a", 0, "car", "0", 1.0)
+    this = with_image("a", 1, "dog", "1", 5.0)
+    other = with_image("b", 0, "dog", "2", 2.0)
     found = compared(this, other)["sampled"]["reward"]
     assert (found.difference.value, found.difference.tasks) == (3.0, 1)
 
 
-def test_an_evaluation_that_has_not_finished_is_refused(tmp_path: Path) -> None:
-    folder = evaluation(tmp_path / "a", {"x": [5.0]})
-    (folder / "summary.json").unlink()
-    with pytest.raises(SettingError, match=r"--beside: the evaluation in .* has not finished"):
-        read_other(folder)
-
-
-def test_a_damaged_evaluation_is_refused(tmp_path: Path) -> None:
+def test_an_evaluation_that_has_not_finished_or_is_damaged_is_refused(tmp_path: Path) -> None:
     folder = evaluation(tmp_path / "a", {"x": [5.0]})
     chains = folder / "trajectories" / "final-sampled.jsonl"
     chains.write_bytes(chains.read_bytes()[:-20])
-    with pytest.raises(
-        SettingError, match=r"--beside: .* cannot be read: .*final-sampled.jsonl:1 is not a saved group"
-    ):
+    with pytest.raises(SettingError, match=r"--beside: .* cannot be read: .*sampled.jsonl:1 is not a saved group"):
+        read_other(folder)
+    (folder / "summary.json").unlink()
+    with pytest.raises(SettingError, match=r"--beside: the evaluation in .* has not finished"):
         read_other(folder)

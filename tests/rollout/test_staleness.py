@@ -37,13 +37,6 @@ def test_generation_runs_k_batches_ahead(k: int) -> None:
     assert start_all(admission) == 3
 
 
-def test_a_dropped_group_is_replaced() -> None:
-    admission = Admission(batch_size=2, max_staleness=0, total=2)
-    start_all(admission)
-    admission.dropped()
-    assert start_all(admission) == 1
-
-
 def test_misuse_is_an_error() -> None:
     admission = Admission(batch_size=1, max_staleness=0, total=5)
     admission.start()
@@ -52,6 +45,10 @@ def test_misuse_is_an_error() -> None:
     admission.publish(1)
     with pytest.raises(ValueError, match="must increase"):
         admission.publish(1)
+
+
+def choice(batch_size: int, max_staleness: int, late: LateChains = LateChains.DROP, version: int = 0) -> BatchChoice:
+    return BatchChoice(Admission(batch_size, max_staleness, total=1000, version=version), late)
 
 
 def candidate(name: str, oldest: int | None = 0, chains: int = 2) -> Candidate:
@@ -63,35 +60,35 @@ def running(name: str, oldest: int | None = 0, chains: int = 0, teaches: bool | 
 
 
 def test_no_batch_before_enough_groups_are_complete() -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=0)
+    batches = choice(2, 0)
     assert batches.choose([candidate("a"), running("b", chains=2)]) is None
     assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a", "b"], [])
     assert batches.choose([candidate("c"), candidate("d")]) is None, "the batch of this version is chosen already"
-    batches.publish(1)
+    batches.admission.publish(1)
     assert batches.choose([candidate("c", 1), candidate("d", 1)]) == Choice(["c", "d"], [])
 
 
 def test_an_old_group_is_closed_with_the_chains_that_have_ended() -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=1, late=LateChains.DROP)
+    batches = choice(2, 1, late=LateChains.DROP)
     groups = [running("old", 0, 2), candidate("young", 1), candidate("younger", 1)]
     assert batches.choose(groups) == Choice(["young", "younger"], []), "at version 0 there is time until version 1"
-    batches.publish(1)
+    batches.admission.publish(1)
     assert batches.choose(groups) == Choice(["old", "young"], [])
 
 
 @pytest.mark.parametrize("chains", [0, 1, 3])
 def test_an_old_group_that_would_teach_nothing_is_cancelled(chains: int) -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=0, late=LateChains.DROP)
+    batches = choice(2, 0, late=LateChains.DROP)
     groups = [running("old", 0, chains, teaches=False), candidate("a"), candidate("b")]
     assert batches.choose(groups) == Choice(["a", "b"], ["old"])
 
 
 def test_places_that_stay_empty_are_those_of_the_next_batch_and_never_all() -> None:
-    batches = BatchChoice(batch_size=3, max_staleness=1)
+    batches = choice(3, 1)
     assert batches.choose([candidate("a")]) is None
     assert [batches.leave_empty() for _ in range(3)] == [True, True, False]
     assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a"], [])
-    batches.publish(1)
+    batches.admission.publish(1)
     assert batches.choose([candidate("b"), candidate("c", 1)]) is None, "the batch after it has all its places"
     assert batches.leave_empty()
     assert batches.choose([candidate("b"), candidate("c", 1)]) == Choice(["b", "c"], [])
@@ -104,7 +101,7 @@ def test_groups_of_an_earlier_run_count_as_started() -> None:
 
 
 def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
-    batches = BatchChoice(batch_size=3, max_staleness=2, version=5, chosen=5, late=LateChains.DROP)
+    batches = choice(3, 2, version=5, late=LateChains.DROP)
     groups = [
         running("two", 3, 2),
         running("three", 3, 3),
@@ -114,22 +111,22 @@ def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
         running("unborn", None),
     ]
     assert batches.choose(groups) == Choice(["whole", "three", "two"], [])
-    batches = BatchChoice(batch_size=2, max_staleness=2, version=5, chosen=5, late=LateChains.DROP)
+    batches = choice(2, 2, version=5, late=LateChains.DROP)
     assert batches.choose(groups) == Choice(["whole", "three"], ["two"])
-    batches = BatchChoice(batch_size=3, max_staleness=4, version=5, chosen=5, late=LateChains.DROP)
+    batches = choice(3, 4, version=5, late=LateChains.DROP)
     assert batches.choose(groups) == Choice(["whole", "middle", "newer"], [])
 
 
 def test_a_batch_waits_for_a_group_on_its_last_chance() -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=2, late=LateChains.WAIT)
+    batches = choice(2, 2, late=LateChains.WAIT)
     # four more groups have their last chance at version 2: two of them must be in this batch or the next
     slow = [running("slow", 0), running("slower", 0)]
     quick = [candidate("a"), candidate("b"), candidate("c"), candidate("d")]
     assert batches.choose([*slow, *quick]) == Choice(["a", "b"], [])
-    batches.publish(1)
+    batches.admission.publish(1)
     young = [candidate("e", 1), candidate("f", 1)]
     assert batches.choose([*slow, *quick[2:], *young]) == Choice(["c", "d"], [])
-    batches.publish(2)
+    batches.admission.publish(2)
     young += [candidate("g", 2), candidate("h", 2)]
     assert batches.choose([*slow, *young]) is None
     assert batches.choose([slow[0], candidate("slower", 0), *young]) is None
@@ -137,7 +134,7 @@ def test_a_batch_waits_for_a_group_on_its_last_chance() -> None:
 
 
 def test_a_batch_waits_if_the_groups_that_it_leaves_would_not_fit_later() -> None:
-    batches = BatchChoice(batch_size=1, max_staleness=2, version=1, chosen=1, late=LateChains.WAIT)
+    batches = choice(1, 2, version=1, late=LateChains.WAIT)
     groups = [running("slow", 0), running("slower", 0), candidate("young", 1)]
     assert batches.choose(groups) is None, "one batch is left for both"
     groups[1] = candidate("slower", 0)
@@ -145,29 +142,28 @@ def test_a_batch_waits_if_the_groups_that_it_leaves_would_not_fit_later() -> Non
 
 
 def test_a_group_on_its_last_chance_gets_a_place_that_was_to_stay_empty() -> None:
-    batches = BatchChoice(batch_size=2, max_staleness=1, version=1, chosen=1, late=LateChains.WAIT)
+    batches = choice(2, 1, version=1, late=LateChains.WAIT)
     assert batches.leave_empty()
     assert batches.choose([candidate("a", 0), candidate("b", 0), candidate("c", 1)]) == Choice(["a", "b"], [])
-    batches.publish(2)
+    batches.admission.publish(2)
     assert batches.choose([candidate("c", 1), candidate("d", 2)]) == Choice(["c"], []), "the place is empty here"
-    batches.publish(3)
+    batches.admission.publish(3)
     assert batches.choose([candidate("d", 2)]) is None
 
 
 def test_more_groups_than_places_on_their_last_chance_do_not_stop_a_run() -> None:
-    """They may be left by a run with another policy."""
-    batches = BatchChoice(batch_size=1, max_staleness=1, version=1, chosen=1, late=LateChains.WAIT)
+    batches = choice(1, 1, version=1, late=LateChains.WAIT)
     assert batches.choose([candidate("a", 0), candidate("b", 0), running("c", 0)]) == Choice(["a"], ["b"])
 
 
 def test_a_late_group_is_trained_when_it_is_complete_unless_all_its_tokens_are_too_old() -> None:
-    batches = BatchChoice(batch_size=1, max_staleness=1, version=4, chosen=4, late=LateChains.BASELINE)
+    batches = choice(1, 1, version=4, late=LateChains.BASELINE)
     late, young = running("late", 2, 3), Candidate("young", 4, True, 2, True, newest=4)
     assert batches.choose([late, young]) == Choice(["young"], [])
-    batches.publish(5)
+    batches.admission.publish(5)
     young = Candidate("younger", 4, True, 2, True, newest=5)
     assert batches.choose([Candidate("late", 2, True, 4, True, newest=4), young]) == Choice(["late"], [])
-    batches.publish(6)
+    batches.admission.publish(6)
     stale = Candidate("stale", 2, True, 4, True, newest=4)
     assert batches.choose([stale, running("c", 6)]) == Choice([], ["stale"])
     assert batches.choose([running("c", 6)]) is None
@@ -188,7 +184,7 @@ class Run:
         late: LateChains = LateChains.WAIT,
     ):
         self.admission = Admission(batch_size, max_staleness, total=steps * batch_size)
-        self.batches = BatchChoice(batch_size, max_staleness, late=late)
+        self.batches = BatchChoice(self.admission, late)
         self.steps, self.group_size, self.equal = steps, group_size, equal
         self.empty: list[int] = []
         """Places of each trained batch that stayed empty."""
@@ -200,7 +196,6 @@ class Run:
         """Numbers of groups that were trained without all their chains, and that were cancelled."""
 
     def act(self, draw: random.Random) -> None:
-        """Start what may start; advance or end a chain; train a selected batch immediately or later."""
         while self.admission.may_start():
             self.admission.start()
             self.open[str(self.serial)] = [None, 0, (), None]
@@ -237,10 +232,8 @@ class Run:
                 self.admission.dropped()
         if self.batches.chosen > version and version + 1 < self.steps and draw.random() < 0.5:
             self.admission.publish(version + 1)
-            self.batches.publish(version + 1)
 
     def filter(self, group: list[Any]) -> None:
-        """Do what the producer does with a complete group."""
         if group[1] == self.group_size and len(set(group[2])) == 1 and self.equal is not EqualRewards.KEEP:
             self.open = {name: other for name, other in self.open.items() if other is not group}
             if self.equal is EqualRewards.REFILL or not self.batches.leave_empty():

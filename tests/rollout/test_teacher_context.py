@@ -14,13 +14,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.groups.group_files import append_group, read_groups
-from agentfactory.rollout.groups.teacher_context import (
-    FIELD,
-    TeacherContext,
-    check_answers,
-    load_context,
-    with_text,
-)
+from agentfactory.rollout.groups.teacher_context import FIELD, TeacherContext, check_answers, load_context, with_text
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import training_row
 from tests.model_families import FAMILIES, Family, renderer_of
@@ -158,11 +152,8 @@ async def test_the_teachers_row_has_the_policys_tokens_after_a_longer_prompt(
                 # c1 and c2 succeeded
                 assert ["A solution of this task" in (text or "") for text in found] == [True, False, False]
             elif choice == "answer":
-                assert ['The answer of this task is: ["3", "three"]' in (text or "") for text in found] == [
-                    True,
-                    False,
-                    False,
-                ]
+                assert 'The answer of this task is: ["3", "three"]' in (found[0] or "")
+                assert found[1:] == [None, None]
             elif choice == "errors":
                 assert [text is not None for text in found] == [bool(chains[0].errors), False, False]
                 assert all(error in (found[0] or "") for error in chains[0].errors if "<" not in error)
@@ -197,9 +188,8 @@ async def test_chains_that_failed_get_the_first_success_of_their_group(tmp_path:
         await context.add_to(chains, TASK)
         assert [chain.rows[0].teacher_prompt for chain in chains] == [None] * 3
         del chains[2].metrics["success"]
-        with pytest.raises(
-            ValueError, match=r"teacher\.context=solution: the reward of chain c2 did not report success"
-        ):
+        problem = r"teacher\.context=solution: the reward of chain c2 did not report success"
+        with pytest.raises(ValueError, match=problem):
             await context.add_to(chains, TASK)
 
 
@@ -253,18 +243,14 @@ def test_text_follows_the_users_last_message() -> None:
 
 async def test_the_opening_may_contain_turns(tmp_path: Path) -> None:
     async with playing(QWEN, tmp_path) as (runner, _):
-        shots = [
-            {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": "2"},
-            {"role": "user", "content": "1+2?"},
-        ]
-        chain = await runner.run("c0", {"messages": shots, "answer": "3"}, Sampling("policy", 1.0, seed=""))
+        shots = [{"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2"))]
+        task = {"messages": [*shots, {"role": "user", "content": "1+2?"}], "answer": "3"}
+        chain = await runner.run("c0", task, Sampling("policy", 1.0, seed=""))
         await TeacherContext("answer", runner, [TASK], tmp_path).add_to([chain], {"answer": "3"})
-        assert (
-            added_to(runner, chain) or ""
-        ).strip() == "The answer of this task is: 3\n\nNow solve the task yourself."
-        text = runner.renderer.tokenizer.decode(chain.rows[0].teacher_prompt)
-        assert text.index("1+2?") < text.index("The answer of this task")
+        text = added_to(runner, chain) or ""
+        assert text.strip() == "The answer of this task is: 3\n\nNow solve the task yourself."
+        whole = runner.renderer.tokenizer.decode(chain.rows[0].teacher_prompt)
+        assert whole.index("1+2?") < whole.index(text.strip())
 
 
 async def test_groups_keep_the_prompts_in_their_files(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ CHAINS = 100
 
 @pytest.fixture(scope="module")
 def played(warm_server: str, warm_start: Path, quickstart_run: Path) -> tuple[list[Trajectory], Recording]:
-    """Chains on the embedded engine."""
     return play_chains(
         warm_start, quickstart_run / "prepared" / "train.jsonl", {"engine": "embedded"}, warm_server, CHAINS
     )

@@ -129,7 +129,7 @@ class _Derived:
             # what rollout.context left out of the prompt is not saved
             self._row.append_context(list(map(int, row.token_ids[: row.turn_spans()[0][0] - self._prefix])))
         else:
-            self._rows.open(messages[:first], self._specs).add_to(self._row)
+            self._row.append_context(*self._rows.open(messages[:first], self._specs))
         for place, turn in enumerate(turns):
             yield from self._context(number, row, f"before turn {turn + 1}")
             start, end = len(self._row.token_ids), ends[place]
@@ -157,7 +157,7 @@ class _Derived:
             if piece is None:
                 yield Difference("ids", number, end, "the chat template rewrites the messages before: a new row is due")
                 return
-            piece.add_to(self._row)
+            self._row.append_context(*piece)
         yield from self._context(number, row, "at the end")
 
     def _context(self, number: int, row: Row, where: str) -> Iterator[Difference]:

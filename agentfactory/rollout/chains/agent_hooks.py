@@ -6,11 +6,12 @@ from itertools import count
 
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.chains.episode import TurnBudget
+from agentfactory.rollout.chains.row_rendering import append_turn
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed, Renderer
-from agentfactory.rollout.token_row import Span
+from agentfactory.rollout.token_row import Row
 
 
 class AgentError(InferenceError):
@@ -27,11 +28,9 @@ class AgentFailed(Exception):
 
 @dataclass
 class Turn:
-    """An assistant turn to be sampled.
-
-    `messages` is the conversation in the prompt; `token_ids` are its ids. `number` counts the chain's turns from 0.
-    `chain` is the chain's id, since one agent object serves all chains concurrently.
-    """
+    """An assistant turn to be sampled. `messages` is the conversation in the prompt; `token_ids` are its ids. `number`
+    counts the chain's turns from 0. `chain` is the chain's id, since one agent object serves all chains
+    concurrently."""
 
     messages: list[Message]
     row: Sequence[int]
@@ -64,18 +63,10 @@ class Turn:
     async def sample(
         self, prefix: str = "", max_tokens: int | None = None, after: Completion | None = None
     ) -> Completion:
-        """Sample the turn, or continue `after`, the start of the turn, and return both joined.
-
-        Args:
-            prefix: Text placed before the sampled tokens. It is context and is not trained.
-            max_tokens: Maximum number of tokens to sample; rollout.max_tokens still limits the turn.
-            after: A completion that `sample` returned earlier and that was `cut`.
-
-        If no token is left for the continuation, return `after` unchanged.
-
-        Raises:
-            ValueError: `after` is from another turn, or the model ended it; `max_tokens` is less than 1.
-        """
+        """Sample the turn, or continue `after`, a completion of this turn that was `cut`, and return both joined; if no
+        token is left for that, return `after`. `prefix` is put before the sampled tokens, as context that is not
+        trained. At most `max_tokens` are sampled, and all samples together stay within rollout.max_tokens. Raise
+        ValueError if `after` is of another turn or the model ended it, or if `max_tokens` is less than 1."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens: got {max_tokens}; use at least 1")
         if after is not None and not any(after is made for made in self.made):
@@ -102,9 +93,8 @@ class Turn:
         return whole
 
     async def _sample_within(self, budget: TurnBudget, after: Completion | None, context: list[int]) -> Completion:
-        """Sample after `after` and `context` within `budget`, and return the joined turn. Its `stop` is set if the
-        server stopped at a stop string that does not end the turn. If no token is left, return `after` unchanged, or
-        raise ContextOverflowError if it is None."""
+        """Return `after`, `context` and the tokens sampled after them within `budget`, as one turn. Its `stop` is set
+        if the server stopped at a stop string that does not end the turn."""
         more = [*(after.token_ids if after else []), *context]
         ids = [*self.row, *more] if more else self.row
         try:
@@ -125,24 +115,16 @@ class Turn:
 
 def _join(after: Completion | None, context: list[int], sampled: Completion) -> Completion:
     """Join the start of a turn, context, and the tokens sampled after it."""
-    start = after or Completion([], [], [], False, [])
-    before = len(start.token_ids) + len(context)
-    return Completion(
-        [*start.token_ids, *context, *sampled.token_ids],
-        [*start.logprobs, *[0.0] * len(context), *sampled.logprobs],
-        [
-            *start.versions,
-            *(Span(s.version, before + s.start, before + s.end, s.mixed) for s in sampled.versions),
-        ],
-        sampled.cut,
-        [*start.mask, *[0] * len(context), *sampled.mask],
-        sampled.stop,
-    )
+    turn = Row()
+    if after is not None:
+        append_turn(turn, after)
+    turn.append_context(context)
+    append_turn(turn, sampled)
+    return Completion(turn.token_ids, turn.logprobs, turn.versions, sampled.cut, turn.mask, sampled.stop)
 
 
 class AgentHooks:
-    """Hooks that sample and parse the turns of chains. Override one or both methods; one object serves all chains
-    concurrently."""
+    """Hooks that sample and parse the turns of all chains concurrently. Override one or both methods."""
 
     async def generate(self, turn: Turn) -> Completion:
         """Sample the turn. Return the result of one of the calls of `turn.sample`: its tokens become the turn."""

@@ -80,7 +80,7 @@ class RolloutStoppedError(Exception):
 @dataclass
 class FirstVerdicts:
     """A detector of rewards, or agents, that always fail: no chain got a reward, and at least `group_size` chains of
-    several tasks ended as `failure`. `tasks` is the number of tasks, those of `source` if the recipe has several."""
+    several of the `tasks` tasks (of `source`) ended as `failure`."""
 
     group_size: int
     tasks: int
@@ -93,8 +93,7 @@ class FirstVerdicts:
     _failed_tasks: list[Task] = field(default_factory=list)
 
     def note(self, chain: Trajectory, task: Task, by_group: bool = False) -> None:
-        """Record a chain on `task` that ended, or whose group rewards were added (`by_group`). Raise
-        RolloutStoppedError if the rewards always fail."""
+        """Record a chain on `task` that ended, or whose group rewards were added. Raise RolloutStoppedError."""
         if chain.reward is not None:
             self._works.add(by_group)
         if chain.outcome is not self.failure or by_group in self._works:
@@ -114,7 +113,7 @@ class FirstVerdicts:
 
 class ChainWatch:
     """A watch over the chains of a run on `tasks` tasks, those of `source` if the recipe has several. It warns about
-    frequent bad outcomes, and stops the run if its first rewards all fail."""
+    frequent bad outcomes, and raises RolloutStoppedError if the first rewards, or the agent's chains, all fail."""
 
     def __init__(self, config: RolloutConfig, tasks: int, source: str = "") -> None:
         self._outcomes = ChainOutcomes(config, source)
@@ -123,14 +122,13 @@ class ChainWatch:
         self._agents = FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix, source)
 
     def note(self, chain: Trajectory, task: Task) -> None:
-        """Record a chain on `task` that ended. Raise RolloutStoppedError if the rewards, or the agent, always fail."""
+        """Record a chain on `task` that ended."""
         self._outcomes.note(chain)
         self._verdicts.note(chain, task)
         self._agents.note(chain, task)
 
     def note_group(self, judged: Sequence[Trajectory], task: Task) -> None:
-        """Record the scored chains of a group on `task` after the group rewards. Raise RolloutStoppedError if these
-        always fail."""
+        """Record the scored chains of a group on `task` after the group rewards."""
         for chain in judged:
             self._verdicts.note(chain, task, by_group=True)
 
@@ -148,13 +146,11 @@ class Player(Protocol):
         """Run the chain until it ends, and return the reason. Raise AgentFailed, InferenceError or
         ToolInfrastructureError if it fails."""
 
-    def metrics(self) -> dict[str, float]:
-        """Return all metrics of the chain by name."""
-
 
 class Runner(ABC):
     """Base class of runners: runs chains of one recipe, at most `rollout.concurrency` at a time. Subclasses choose the
-    source of the turns."""
+    source of the turns. Copies of a runner share its concurrency limit and call rates. Raise ValueError if the limits
+    or the context policy do not suit the tools, or if the process may not open enough files for its chains."""
 
     def __init__(
         self,
@@ -165,8 +161,6 @@ class Runner(ABC):
         toolset: Toolset,
         rewards: Rewards,
     ):
-        """Create a runner. Raise ValueError if the limits or the context policy do not suit these tools, or if the
-        process may not open enough files for its chains."""
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
         check_context(recipe.rollout)
         self.task_images = TaskImages(recipe, images)
@@ -191,22 +185,19 @@ class Runner(ABC):
         return nullcontext()
 
     def watched(self, tasks: int, source: str = "") -> Self:
-        """Return a copy of this runner whose chains, on `tasks` tasks of `source`, are watched by a ChainWatch; it
-        shares the concurrency limit and call rates."""
+        """Return a copy of this runner whose chains, on `tasks` tasks of `source`, are watched by a ChainWatch."""
         runner = copy(self)
         runner._watch = ChainWatch(self.setup.config, tasks, source)
         return runner
 
     def graded_by(self, grade: Grade) -> Self:
-        """Return a copy of this runner whose chains are graded when they have ended and may be trained; it shares the
-        concurrency limit and call rates."""
+        """Return a copy of this runner whose chains are graded when they have ended and may be trained."""
         runner = copy(self)
         runner._grade = grade
         return runner
 
     def with_max_turns(self, max_turns: int) -> Self:
-        """Return a copy of this runner for chains of at most `max_turns` turns; it shares the concurrency limit and
-        call rates."""
+        """Return a copy of this runner for chains of at most `max_turns` turns."""
         runner, recipe = copy(self), self.setup.recipe
         rollout = recipe.rollout.model_copy(update={"max_turns": max_turns})
         runner.setup = replace(self.setup, recipe=recipe.model_copy(update={"rollout": rollout}))
@@ -229,12 +220,9 @@ class Runner(ABC):
         return self.task_images.for_tools(task, self.toolset.takes)
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
-        """Check for errors that would fail chains of these tasks, the rows of `section`: a row without a field that a
-        reward or reset needs; and, with the first task, an environment that cannot be created or reset (wrong options,
-        or a missing sandbox).
-
-        Raise SettingError or ToolInfrastructureError.
-        """
+        """Raise SettingError or ToolInfrastructureError for errors that would fail chains of these tasks, the rows of
+        `section`: a row without a field that a reward or reset needs; and, with the first task, an environment that
+        cannot be created or reset (wrong options, or a missing sandbox)."""
         self.rewards.check_rows(tasks, section)
         reports = (agent := self.setup.config.agent) is not None and agent.reports
         self.toolset.check_rows(tasks, section, has_rewards=reports or not self.rewards.is_empty)
@@ -275,13 +263,11 @@ class Runner(ABC):
     async def play(
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> None:
-        """Run a chain, whose trajectory `begin` created, to its end. Failures become outcomes; exceptions are only
-        ServerUnreachableError, programming errors and, from a `watched` runner, RolloutStoppedError if the rewards of
-        all first chains failed, and from a `graded_by` one SettingError if the teacher cannot grade any such chain.
-
-        A chain whose outcome is in `scored` gets a reward, unless its environment is gone or fails to return one.
-        `trajectory` is updated as the chain runs, so its content so far survives a cancelled call.
-        """
+        """Run a chain, whose trajectory `begin` created, to its end, and score it if its outcome is in `scored` and its
+        environment returns a reward. `trajectory` is updated as the chain runs, so its content so far survives a
+        cancelled call. Failures become outcomes; exceptions are only ServerUnreachableError, programming errors,
+        RolloutStoppedError from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no
+        such chain."""
         async with self.places:
             episode = Episode(self.setup, trajectory, task, sampling)
             player = self.player(episode)
@@ -291,7 +277,7 @@ class Runner(ABC):
                 except ToolInfrastructureError as error:
                     self._fail(trajectory, error)
             trajectory.seconds = episode.timeline.seconds
-            trajectory.metrics = {**player.metrics(), **trajectory.metrics}
+            trajectory.metrics = {**episode.metrics(), **trajectory.metrics}
         if self._grade is not None:
             # other chains may take the place meanwhile
             await self._add_grades(episode, self._grade)
@@ -378,18 +364,15 @@ def _activity_at(episode: Episode, moment: float) -> str:
     """Describe the tool call or the request that was cut at this time of `time.monotonic()`, if there was one."""
     found = episode.timeline.running_at(moment)
     names = {Activity.TOOL: "a call of {}", Activity.MODEL: "a request to the model"}
-    if found is None or found.activity not in names:
-        return (
-            "; no call and no request was running then: the agent had not ended"
-            if episode.setup.config.agent is not None
-            else ""
-        )
-    began = max(0.0, episode.timeline.seconds_until(moment) - found.start)
-    return f"; {names[found.activity].format(found.name)} had run for {began:.1f} s then"
+    if found is not None and (stretch := found[0]).activity in names:
+        return f"; {names[stretch.activity].format(stretch.name)} had run for {found[1]:.1f} s then"
+    own_loop = episode.setup.config.agent is not None
+    return "; no call and no request was running then: the agent had not ended" if own_loop else ""
 
 
 class ChainRunner(Runner):
-    """A runner of the policy's chains, whose turns `agent` samples and parses."""
+    """A runner of the policy's chains, whose turns `agent` samples and parses. Raise ValueError as Runner does, or if
+    the assistant prefix does not suit the template."""
 
     def __init__(
         self,
@@ -400,7 +383,6 @@ class ChainRunner(Runner):
         rewards: Rewards,
         agent: AgentHooks | None = None,
     ):
-        """Create a runner. Raise ValueError as Runner does, or if the assistant prefix does not suit the template."""
         super().__init__(recipe, renderer.dialogue, renderer.images, renderer.cut, toolset, rewards)
         renderer.encode(recipe.rollout.assistant_prefix)  # raises if the prefix does not suit the template
         self.renderer = renderer
@@ -409,13 +391,13 @@ class ChainRunner(Runner):
         self.agent = agent or AgentHooks()
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
-        """Also check that the prompts fit into rollout.max_total_tokens. Raise SettingError if even the
-        shortest does not; warn if some do not."""
+        """Also check the prompts; see `check_prompts`."""
         self.check_prompts(tasks, section)
         await super().check(tasks, section)
 
     def check_prompts(self, tasks: Sequence[Task], section: str) -> None:
-        """Check the lengths of the prompts, as far as they are known without resets and images; see `check`."""
+        """Raise SettingError if no prompt fits into rollout.max_total_tokens, as far as their lengths are known without
+        resets and images; warn if some do not fit."""
         check_lengths(tasks, self.setup.config, section)
         # an environment, a system prompt or a user's own hooks may give the task
         if not self.toolset.environments and not self.setup.config.system_prompt and type(self.agent) is AgentHooks:

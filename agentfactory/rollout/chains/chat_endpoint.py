@@ -69,10 +69,8 @@ class ChatEndpoint(InferenceClient):
 
     async def token_models(self) -> list[dict[str, Any]] | None:
         """Return the models in the server's /v1/models if its routes accept token ids, as on servers started by
-        AgentFactory; otherwise None. An address with a path, such as /v1, always counts as a chat API.
-
-        Raise ServerUnreachableError if no server answers.
-        """
+        AgentFactory; otherwise None. An address with a path, such as /v1, always counts as a chat API. Raise
+        ServerUnreachableError if no server answers."""
         root = self._given
         if root == self.urls[0]:
             return None
@@ -107,11 +105,9 @@ class ChatEndpoint(InferenceClient):
         self.model = names[0]
 
     async def try_out(self, specs: Sequence[ToolSpec], temperatures: Iterable[float]) -> None:
-        """Send a short request with tools at each temperature, to find errors that would fail every chain before any
-        runs. If the endpoint requires max_completion_tokens instead of max_tokens, all later requests use it.
-
-        Raise ChatEndpointError or ServerUnreachableError.
-        """
+        """Send a short request with tools at each temperature, and raise ChatEndpointError or ServerUnreachableError
+        for what would fail every chain. If the endpoint requires max_completion_tokens instead of max_tokens, all later
+        requests use it."""
         url = self.urls[0] + "/chat/completions"
         messages = [{"role": "user", "content": "Say hello."}]
         tried: list[dict[str, Any]] = []
@@ -159,10 +155,8 @@ class ChatEndpoint(InferenceClient):
             elif _NO_CREDIT in text:
                 fix = "buy more credit, or use the key of another account"
             elif no_tools:
-                fix = (
-                    "enable tools on the endpoint: vLLM with --enable-auto-tool-choice --tool-call-parser NAME, "
-                    "llama.cpp with --jinja"
-                )
+                fix = "enable tools on the endpoint: vLLM with --enable-auto-tool-choice --tool-call-parser NAME, "
+                fix += "llama.cpp with --jinja"
             elif status == 404:
                 fix = "check that it serves OpenAI's chat API and this --model"
             raise ChatEndpointError("--url", f"{url} answered {status} for {self.model!r}: {text[:300]}", fix)
@@ -170,10 +164,8 @@ class ChatEndpoint(InferenceClient):
     async def ask(
         self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
     ) -> ChatAnswer:
-        """Request the next message of a conversation. Retry recoverable failures for `server.retry_seconds`.
-
-        Raise ContextOverflowError, InferenceError or ServerUnreachableError, as InferenceClient.generate does.
-        """
+        """Request the next message of a conversation. Retry recoverable failures for `server.retry_seconds`. Raise as
+        InferenceClient.generate does."""
         url = self.urls[0] + "/chat/completions"
         retries = Retries(self._limit)
         while True:
@@ -202,13 +194,8 @@ class ChatEndpoint(InferenceClient):
     ) -> dict[str, Any]:
         tools = {"tools": [spec.to_openai() for spec in specs]} if specs else {}
         sampling = {"temperature": temperature, self._limit_field: max_tokens}
-        whole = {
-            "model": self.model,
-            "messages": [_to_openai(m) for m in messages],
-            **tools,
-            **sampling,
-            **self._fields,
-        }
+        sent = [_to_openai(message) for message in messages]
+        whole = {"model": self.model, "messages": sent, **tools, **sampling, **self._fields}
         return {key: value for key, value in whole.items() if value is not None}
 
 
@@ -260,11 +247,8 @@ def _count(tokens: Any) -> int | None:
 
 
 def look_at(url: str, model: str | None, api_key_env: str | None) -> list[dict[str, Any]] | str:
-    """Return the models that the server at `url` lists if it accepts token ids; for a chat endpoint, return the name of
-    the model to use: `model`, or the only one that it lists. Blocking.
-
-    Raise ChatEndpointError or ServerUnreachableError.
-    """
+    """Return the models that the server at `url` lists if it accepts token ids; for a chat endpoint, the model
+    to use: `model`, or the only one that it lists. Blocking. Raise ChatEndpointError or ServerUnreachableError."""
 
     async def look() -> list[dict[str, Any]] | str:
         async with ChatEndpoint(url, model, api_key_env, 0.0, {}) as endpoint:

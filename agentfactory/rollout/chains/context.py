@@ -12,8 +12,8 @@ from agentfactory.rollout.images.parts import image_urls
 
 @dataclass
 class Context:
-    """The conversation in a chain's current row: the opening messages, the summary of turns that were left out, and the
-    turns, each followed by the answers to it."""
+    """The conversation in a chain's current row: the opening, a summary of what was left out, and the turns, each
+    followed by the answers to it."""
 
     opening: list[Message]
     turns: list[list[Message]] = field(default_factory=list)
@@ -37,14 +37,13 @@ class Context:
         self.turns[-1] += answers
 
     def last_turns(self, count: int, summary: str | None = None) -> "Context":
-        """Return the conversation with only its last `count` turns, and with `summary`, which replaces the previous
-        summary."""
+        """Return the conversation with only its last `count` turns, and `summary` in place of its summary."""
         kept = self.turns[len(self.turns) - count :] if count < len(self.turns) else list(self.turns)
         return Context(self.opening, kept, summary)
 
     def with_images(self, most: int | None) -> "Context":
-        """Return the conversation without its oldest turns, so that at most `most` images are left (None: no limit).
-        The opening messages and the last turn always stay."""
+        """Return the conversation without its oldest turns, so that at most `most` images are left (None: any number),
+        but with the opening and the last turn."""
         if most is None:
             return self
         counts = [len(image_urls(turn)) for turn in self.turns]
@@ -65,17 +64,11 @@ def is_long(length: int, config: RolloutConfig) -> bool:
 
 def check_context(config: RolloutConfig) -> None:
     """Raise SettingError if the options of the context policy contradict each other or the row limit."""
-    if config.context.policy == "keep":
-        return
-    context = config.context.options
-    if config.context.policy == "truncate" and context.keep_turns == 0:
-        raise SettingError(
-            "rollout.context.options.keep_turns",
-            "got 0 with policy=truncate, which would drop all turns",
-            "use at least 1, or policy=summarize",
-        )
-    if context.max_tokens is not None and context.max_tokens >= config.max_total_tokens:
-        problem = (
-            f"got {context.max_tokens}, but rollout.max_total_tokens={config.max_total_tokens} ends the chain first"
-        )
+    context, policy = config.context.options, config.context.policy
+    if policy == "truncate" and context.keep_turns == 0:
+        problem, fix = "got 0 with policy=truncate, which would drop all turns", "use at least 1, or policy=summarize"
+        raise SettingError("rollout.context.options.keep_turns", problem, fix)
+    most = config.max_total_tokens
+    if policy != "keep" and context.max_tokens is not None and context.max_tokens >= most:
+        problem = f"got {context.max_tokens}, but rollout.max_total_tokens={most} ends the chain first"
         raise SettingError("rollout.context.options.max_tokens", problem, "lower it")

@@ -28,7 +28,6 @@ from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.text.stop_strings import find_stop
 from agentfactory.rollout.trajectory import Activity
-from agentfactory.tools.calls.truncation import Cut
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
 logger = logging.getLogger(__name__)
@@ -69,8 +68,7 @@ class EndpointTurns:
 def _read(
     message: dict[str, Any], parser: Parser, first_call: int, specs: Sequence[ToolSpec], taken: set[str]
 ) -> Parsed:
-    """Parse an answer of the endpoint as a turn. A call keeps its id, unless it is not text or is in `taken`, the
-    chain's ids so far."""
+    """Parse an answer of the endpoint as a turn. A call keeps a usable id that is not in `taken`, the chain's ids."""
     content = _said(message)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     thought = {"reasoning_content": str(reasoning)} if reasoning else {}
@@ -98,26 +96,13 @@ def _read(
     return Parsed(said | ({"tool_calls": [call.to_openai() for call in made]} if made else {}), made)
 
 
-def _parser(recipe: RolloutRecipe, base: Path) -> Parser:
-    """Return the parser of a recipe. An endpoint writes and parses calls of native formats itself."""
-    return NativeParser() if recipe.rollout.parser == AUTO else load_parser(recipe.rollout.parser, base)
-
-
 def _images(recipe: RolloutRecipe, folder: Path | None) -> Images:
     """Return the image intake of the endpoint, with the image store in `folder`: images have the policy's sizes."""
     try:
-        images = None if folder is None else load_images(recipe.model, folder)
+        return (None if folder is None else load_images(recipe.model, folder)) or TextOnly()
     except OSError as error:  # the hub is out of reach; a text baseline does not need the policy's files
         logger.info("%s cannot be looked up, so images become text: %s", recipe.model.path, error)
-        images = None
-    return images or TextOnly()
-
-
-def _cut(recipe: RolloutRecipe, base: Path) -> Cut | None:
-    """Return the function that truncates results. `limits.result_tokens` counts the policy's tokens here too."""
-    if recipe.limits.result_tokens is None:
-        return None
-    return load_renderer(recipe.model, recipe.rollout.parser, tools=False, base=base).cut
+        return TextOnly()
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -147,7 +132,7 @@ def _call(raw: Any) -> tuple[str, dict[str, Any]]:
 
 
 class ChatRunner(Runner):
-    """A runner of chains whose turns come from a chat endpoint."""
+    """A runner of chains whose turns come from a chat endpoint, which writes and parses calls of native formats."""
 
     def __init__(
         self,
@@ -158,9 +143,13 @@ class ChatRunner(Runner):
         base: Path = Path(),
         images: Path | None = None,
     ):
+        rollout, cut = recipe.rollout, None
+        if recipe.limits.result_tokens is not None:
+            # the limit counts the policy's tokens here too
+            cut = load_renderer(recipe.model, rollout.parser, tools=False, base=base).cut
         self.endpoint = endpoint
-        self.parser = _parser(recipe, base)
-        super().__init__(recipe, Dialogue(self.parser), _images(recipe, images), _cut(recipe, base), toolset, rewards)
+        self.parser = NativeParser() if rollout.parser == AUTO else load_parser(rollout.parser, base)
+        super().__init__(recipe, Dialogue(self.parser), _images(recipe, images), cut, toolset, rewards)
 
     def player(self, episode: Episode) -> ToolLoop:
         return ToolLoop(episode, EndpointTurns(episode, self.endpoint, self.parser))
@@ -172,8 +161,7 @@ def check_recipe(recipe: RolloutRecipe) -> None:
     refused = {
         "agent=null": agent and f"{agent.name or agent.command!r}, which needs a server that takes token ids",
         "context.policy=keep": context.policy != "keep" and f"{context.policy!r}, which needs token rows",
-        "context.keep_images=null": context.keep_images is not None
-        and f"{context.keep_images}, which needs token rows",
+        "context.keep_images=null": context.keep_images and f"{context.keep_images}, which needs token rows",
         "assistant_prefix=''": prefix and f"{prefix!r}, but an endpoint cannot be forced to start its turns with it",
     }
     for setting, problem in refused.items():
@@ -191,10 +179,8 @@ async def open_chat_runner(
     recipe: RolloutRecipe, base: Path, url: str, model: str | None = None, images: Path | None = None
 ) -> AsyncIterator[ChatRunner]:
     """Open a runner for chains of `recipe` with the endpoint at `url` and its `model` (None: the only one that it
-    lists). `images` is the folder for the chains' images; None: images become text.
-
-    Raise ChatEndpointError or ServerUnreachableError if no chain could run.
-    """
+    lists). `images` is the folder for the chains' images; None: images become text. Raise ChatEndpointError or
+    ServerUnreachableError if no chain could run."""
     check_recipe(recipe)
     server = recipe.server
     async with (
@@ -204,7 +190,6 @@ async def open_chat_runner(
     ):
         await endpoint.check_routes()
         runner = ChatRunner(recipe, endpoint, toolset, rewards, base, images)
-        native = runner.parser.native
         temperatures = [recipe.rollout.temperature, *([0.0] if recipe.eval.greedy else [])]
-        await endpoint.try_out(toolset.specs if native else [], temperatures)
+        await endpoint.try_out(toolset.specs if runner.parser.native else [], temperatures)
         yield runner

@@ -77,9 +77,12 @@ class ToolErrors:
         what reads like an error; and about a step whose calls nearly all failed."""
         for tool in [tool for tool, found in self._raised.items() if found.total() >= ENOUGH_CALLS]:
             found, raised = self._raised.pop(tool), self._failed.pop(tool, 0)
-            failed = found.total() - found[""]
-            if raised >= found.total() - raised or failed >= NEARLY_ALL * found.total():
-                self._tell(tool, found)
+            calls = found.total()
+            failed = calls - found.pop("", 0)
+            if raised >= calls - raised or failed >= NEARLY_ALL * calls:
+                self._told.add(tool)
+                text = f"tool {tool}: {failed} of {calls} calls failed, such as: {found.most_common(1)[0][0]}"
+                notify(logger, f"tool {tool} raises", text, times=0)
         if self._step_calls < ENOUGH_CALLS:
             return
         calls, failed, first = self._step_calls, self._step_failed, self._first
@@ -88,17 +91,6 @@ class ToolErrors:
             fix = "try it by `agentfactory tools call RECIPE TOOL key=value`"
             text = f"{failed} of the last {calls} tool calls ended in errors, the first one of {first}; fix: {fix}"
             notify(logger, "tool calls fail", text, times=0)
-
-    def _tell(self, tool: str, found: Counter[str]) -> None:
-        calls, fine = found.total(), found.pop("", 0)
-        [(error, _)] = found.most_common(1)
-        self._told.add(tool)
-        notify(
-            logger,
-            f"tool {tool} raises",
-            f"tool {tool}: {calls - fine} of {calls} calls failed, such as: {error}",
-            times=0,
-        )
 
 
 _LEAST_WAIT = 0.001
@@ -120,10 +112,6 @@ class Timeline:
         """The seconds since the start."""
         return time.monotonic() - self._began
 
-    def seconds_until(self, moment: float) -> float:
-        """Return the seconds from the start to this time of `time.monotonic()`."""
-        return moment - self._began
-
     def note(self, activity: Activity, start: float, end: float, turn: int | None = None, name: str = "") -> None:
         """Append an interval between two times of `time.monotonic()`."""
         since, until = (round(moment - self._began, 4) for moment in (start, end))
@@ -144,11 +132,13 @@ class Timeline:
         finally:
             self.note(activity, start, time.monotonic(), turn, name)
 
-    def running_at(self, moment: float) -> Stretch | None:
-        """Return the recorded activity that ran the longest at this time of `time.monotonic()`; None if none did."""
-        at = self.seconds_until(moment)
+    def running_at(self, moment: float) -> tuple[Stretch, float] | None:
+        """Return the recorded activity that ran the longest at this time of `time.monotonic()`, and its seconds until
+        then; None if none did."""
+        at = moment - self._began
         running = [stretch for stretch in self._stretches if stretch.start <= at <= stretch.end + _LEAST_WAIT]
-        return min(running, key=lambda stretch: stretch.start, default=None)
+        first = min(running, key=lambda stretch: stretch.start, default=None)
+        return None if first is None else (first, at - first.start)
 
     def calls(self, make: Call, turn: int | None) -> Call:
         """Wrap `make`, which runs one call, to record its times. A call's wait lasts from now until `make` starts."""
@@ -218,6 +208,8 @@ class Episode:
         """The chain's folder, if it has one."""
         self.reported: EnvironmentReward | None = None
         """The reward that the agent itself reported."""
+        self.own_metrics: Callable[[], dict[str, float]] = dict
+        """Returns metrics of an agent with its own loop."""
 
     @property
     def penalty(self) -> float:
@@ -270,4 +262,5 @@ class Episode:
             **{f"stop/{reason}": float(self.trajectory.stop_reason is reason) for reason in StopReason},
             **self.limits.metrics(),
             **tools,
+            **self.own_metrics(),
         }

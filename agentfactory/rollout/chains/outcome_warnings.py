@@ -33,8 +33,7 @@ FIXES = {
 
 @dataclass
 class ChainOutcomes:
-    """The outcomes of a run's chains, those of `source` if the recipe has several; `note` takes each chain that
-    ended."""
+    """The outcomes of a run's chains, those of `source` if the recipe has several."""
 
     config: RolloutConfig
     source: str = ""
@@ -59,7 +58,7 @@ class ChainOutcomes:
             self._told.add(outcome)
         if outcome in self._told:
             text = commonest_ending(self._errors[outcome], self._ended)
-            fate = "" if not lost else "; they are not trained"
+            fate = "; they are not trained" if lost else ""
             fix = f"; fix: {FIXES[outcome]}" if outcome in FIXES else ""
             of = f"source {self.source}: " if self.source else ""
             notify(logger, f"{of}chains that end as {outcome}", f"{of}{text}{fate}{fix}", times=0)

@@ -24,22 +24,24 @@ async def describe_first_prompt(
 ) -> AsyncIterator[str]:
     """Start a chain of a recipe on `task`, and yield the parts of `describe_prompt` for its prompt. `images` is the
     folder for the chain's images. Raise ValueError or ToolInfrastructureError if the prompt cannot be shown."""
-    rollout, model = recipe.rollout, recipe.model
+    rollout = recipe.rollout
     task = task if {"question", "messages"} & task.keys() else {**task, "question": "(the question of a task)"}
     async with open_toolset(recipe, base) as toolset:
-        tools = bool(toolset.specs)
         renderer = load_renderer(
-            model, rollout.parser, reasoning=rollout.reasoning, tools=tools, base=base, images=images
+            recipe.model,
+            rollout.parser,
+            reasoning=rollout.reasoning,
+            tools=bool(toolset.specs),
+            base=base,
+            images=images,
         )
-        shown = renderer.images
-        task_images = TaskImages(recipe, shown)
-        task = await task_images.take(task, "data") if shown.shows else task
+        task_images = TaskImages(recipe, renderer.images)
+        task = await task_images.take(task, "data") if renderer.images.shows else task
         task = task_images.for_tools(task, toolset.takes) if task_images.view else task
         async with toolset.chain("prompt", task) as session:
-            task = drop_from_history(task, toolset.specs, Nulls())
-            messages = opening_messages(task, rollout.system_prompt)
+            messages = opening_messages(drop_from_history(task, toolset.specs, Nulls()), rollout.system_prompt)
             if session.opening:
-                messages += await shown.take_messages([{"role": "user", "content": session.opening}])
+                messages += await renderer.images.take_messages([{"role": "user", "content": session.opening}])
             if rollout.assistant_prefix:
                 yield f"each turn begins with rollout.assistant_prefix: {rollout.assistant_prefix!r}"
             for part in describe_prompt(renderer, messages, task_images.describe(toolset.specs), most):
@@ -50,24 +52,19 @@ def describe_prompt(
     renderer: Renderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
 ) -> Iterator[str]:
     """Yield parts of a description of the first prompt of a chain that `messages` open: the tool-call format and the
-    reasons for it, text and ids of the prompt, of a sample tool call and of its result. Each text and list of ids is
-    shortened to `most` characters (None: not shortened). In the text, an image is one placeholder token, as the chat
-    template writes it.
-
-    Raise ValueError if the prompt or the call cannot be rendered.
-    """
+    reasons for it, text and ids of the prompt, of a sample tool call and of its result, each shortened to `most`
+    characters (None: not shortened). In the text, an image is one placeholder token. Raise ValueError if the prompt or
+    the call cannot be rendered."""
     info = renderer.info
     stops = [f"{renderer.tokenizer.decode([token])!r} ({token})" for token in renderer.stop_token_ids]
     stops += [repr(stop) for stop in renderer.stops]
-    yield "\n".join(
-        [
-            f"format: {info['parser']}",
-            f"template: {info['template']}, sha256 {info['template_sha256'][:12]}",
-            f"rows: {info['choice']}: {info['rows']}",
-            f"a turn ends with: {', '.join(stops)}",
-            *(f"because: {reason}" for reason in info["reasons"]),
-        ]
-    )
+    lines = [
+        f"format: {info['parser']}",
+        f"template: {info['template']}, sha256 {info['template_sha256'][:12]}",
+        f"rows: {info['choice']}: {info['rows']}",
+        f"a turn ends with: {', '.join(stops)}",
+    ]
+    yield "\n".join([*lines, *(f"because: {reason}" for reason in info["reasons"])])
     tools = list(specs)
 
     def shown(title: str, ids: list[int], said: Sequence[Message] = ()) -> str:
@@ -80,8 +77,7 @@ def describe_prompt(
     yield shown("the first prompt", ids, opening)
     if not tools:
         return
-    call = _made_call(renderer, tools)
-    said = _made_turn(renderer, call, tools)
+    call, said = _made_turn(renderer, tools)
     yield shown(f"a sample call of {call[0]}", said)
     parsed = renderer.parse(said, specs=tools)
     if parsed.calls == []:
@@ -103,42 +99,31 @@ def _short(text: str, most: int | None) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[len(text) - half :]}"
 
 
-def _made_call(renderer: Renderer, specs: list[ToolSpec]) -> Call:
-    """Return a sample call of the first tool whose call the format can write. Raise ValueError if there is none."""
+def _made_turn(renderer: Renderer, specs: list[ToolSpec]) -> tuple[Call, list[int]]:
+    """Return a sample call of the first tool whose call the format can write, and the ids of a turn that makes it.
+    Raise ValueError if there is none."""
+    parser, behaviour = renderer.parser, renderer.behaviour
     problem: ValueError | None = None
     for spec in specs:
-        call = spec.name, _made_arguments(spec)
+        known = parameters(spec)
+        names = required_of(spec.parameters) or list(known)
+        call = spec.name, {name: _made_value(known.get(name, {}), name) for name in names}
         try:
-            renderer.parser.write([call], specs)
+            written = parser.write([call], specs)
         except ValueError as error:
             problem = problem or error
-        else:
-            return call
+            continue
+        if isinstance(parser, NativeParser) and renderer.tokenizer.get_added_vocab().keys() >= set(parser.marks):
+            written = parser.write_as_content([call], specs)
+        opened = behaviour.tags[1] + "\n\n" if behaviour.opens_reasoning else ""
+        closing = behaviour.closings.of(parser.native).before
+        return call, [*renderer.encode(opened + written + closing), renderer.end_of(calls=parser.native)]
     raise ValueError(f"the format cannot write a call of any of these tools: {problem}")
 
 
-def _made_turn(renderer: Renderer, call: Call, specs: list[ToolSpec]) -> list[int]:
-    """Return the ids of a turn that makes `call`."""
-    parser, behaviour = renderer.parser, renderer.behaviour
-    calls = [call]
-    written = parser.write(calls, specs)
-    if isinstance(parser, NativeParser) and renderer.tokenizer.get_added_vocab().keys() >= set(parser.marks):
-        written = parser.write_as_content(calls, specs)
-    closing = behaviour.closings.of(parser.native)
-    opened = behaviour.tags[1] + "\n\n" if behaviour.opens_reasoning else ""
-    return [*renderer.encode(opened + written + closing.before), renderer.end_of(calls=parser.native)]
-
-
-def _made_arguments(spec: ToolSpec) -> dict[str, Any]:
-    """Return sample arguments of the types in a tool's schema: the required ones, or all if none is required."""
-    known = parameters(spec)
-    names = required_of(spec.parameters) or list(known)
-    return {name: _made_value(known.get(name, {}), name) for name in names}
-
-
 def _made_value(schema: Any, name: str) -> Any:
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    choices = schema.get("enum") if isinstance(schema, dict) else None
+    given = schema if isinstance(schema, dict) else {}
+    kinds, choices = given.get("type"), given.get("enum")
     if isinstance(choices, list) and choices:
         return choices[0]
     return _MADE.get(kinds[0] if isinstance(kinds, list) and kinds else str(kinds), f"({name})")

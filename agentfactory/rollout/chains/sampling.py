@@ -16,14 +16,10 @@ from agentfactory.rollout.token_row import ImageSpan, Span
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling settings of a chain.
-
-    `model` is the server's name of the weights, or a function that returns it for each turn; a turn keeps the weights
-    that it started with, unless the server updates them in place. `seed` is any text: with the recipe's seed it makes
-    the chain reproducible on a server that supports seeds. `cache_salt` is the version of the weights whose KV cache
-    may be used, for a server that keeps old caches (`rollout.inflight: keep`); tokens sampled on it with later weights
-    are marked as mixed.
-    """
+    """The sampling settings of a chain. `model` is the server's name of the weights, or a function that returns it for
+    each turn. `seed` is any text: with the recipe's seed it makes the chain reproducible on a server that supports
+    seeds. `cache_salt` is the version of the weights whose KV cache may be used if the server keeps old caches
+    (`rollout.inflight: keep`)."""
 
     model: str | Callable[[], str]
     temperature: float
@@ -43,11 +39,7 @@ class Sampler:
     `images` are banned from sampling."""
 
     def __init__(
-        self,
-        recipe: RolloutRecipe,
-        client: InferenceClient,
-        stop_token_ids: list[int],
-        images: Images | None = None,
+        self, recipe: RolloutRecipe, client: InferenceClient, stop_token_ids: list[int], images: Images | None = None
     ) -> None:
         self.recipe = recipe
         self.client = client
@@ -67,9 +59,9 @@ class Sampler:
         encoded: EncodedIds | None = None,
         stops: Sequence[str] = (),
     ) -> Completion:
-        """Sample a turn after `ids`, which contain `images`. `sample` numbers the attempts at the turn. `encoded` is
-        the row's cached encoding, if `ids` are the row's. The server ends the turn with the token that completes one of
-        `stops`. Raise InferenceError if the server samples an image token."""
+        """Sample a turn after `ids`, which contain `images`, up to the token that completes one of `stops`. `sample`
+        numbers the attempts at the turn. `encoded` is the row's cached encoding, if `ids` are the row's. Raise
+        InferenceError if the server samples an image token."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": max_tokens,

@@ -23,7 +23,7 @@ class TakenTurn:
 
 
 class Turns(Protocol):
-    """The source of a chain's assistant turns. `context` is the conversation in the model's prompt."""
+    """The source of a chain's turns. `context` is the conversation in the model's prompt."""
 
     context: Context
 
@@ -74,7 +74,9 @@ class ToolLoop:
             if parsed.error is None and not parsed.calls:
                 return StopReason.MAX_TOKENS if turn.cut else StopReason.ANSWER
             if parsed.error is not None:
-                error = _explain(parsed.error, turn)
+                error = parsed.error
+                if turn.cut:
+                    error += f" The message was cut at {turn.tokens} tokens: write a shorter one."
                 episode.note_malformed(trajectory.turns - 1, error)
                 answers = setup.dialogue.complaint(error)
             else:
@@ -93,12 +95,3 @@ class ToolLoop:
                 await self.turns.go_on(answers)
             except ContextOverflowError:
                 return StopReason.CONTEXT_OVERFLOW
-
-    def metrics(self) -> dict[str, float]:
-        """Return all metrics of the chain."""
-        return self.episode.metrics()
-
-
-def _explain(error: str, turn: TakenTurn) -> str:
-    """Return the error message that the model gets after a malformed turn."""
-    return f"{error} The message was cut at {turn.tokens} tokens: write a shorter one." if turn.cut else error

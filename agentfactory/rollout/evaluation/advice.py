@@ -100,11 +100,10 @@ def equal_rewards(look: Look) -> Iterator[Finding]:
 def cut_turns(look: Look) -> Iterator[Finding]:
     """Advise if turns of many chains were cut."""
     most = look.offer.config.max_tokens
-    if look.cut >= CUT * look.ended and look.cut:
+    if look.cut and look.cut >= CUT * look.ended:
         text = f"rollout.max_tokens={most} cut a turn of {look.cut} of {look.ended} chains"
-        yield warning(
-            "cut turns", text, f"rollout.max_tokens={2 * most}, or ask for short answers in {look.offer.prompt}"
-        )
+        fix = f"rollout.max_tokens={2 * most}, or ask for short answers in {look.offer.prompt}"
+        yield warning("cut turns", text, fix)
 
 
 def slow_starts(look: Look) -> Iterator[Finding]:
@@ -120,9 +119,8 @@ def slow_starts(look: Look) -> Iterator[Finding]:
 
 def one_chain(look: Look) -> Iterator[Finding]:
     """Say that the chains of groups in a row were the same."""
-    yield warning(
-        "equal samples", f"in {look.groups} groups in a row all chains have the same sampled tokens", rules.DRAW
-    )
+    text = f"in {look.groups} groups in a row all chains have the same sampled tokens"
+    yield warning("equal samples", text, rules.DRAW)
 
 
 @dataclass

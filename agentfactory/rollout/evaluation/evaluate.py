@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -49,16 +49,13 @@ async def open_runner(
     proxy: Proxy | None = None,
 ) -> AsyncIterator[ChainRunner]:
     """Open a runner for chains of `recipe`: renderer, connections to the servers at `urls`, tools and rewards.
-
     `objects` are tools in addition to the recipe's; `rewards` and `agent` replace the recipe's. `processes` is the
     number of processes like this one that share the machine's memory. `images` is the folder for the chains' images;
-    None: a temporary one. `proxy`: see InferenceClient.
-    """
+    None: a temporary one. `proxy`: see InferenceClient."""
     async with (
-        _folder_of(images) as seen,
-        _open_client(recipe, urls, proxy) as client,
+        _connected(recipe, urls, images, proxy) as (client, folder),
         _open_chains(
-            recipe, base, client, seen, objects=objects, rewards=rewards, agent=agent, processes=processes
+            recipe, base, client, folder, objects=objects, rewards=rewards, agent=agent, processes=processes
         ) as runner,
     ):
         yield runner
@@ -79,22 +76,27 @@ async def open_sources(
     open_runner and open_all."""
     # all tools share the machine's memory
     processes *= len(distinct([one.part for one in loaded]))
-    async with _folder_of(images) as seen, _open_client(recipe, urls, proxy) as client:
+    async with _connected(recipe, urls, images, proxy) as (client, folder):
 
         def opener(part: RolloutRecipe) -> AbstractAsyncContextManager[ChainRunner]:
-            return _open_chains(part, base, client, seen, processes=processes)
+            return _open_chains(part, base, client, folder, processes=processes)
 
         async with open_all(loaded, opener) as sources:
             yield sources
 
 
 @asynccontextmanager
-async def _open_client(
-    recipe: RolloutRecipe, urls: str | Sequence[str], proxy: Proxy | None
-) -> AsyncIterator[InferenceClient]:
-    async with InferenceClient(urls, recipe.server.api_key_env, recipe.server.retry_seconds, proxy) as client:
-        await client.check_routes()
-        yield client
+async def _connected(
+    recipe: RolloutRecipe, urls: str | Sequence[str], images: Path | None, proxy: Proxy | None
+) -> AsyncIterator[tuple[InferenceClient, Path]]:
+    """Connect to the servers at `urls`, and open the folder for images (None: a temporary one)."""
+    server = recipe.server
+    opened: AbstractContextManager[str | Path]
+    opened = TemporaryDirectory(prefix="agentfactory-images-") if images is None else nullcontext(images)
+    with opened as folder:
+        async with InferenceClient(urls, server.api_key_env, server.retry_seconds, proxy) as client:
+            await client.check_routes()
+            yield client, Path(folder)
 
 
 @asynccontextmanager
@@ -109,7 +111,7 @@ async def _open_chains(
     agent: AgentHooks | None = None,
     processes: int = 1,
 ) -> AsyncIterator[ChainRunner]:
-    acting = agent or load_agent(recipe.rollout.agent, base)
+    acting, rollout = agent or load_agent(recipe.rollout.agent, base), recipe.rollout
     async with (
         rewards or Rewards.load(recipe.rewards, base) as used,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
@@ -118,9 +120,9 @@ async def _open_chains(
         tools = bool(toolset.specs) or isinstance(acting, ClientAgent)
         renderer = load_renderer(
             recipe.model,
-            recipe.rollout.parser,
+            rollout.parser,
             logger.info,
-            reasoning=recipe.rollout.reasoning,
+            reasoning=rollout.reasoning,
             tools=tools,
             base=base,
             images=images,
@@ -133,18 +135,7 @@ async def _open_chains(
 
 
 @asynccontextmanager
-async def _folder_of(images: Path | None) -> AsyncIterator[Path]:
-    if images is not None:
-        yield images
-        return
-    with TemporaryDirectory(prefix="agentfactory-images-") as folder:
-        yield Path(folder)
-
-
-@asynccontextmanager
-async def _watched(
-    opened: AbstractAsyncContextManager[Sequence[Source[Any]]],
-) -> AsyncIterator[list[Source[Any]]]:
+async def _watched(opened: AbstractAsyncContextManager[Sequence[Source[Any]]]) -> AsyncIterator[list[Source[Any]]]:
     """Open sources, check that their chains can run, and watch these. At the end, tell the errors of their tools."""
     async with opened as sources:
         for source in sources:
@@ -163,41 +154,38 @@ async def evaluate(
     cache_salt: str | None = None,
 ) -> tuple[dict[str, float], dict[str, str], dict[str, Look]]:
     """Run `recipe.eval` on the tasks of `sources` with the weights called `model`, and save trajectories to `folder`.
-    For `cache_salt` see Sampling.
-
-    Return three values. The first has means over the chains that did not fail, under `sampled/...` and `greedy/...`:
-    `reward`, every metric of the trajectories, `failed` (the share of failed chains), and with several samples per task
-    also avg@k and pass@k; those of a named source also under `sampled/source/<source>/...`. The second has a
-    description of the failures for each mode in which no chain has a reward. The third are the looks of the sampled
-    chains.
-    """
+    For `cache_salt` see Sampling. Return means over the chains that did not fail, under `sampled/...` and `greedy/...`
+    (`reward`, every metric of the trajectories, `failed`, and with several samples per task avg@k and pass@k; those of
+    a named source also under `sampled/source/<source>/...`); for each mode in which no chain has a reward, a
+    description of the failures; and the looks of the sampled chains."""
     played = await _play(sources, recipe, model, folder, name, cache_salt)
-    failures = {
-        mode: _failure(mode, groups) for mode, groups in played.items() if mean_figures(groups)["failed"] == 1.0
-    }
+    failures = {}
+    for mode, groups in played.items():
+        chains = _chains(groups)
+        if all(chain.reward is None for chain in chains):
+            endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
+            failures[mode] = f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
     return _means(recipe, played), failures, looks_at(played["sampled"], sources)
+
+
+def _chains(groups: Sequence[Group]) -> list[Trajectory]:
+    return [chain for group in groups for chain in group.trajectories]
 
 
 def looks_at(groups: Sequence[Group], sources: Sequence[Source[Any]]) -> dict[str, Look]:
     """Return the look of the chains of each source, by its name."""
-    runners = {source.name: source.runner for source in sources}
-    parts = {name: [group for group in groups if group.source == name] for name in runners}
-    return {name: look_at(part, offer_of(runners[name])) for name, part in parts.items() if part}
+    looks = {}
+    for source in sources:
+        if part := [group for group in groups if group.source == source.name]:
+            looks[source.name] = look_at(part, offer_of(source.runner))
+    return looks
 
 
 def offer_of(runner: Runner) -> Offer:
     """Return what the chains of a runner get."""
-    setup = runner.setup
-    own_loop = isinstance(runner, GatewayRunner)
+    setup, own_loop = runner.setup, isinstance(runner, GatewayRunner)
     judged = setup.recipe.needs_rewards
     return Offer(setup.config, setup.specs, setup.dialogue.parser, runner.toolset.why_chains_wait, own_loop, judged)
-
-
-def _failure(mode: str, groups: list[Group]) -> str:
-    """Describe the failures of a mode whose chains all failed."""
-    chains = [chain for group in groups for chain in group.trajectories]
-    endings = Counter((chain.outcome.value, chain.error or "") for chain in chains)
-    return f"held-out tasks, {mode}: {commonest_ending(endings, len(chains))}"
 
 
 async def _play(
@@ -285,7 +273,7 @@ class Evaluation:
 
 def mean_figures(groups: Sequence[Group]) -> dict[str, float]:
     """Return means over the chains with a reward that have the value, and `failed`, the share of chains without one."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = _chains(groups)
     scored = [t for t in trajectories if t.reward is not None]
     means = {"failed": 1 - len(scored) / len(trajectories)}
     if scored:
@@ -311,22 +299,15 @@ def run_eval(
         return played, looks_at(played["sampled"], sources)
 
     played, looks = run_interruptibly(run())
-    chains = [chain for groups in played.values() for group in groups for chain in group.trajectories]
-    found = Evaluation(
-        _means(recipe, played),
-        {mode: _estimates(recipe, mode, groups) for mode, groups in played.items()},
-        Counter(f"{chain.outcome}: {chain.error}" for chain in chains if chain.reward is None),
-        len(chains),
-        looks,
-    )
-    log({f"eval/{key}": value for key, value in found.figures().items()})
-    return found
-
-
-def _estimates(recipe: RolloutRecipe, mode: str, groups: list[Group]) -> dict[str, dict[str, Estimate]]:
-    samples = recipe.eval.samples if mode == "sampled" else 1
-    parts = {"": groups} | by_source(groups)
-    return {source: estimates(part, samples) for source, part in parts.items()}
+    chains = [chain for groups in played.values() for chain in _chains(groups)]
+    found: dict[str, dict[str, dict[str, Estimate]]] = {}
+    for mode, groups in played.items():
+        samples = recipe.eval.samples if mode == "sampled" else 1
+        found[mode] = {source: estimates(part, samples) for source, part in ({"": groups} | by_source(groups)).items()}
+    failures = Counter(f"{chain.outcome}: {chain.error}" for chain in chains if chain.reward is None)
+    evaluation = Evaluation(_means(recipe, played), found, failures, len(chains), looks)
+    log({f"eval/{key}": value for key, value in evaluation.figures().items()})
+    return evaluation
 
 
 def run_rollout(
@@ -364,7 +345,7 @@ def run_rollout(
             if sizes is None:
                 chosen = [(one, row, one.config.group_size) for one in watched for row in range(len(one.tasks))]
             else:
-                order = mix_of([Loaded(one.part, one.tasks) for one in watched], recipe.seed)
+                order = mix_of(watched, recipe.seed)
                 places = [order.place(position) for position in range(len(sizes))]
                 chosen = [(watched[one], row, size) for (one, row), size in zip(places, sizes, strict=True)]
             groups = await asyncio.gather(

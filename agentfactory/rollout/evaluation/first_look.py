@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -24,7 +25,6 @@ from agentfactory.rollout.trajectory import Activity, Group, Trajectory
 SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240
 READ_TEXTS = 256
 """Maximum number of first turns that all formats read."""
-_MISUSES = (CallError.UNKNOWN_TOOL, CallError.INVALID_ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class Look:
     tasks: int = 0
     """Different tasks: a sample that is larger than the data has several groups of one task."""
     failed: int = 0
-    """Chains that failed instead of ending properly."""
     called: int = 0
     """Chains that called a tool that exists, in the recipe's format."""
     malformed: int = 0
@@ -96,7 +95,7 @@ class Look:
     """Tool server -> seconds that it waits for an instance of it, mean."""
     first_turns: int = 0
     read: int = 0
-    """First turns in which the recipe's format reads a call of a tool that exists."""
+    """First turns in which the recipe's format reads a call of a known tool."""
     unread: list[str] = field(default_factory=list)
     """The other first turns, without their reasoning, of chains that called no tool: an agent with its own loop may
     read calls in another way."""
@@ -136,11 +135,10 @@ class Look:
 
 
 class FirstGroups:
-    """The groups of a beginning run that are looked at: the first batch, and the first group of each source that it
-    lacks."""
+    """The groups of a beginning run that are looked at: the first batch, and the first group of each of the named
+    `sources` that it lacks."""
 
     def __init__(self, batch: int, sources: Collection[str]) -> None:
-        """`sources` are the names of those to look at."""
         self._wanted = batch
         self._unseen = set(sources)
         self._begun: list[Group] = []
@@ -183,7 +181,7 @@ def look_at(groups: Sequence[Group], offer: Offer) -> Look:
         worths=Counter(worth(several_of, offer.config) for several_of in several),
         compared=max(map(len, several), default=1),
     )
-    for kind in _MISUSES:
+    for kind in (CallError.UNKNOWN_TOOL, CallError.INVALID_ARGUMENTS):
         look.misuses[kind] += int(sum(chain.metrics.get(f"tool_errors/{kind}", 0) for chain in chains))
     if ended := [chain for chain in chains if not chain.outcome.failed]:
         _note_sizes(look, ended)
@@ -208,15 +206,8 @@ def _note_first_turns(look: Look, groups: Sequence[Group]) -> None:
     # a chat endpoint reads the calls itself
     reads_text = not offer.parser.native or format_name(offer.parser) is not None
     # one of each group, then the second of each group, and so on
-    ranked = sorted(
-        (
-            (place, number, chain)
-            for number, group in enumerate(groups)
-            for place, chain in enumerate(group.trajectories)
-        ),
-        key=lambda ranked: ranked[:2],
-    )
-    for _, _, chain in ranked:
+    ranks = zip_longest(*(group.trajectories for group in groups))
+    for chain in (chain for rank in ranks for chain in rank if chain is not None):
         if (message := _first_turn(chain)) is None:
             continue
         look.first_turns += 1
@@ -253,10 +244,8 @@ def _shown(message: Message) -> str:
 
 
 def _written(function: dict[str, Any]) -> str:
-    arguments = function["arguments"]
-    return (
-        f"{function['name']} {arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}"
-    )
+    name, arguments = function["name"], function["arguments"]
+    return f"{name} {arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}"
 
 
 def format_name(parser: Parser) -> str | None:
@@ -270,20 +259,13 @@ def formats_that_read(texts: Sequence[str], specs: Sequence[ToolSpec]) -> Counte
     none are left out. Formats in plain text, which need no chat template, come before others that read as many."""
     found: Counter[str] = Counter()
     for name, parser in sorted(((name, load_parser(name)) for name in PARSERS), key=lambda pair: pair[1].native):
-        if not _can_call(parser, specs):
+        try:
+            parser.instructions(specs)
+        except ValueError:
             continue
-        read = sum(reads_call(parser, text, specs) for text in texts)
-        if read:
+        if read := sum(reads_call(parser, text, specs) for text in texts):
             found[name] = read
     return Counter(dict(found.most_common()))
-
-
-def _can_call(parser: Parser, specs: Sequence[ToolSpec]) -> bool:
-    try:
-        parser.instructions(specs)
-    except ValueError:
-        return False
-    return True
 
 
 def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
@@ -296,8 +278,8 @@ def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chains of one training step, and the number of steps. `at_once`: how many chains ran at a time during the
-    look; `most`: how many may run."""
+    """The chains of one training step, the number of steps, and how many chains ran at a time during the look
+    (`at_once`) and may run (`most`)."""
 
     chains: int
     steps: int
@@ -317,9 +299,8 @@ def describe(look: Look, schedule: Schedule | None = None) -> list[str]:
     outcomes: Counter[str] = Counter()
     for (outcome, _), count in look.endings.items():
         outcomes[outcome] += count
-    lines.append(
-        f"ends: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.most_common())}{_failure(look)}"
-    )
+    ends = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    lines.append(f"ends: {ends}{_failure(look)}")
     lines.append(f"rewards: {_rewards(look)}")
     sampled = "" if look.tokens is None else f"{look.tokens:.0f} tokens sampled"
     rows = f"{look.row_tokens:.0f} with prompts and results" if look.row_tokens else ""
@@ -369,9 +350,8 @@ def _rewards(look: Look) -> str:
         return f"{told}; whether they differ within a group is not known, because each task has one chain"
     teach, size = look.worths[Worth.TEACHES], look.offer.config.group_size
     if look.compared < size:
-        return (
-            f"{told}; they differ in {teach} of {plural(groups, 'group')} of {look.compared}; training compares {size}"
-        )
+        groups_of = f"{plural(groups, 'group')} of {look.compared}"
+        return f"{told}; they differ in {teach} of {groups_of}; training compares {size}"
     rest = "" if teach == groups else ": the others would teach nothing" if teach else ": none would teach"
     return f"{told}; they differ in {teach} of {plural(groups, 'group')}{rest}"
 

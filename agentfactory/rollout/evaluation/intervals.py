@@ -31,11 +31,8 @@ def mean(shares: Sequence[Share]) -> float:
 def of_proportion(shares: Sequence[Share]) -> Interval:
     """Return the interval of a mean of values between 0 and 1: Gaffke's bounds (2005, "Three test statistics for a
     nonparametric one-sided hypothesis on the mean of a nonnegative variable"; Learned-Miller and Thomas, 2020,
-    arXiv:1905.06208).
-
-    With one chain per task, it is the exact interval of Clopper and Pearson (1934, Biometrika 26). It never falls if a
-    chain passes that failed before.
-    """
+    arXiv:1905.06208). With one chain per task, it is the exact interval of Clopper and Pearson (1934, Biometrika 26).
+    It never falls if a chain passes that failed before."""
     failed = [Share(share.weight - share.total, share.weight) for share in shares]
     return _lower_bound(shares), 1.0 - _lower_bound(failed)
 

@@ -1,7 +1,7 @@
 """Trial of a recipe's rewards on dummy answers, before any chain runs."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from agentfactory.base.messages import EnvironmentReward
@@ -15,21 +15,15 @@ async def try_rewards(
 ) -> list[str]:
     """Call every reward of the recipe on a dummy answer to each task, and return the problems; see Rewards.try_on. If
     the agent is a program, `workspace` is a folder as its chains begin with, removed after the call."""
-    faults = []
+    faults, agent = [], recipe.rollout.agent
     async with Rewards.load(recipe.rewards, base) as rewards:
-        folder_of = _folders(recipe, base) if rewards.takes("workspace") else None
+        folder_of = None
+        if rewards.takes("workspace") and agent is not None and agent.command:
+            # imported here, because it is slow to import and few recipes need it
+            from agentfactory.rollout.gateway.program_agent import ProgramAgent
+
+            folder_of = ProgramAgent(agent, base).first_folder
         for number, task in enumerate(tasks, 1):
             async with folder_of(task) if folder_of is not None else nullcontext() as workspace:
                 faults += await rewards.try_on(number, task, environment, workspace)
     return faults
-
-
-def _folders(recipe: RolloutRecipe, base: Path) -> Callable[[Task], AbstractAsyncContextManager[Path]] | None:
-    """Return the function that creates a chain's folder; None if chains have none."""
-    config = recipe.rollout.agent
-    if config is None or not config.command:
-        return None
-    # imported here, because it is slow to import and few recipes need it
-    from agentfactory.rollout.gateway.program_agent import ProgramAgent
-
-    return ProgramAgent(config, base).first_folder

@@ -64,10 +64,8 @@ def read_means(chains: Path) -> dict[str, TaskMeans]:
 
 
 def differences(these: dict[str, TaskMeans], those: dict[str, TaskMeans]) -> dict[str, dict[str, Difference]]:
-    """Compare two evaluations. Return mode -> metric -> difference; a mode without a common task is left out.
-
-    Intervals are Student's t intervals of the mean difference over tasks.
-    """
+    """Compare two evaluations. Return mode -> metric -> difference; a mode without a common task is left out. Intervals
+    are Student's t intervals of the mean difference over tasks."""
     found = {}
     for mode in (mode for mode in MODES if mode in these and mode in those):
         pairs = [(means, those[mode][task]) for task, means in these[mode].items() if task in those[mode]]

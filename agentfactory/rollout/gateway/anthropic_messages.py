@@ -5,24 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.request_options import (
-    GRAMMAR,
-    Part,
-    Readers,
-    Refusal,
-    Reply,
-    TurnRequest,
-    assistant,
-    integer,
-    read_content,
-    read_image,
-    read_text,
-    read_tools,
-    refuse,
-    stops,
-    unmet,
-    wrong,
-)
+from agentfactory.rollout.gateway import request_options as options
+from agentfactory.rollout.gateway.request_options import GRAMMAR, Part, Readers, Refusal, Reply, TurnRequest, wrong
 
 ROUTE = "/v1/messages"
 _REFUSED = {
@@ -36,69 +20,57 @@ _REFUSED = {
 def _image(block: Part) -> Part:
     source = block.get("source") or {}
     if source.get("type") == "base64":
-        return read_image(f"data:{source['media_type']};base64,{source['data']}")
-    return read_image(source.get("url"))
+        return options.read_image(f"data:{source['media_type']};base64,{source['data']}")
+    return options.read_image(source.get("url"))
 
 
-_PARTS: Readers = {"text": read_text, "image": _image}
+_PARTS: Readers = {"text": options.read_text, "image": _image}
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
-    refuse(body, _REFUSED)
-    refuse({"output_config.format": (body.get("output_config") or {}).get("format")}, {"output_config.format": GRAMMAR})
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise wrong("messages: give a list with at least one message")
-    system = read_content(body.get("system"), _PARTS)
+    options.refuse(body, _REFUSED)
+    grammar = (body.get("output_config") or {}).get("format")
+    options.refuse({"output_config.format": grammar}, {"output_config.format": GRAMMAR})
+    system = options.read_content(body.get("system"), _PARTS)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for message in given:
+    for message in options.messages_of(body):
         messages += _messages(message)
-    choice = body.get("tool_choice") or {"type": "auto"}
-    specs, left_out = read_tools(body.get("tools"), choice.get("type") != "none", "input_schema", [None, "custom"])
-    thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
-    requested = {**body, "tool_choice": {"type": choice.get("type")}}
-    return TurnRequest(
+    choice = (body.get("tool_choice") or {"type": "auto"}).get("type")
+    kinds = [None, "custom"]
+    return options.turn_request(
+        {**body, "tool_choice": {"type": choice}},
+        temperature,
         messages,
-        specs,
-        str(body.get("model") or ""),
-        integer(body, "max_tokens"),
-        stops(body.get("stop_sequences")),
-        1,
-        bool(body.get("stream")),
-        unmet(requested, temperature) | left_out,
-        options={"thinking": thinks},
+        options.read_tools(body.get("tools"), choice != "none", "input_schema", kinds),
+        max_tokens=options.integer(body, "max_tokens"),
+        stop=options.stops(body.get("stop_sequences")),
+        options={"thinking": (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")},
     )
 
 
-def _messages(message: Any) -> list[Message]:
-    if not isinstance(message, dict):
-        raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
-    content = message.get("content")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-    role = message.get("role")
-    if role == "assistant":
-        text = "".join(block["text"] for block in blocks if block.get("type") == "text")
-        reasoning = "".join(block.get("thinking") or "" for block in blocks if block.get("type") == "thinking")
-        calls = [(block["id"], block["name"], block["input"]) for block in blocks if block.get("type") == "tool_use"]
-        return [assistant(text, calls, reasoning)]
+def _messages(message: dict[str, Any]) -> list[Message]:
+    content, role = message.get("content"), message.get("role")
     if role == "system":
-        return [{"role": "system", "content": read_content(content, _PARTS)}]
-    if role != "user":
+        return [{"role": "system", "content": options.read_content(content, _PARTS)}]
+    if role not in ("user", "assistant"):
         raise wrong(f"messages: got the role {role!r}; use user or assistant")
-    results: list[Message] = [
-        {
-            "role": "tool",
-            "tool_call_id": str(block.get("tool_use_id") or ""),
-            "content": read_content(block.get("content"), _PARTS),
-        }
-        for block in blocks
-        if block.get("type") == "tool_result"
-    ]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [block for block in blocks if block.get("type") == kind]
+
+    if role == "assistant":
+        reasoning = "".join(block.get("thinking") or "" for block in of("thinking"))
+        calls = [(block["id"], block["name"], block["input"]) for block in of("tool_use")]
+        return [options.assistant("".join(block["text"] for block in of("text")), calls, reasoning)]
+    messages: list[Message] = []
+    for block in of("tool_result"):
+        result = options.read_content(block.get("content"), _PARTS)
+        messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": result})
     rest = [block for block in blocks if block.get("type") != "tool_result"]
-    user_message: list[Message] = (
-        [{"role": "user", "content": read_content(rest, _PARTS)}] if rest or not results else []
-    )
-    return [*results, *user_message]
+    if rest or not messages:
+        messages.append({"role": "user", "content": options.read_content(rest, _PARTS)})
+    return messages
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:

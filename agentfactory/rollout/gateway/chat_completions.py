@@ -6,32 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.gateway.request_options import (
-    GRAMMAR,
-    MOST_CHOICES,
-    Part,
-    Readers,
-    Refusal,
-    Reply,
-    TurnRequest,
-    assistant,
-    integer,
-    read_content,
-    read_image,
-    read_text,
-    read_tools,
-    refuse,
-    stops,
-    unmet,
-    wrong,
-)
+from agentfactory.rollout.gateway import request_options as options
+from agentfactory.rollout.gateway.request_options import GRAMMAR, Part, Readers, Refusal, Reply, TurnRequest, wrong
 
 ROUTE = "/v1/chat/completions"
 SAMPLED_ONLY = "only the sampled token's logprob is known; remove it"
 _WORDS = "only text output is supported"
 _REFUSED = {
-    "functions": "use `tools`",
-    "function_call": "use `tools`",
+    **dict.fromkeys(("functions", "function_call"), "use `tools`"),
     "audio": _WORDS,
     "top_logprobs": SAMPLED_ONLY,
 }
@@ -39,32 +21,27 @@ _REFUSED = {
 
 def _image(part: Part) -> Part:
     image = part.get("image_url")
-    return read_image(image.get("url") if isinstance(image, dict) else image)
+    return options.read_image(image.get("url") if isinstance(image, dict) else image)
 
 
-_PARTS: Readers = {"text": read_text, "image_url": _image, "refusal": lambda part: None}
+_PARTS: Readers = {"text": options.read_text, "image_url": _image, "refusal": lambda part: None}
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnRequest:
-    refuse(body, _REFUSED)
+    options.refuse(body, _REFUSED)
     if (body.get("response_format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"response_format: {GRAMMAR}")
     if (body.get("modalities") or ["text"]) != ["text"]:
         raise wrong(f"modalities: got {str(body['modalities'])[:200]}; {_WORDS}")
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise wrong("messages: give a list with at least one message")
     may_call = body.get("tool_choice") != "none"
-    specs, left_out = read_tools(body.get("tools"), may_call, "parameters", ["function"], "function")
-    return TurnRequest(
-        [_message(message) for message in given],
-        specs,
-        str(body.get("model") or ""),
-        integer(body, "max_completion_tokens") or integer(body, "max_tokens"),
-        stops(body.get("stop")),
-        integer(body, "n", MOST_CHOICES) or 1,
-        bool(body.get("stream")),
-        unmet(body, temperature) | left_out,
+    return options.turn_request(
+        body,
+        temperature,
+        [_message(message) for message in options.messages_of(body)],
+        options.read_tools(body.get("tools"), may_call, "parameters", ["function"], "function"),
+        max_tokens=options.integer(body, "max_completion_tokens") or options.integer(body, "max_tokens"),
+        stop=options.stops(body.get("stop")),
+        choices=options.integer(body, "n", options.MOST_CHOICES) or 1,
         options={
             "logprobs": bool(body.get("logprobs")),
             "usage": bool((body.get("stream_options") or {}).get("include_usage")),
@@ -72,10 +49,8 @@ def read(body: Mapping[str, Any], temperature: float, stored: Any) -> TurnReques
     )
 
 
-def _message(message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
-    content = read_content(message.get("content"), _PARTS)
+def _message(message: dict[str, Any]) -> Message:
+    content = options.read_content(message.get("content"), _PARTS)
     match message.get("role"):
         case "system" | "developer":
             return {"role": "system", "content": content}
@@ -90,7 +65,7 @@ def _message(message: Any) -> Message:
             ]
             text = content if isinstance(content, str) else ""
             reasoning = message.get("reasoning_content") or message.get("reasoning")
-            return assistant(text, calls, reasoning if isinstance(reasoning, str) else "")
+            return options.assistant(text, calls, reasoning if isinstance(reasoning, str) else "")
         case role:
             raise wrong(f"messages: got the role {role!r}; use system, developer, user, assistant or tool")
 
@@ -109,10 +84,8 @@ def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
 
 
 def events(turn_request: TurnRequest, turns: Sequence[Reply]) -> Iterator[str]:
-    frame = {
-        **_frame(turn_request, turns, "chat.completion.chunk"),
-        **({"usage": None} if turn_request.options["usage"] else {}),
-    }
+    frame = _frame(turn_request, turns, "chat.completion.chunk")
+    frame |= {"usage": None} if turn_request.options["usage"] else {}
 
     def chunk(number: int, delta: dict[str, Any], **more: Any) -> str:
         choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **more}
@@ -152,16 +125,9 @@ def _frame(turn_request: TurnRequest, turns: Sequence[Reply], kind: str) -> dict
 
 
 def _reply_message(turn: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": turn.text or (None if turn.calls else ""),
-        "refusal": None,
-    }
-    if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
-    if turn.calls:
-        message["tool_calls"] = _calls(turn)
-    return message
+    message = {"role": "assistant", "content": turn.text or (None if turn.calls else ""), "refusal": None}
+    reasoning = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return message | reasoning | ({"tool_calls": _calls(turn)} if turn.calls else {})
 
 
 def _calls(turn: Reply) -> list[dict[str, Any]]:

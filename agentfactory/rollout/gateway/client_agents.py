@@ -16,26 +16,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.messages import (
-    Content,
-    EnvironmentReward,
-    ToolCall,
-    ToolInfrastructureError,
-    ToolResult,
-    ToolSpec,
-)
+from agentfactory.base.messages import Content, EnvironmentReward, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.base.processes.threads import run_on_loop
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
-from agentfactory.rollout.chains.episode import Timeline
+from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
-from agentfactory.tools.calls.limits import ChainLimits
+from agentfactory.rollout.trajectory import StopReason
 from agentfactory.tools.sandbox.program import Listening
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 logger = logging.getLogger(__name__)
-
-_MOST_THREADS = 4096
 
 
 class ChainEnded(Exception):
@@ -45,24 +36,14 @@ class ChainEnded(Exception):
 class ChainTools:
     """The recipe's tools for one chain, whose calls count toward its limits; `definitions` is in OpenAI's format."""
 
-    def __init__(
-        self,
-        specs: list[ToolSpec],
-        session: ToolSession,
-        limits: ChainLimits,
-        timeline: Timeline,
-        note: Callable[[ToolCall, ToolResult], None],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        self.definitions = [spec.to_openai() for spec in specs]
+    def __init__(self, episode: Episode, session: ToolSession, end: Callable[[StopReason | Exception], None]) -> None:
+        """`end` gets what ends the chain: the reason of a result, or an error."""
+        self.definitions = [spec.to_openai() for spec in episode.setup.specs]
         self.opening = session.opening
         """The environment's opening text; None if it has none."""
-        self._specs = specs
+        self._episode = episode
         self._session = session
-        self._limits = limits
-        self._timeline = timeline
-        self._note = note
-        self._fail = fail
+        self._end = end
         self._numbers = count()
         self._running: set[asyncio.Task[ToolResult]] = set()
         self._closed = False
@@ -92,19 +73,19 @@ class ChainTools:
         try:
             result = running.result()
         except ToolInfrastructureError as error:
-            self._fail(error)  # the chain is lost even if the agent catches the error
+            self._end(error)  # the chain is lost even if the agent catches the error
             raise
-        self._note(call, result)
+        if (reason := self._episode.note_results([call], [result])) is not None:
+            self._end(reason)
         return result.content
 
     async def _result(self, call: ToolCall) -> ToolResult:
-        results = await self._limits.run([call], self._timeline.calls(self._session.call, None))
-        (result,) = await self._session.number_images([call], results)
+        make = self._episode.timeline.calls(self._session.call, None)
+        (result,) = await self._session.number_images([call], await self._episode.limits.run([call], make))
         return result
 
     async def close(self) -> None:
-        """Cancel running calls, and refuse new ones: an agent may outlive its chain, whose environment then serves
-        another chain."""
+        """Cancel running calls, and refuse new ones: an agent may outlive its chain, and its environment."""
         self._closed = True
         for running in self._running:
             running.cancel()
@@ -114,9 +95,9 @@ class ChainTools:
 
 @dataclass(frozen=True)
 class Visit:
-    """The inputs of an agent for one chain. `workspace` is the chain's folder, if the agent has folders. `report`
-    accepts the agent's own reward; `judged` is true if the recipe scores the chain without it. `max_turns` is the
-    chain's limit of turns."""
+    """The inputs of an agent for one chain. `workspace` is the chain's folder, if it has one. `report` accepts the
+    agent's own reward; `judged` is true if the recipe scores the chain without it. `listening` serves the endpoint on
+    an additional socket."""
 
     endpoint: Endpoint
     task: Task
@@ -127,14 +108,12 @@ class Visit:
     judged: bool
     max_turns: int
     listening: Listening | None = None
-    """Serve the endpoint on an additional socket."""
 
 
 def missing_field(
     field: str, given: str, name: str, task: Task, number: int, section: str, write: str = "{}"
 ) -> SettingError:
-    """Return the error for a setting that names a field `name` which a row of `section` lacks; `write` is the format of
-    the setting with another field's name."""
+    """Return the error for a setting that names a field which a row lacks; `write` is its format with another field."""
     close = difflib.get_close_matches(name, task, 1)
     fix = f"give every row this field, or rename one by {section}.columns"
     problem = f"got {short(given)}, but row {number} of {section} has no {name}, only {', '.join(task)}"
@@ -145,8 +124,8 @@ class ClientAgent(ABC):
     """An agent that samples its turns through an endpoint, used as an async context manager."""
 
     elsewhere = False
-    """True if the agent is an external program, without access to this machine's files. A chain without turns left then
-    waits for the agent's report."""
+    """True if the agent is an external program, without this machine's files. A chain without turns left then waits for
+    its report."""
     address_fix = ""
     """The fix if the agent's client does not reach the model."""
 
@@ -171,8 +150,8 @@ class ClientAgent(ABC):
 
     @asynccontextmanager
     async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path | None]:
-        """Create the folder of a chain, and on exit delete it or move it; `kept` gets the path to which it will be
-        moved. Yield None if the agent has no folders."""
+        """Create the folder of a chain, and on exit delete it or move it to the path that is appended to `kept`. Yield
+        None if the agent has no folders."""
         yield None
 
     @abstractmethod
@@ -180,15 +159,8 @@ class ClientAgent(ABC):
         """Run one chain. Return its answer, or None for the model's last message. Raise AgentFailed if it fails."""
 
 
-INPUTS = {
-    "client": "an AsyncOpenAI client",
-    "anthropic": "an AsyncAnthropic client",
-    "endpoint": "the address, key and model's name, for any other client",
-    "task": "the row of the data",
-    "tools": "the recipe's tools: `definitions`, and `await call(name, arguments)`",
-    "chain": "the chain's id",
-}
-"""Parameters of an agent function -> descriptions of their values."""
+INPUTS = ("client", "anthropic", "endpoint", "task", "tools", "chain")
+"""Parameters of an agent function, two of which are clients of the SDKs."""
 
 
 class FunctionAgent(ClientAgent):
@@ -218,15 +190,15 @@ class FunctionAgent(ClientAgent):
             logging.getLogger(library).setLevel(logging.WARNING)  # these log a line per request
         # asyncio's default executor has four threads more than the machine has cores: too few for the chains of
         # agents that block. Threads start on demand.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MOST_THREADS, "agent"))
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4096, "agent"))
         # one HTTP client for all chains, since creating one takes 20 ms; no retries, which would sample a turn twice
         self._clients = {
+            # the gateway is on this machine
             name: kind(
                 base_url="http://127.0.0.1",
                 api_key="none",
                 max_retries=0,
                 timeout=None,
-                # the gateway is on this machine
                 http_client=http_client(trust_env=False, timeout=None),
             )
             for name, (kind, http_client) in self._kinds.items()
@@ -239,11 +211,9 @@ class FunctionAgent(ClientAgent):
 
     async def run(self, visit: Visit) -> str | None:
         urls = {"client": visit.endpoint.url, "anthropic": visit.endpoint.anthropic_url}
-        clients = {
-            name: client.with_options(base_url=urls[name], api_key=visit.endpoint.key)
-            for name, client in self._clients.items()
-        }
-        inputs = {**vars(visit), **clients}
+        inputs = dict(vars(visit))
+        for name, client in self._clients.items():
+            inputs[name] = client.with_options(base_url=urls[name], api_key=visit.endpoint.key)
         try:
             answer = await run_on_loop(self._function(**{name: inputs[name] for name in self._takes}))
         except ToolInfrastructureError:

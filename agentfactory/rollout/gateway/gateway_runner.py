@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import ToolCall, ToolResult, own_copy
+from agentfactory.base.messages import own_copy
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.episode import Episode
@@ -57,6 +57,7 @@ class GatewayChain:
         """Requests whose turns are being sampled."""
         self._closed = False
         """True once the chain is over, after which its rows no longer change."""
+        episode.own_metrics = self._metrics
 
     # ---- the agent
 
@@ -69,7 +70,7 @@ class GatewayChain:
                     endpoint,
                     own_copy(await images.without_files(task) if self.agent.elsewhere else task),
                     trajectory.id,
-                    self._tools(session),
+                    ChainTools(self.episode, session, self._end),
                     self.episode.workspace,
                     partial(setattr, self.episode, "reported"),
                     self.judged,
@@ -106,41 +107,32 @@ class GatewayChain:
     def _check_requested(self) -> None:
         """Raise AgentFailed if an agent of this machine ended without a turn of the model, which is not meant: a
         program may report its errors only in its output."""
+        if not self._is_idle:
+            return
         result = self.episode.trajectory.result
-        if self._is_idle:
-            said = f"; its output ends with: {result[-300:]}" if result else ""
-            if self.refused:
-                raise AgentFailed(
-                    f"the agent ended without a turn; its last request was refused: {self.refused}{said}", result
-                )
-            problem = f"the agent ended without requesting a turn of the model{said}"
-            raise AgentFailed(f"{problem}; fix: {self.agent.address_fix}", result)
+        said = f"; its output ends with: {result[-300:]}" if result else ""
+        if self.refused:
+            problem = f"the agent ended without a turn; its last request was refused: {self.refused}{said}"
+        else:
+            problem = f"the agent ended without requesting a turn of the model{said}; fix: {self.agent.address_fix}"
+        raise AgentFailed(problem, result)
 
     @property
     def _is_idle(self) -> bool:
         idle = not (self._taken or self.agent.elsewhere or self.episode.reported)
         return idle and self.turns.last is StopReason.ANSWER and self._over is None
 
-    def _tools(self, session: ToolSession) -> ChainTools:
-        episode = self.episode
-
-        def note(call: ToolCall, result: ToolResult) -> None:
-            if (reason := episode.note_results([call], [result])) is not None:
-                self._end(reason)
-
-        return ChainTools(episode.setup.specs, session, episode.limits, episode.timeline, note, self._fail)
-
-    def _end(self, reason: StopReason) -> None:
-        """Refuse the agent further turns. An external agent cannot be stopped, and may still report a reward."""
-        if self.agent.elsewhere:
+    def _end(self, reason: StopReason | Exception) -> None:
+        """End the chain, by a reason or an error. An external agent cannot be stopped, and may still report a reward: a
+        reason only refuses it further turns."""
+        if isinstance(reason, StopReason) and self.agent.elsewhere:
             self._over = self._over or reason
             self._taken = self.episode.max_turns
         elif not self._ended.done():
-            self._ended.set_result(reason)
-
-    def _fail(self, error: Exception) -> None:
-        if not self._ended.done():
-            self._ended.set_exception(error)
+            if isinstance(reason, StopReason):
+                self._ended.set_result(reason)
+            else:
+                self._ended.set_exception(reason)
 
     def _close(self) -> None:
         self._closed = True
@@ -155,11 +147,11 @@ class GatewayChain:
             if stretch.turn is not None:
                 stretch.turn = place.get(stretch.turn)
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         names = ("gateway/unmatched_turns", "gateway/spliced_turns", "gateway/unmet_parameters")
-        metrics = self.episode.metrics() | {name: self.turns.counts[name] for name in names}
         # an agent runs calls with its own tools, or with the recipe's; it may also call these without the model
-        return metrics | {"tool_calls": max(self.turns.calls, metrics["tool_calls"])}
+        calls = max(self.turns.calls, self.episode.counts["tool_calls"])
+        return {**{name: self.turns.counts[name] for name in names}, "tool_calls": calls}
 
     # ---- the agent's requests
 
@@ -192,7 +184,7 @@ class GatewayChain:
             self._taken -= turn_request.choices
             raise
         except (InferenceError, ServerUnreachableError) as error:
-            self._fail(error)
+            self._end(error)
             raise unavailable(error) from error
         finally:
             self._requests.discard(request)
@@ -251,8 +243,8 @@ class GatewayRunner(ChainRunner):
 
 
 def check_recipe(config: RolloutConfig, native: bool) -> None:
-    """Raise SettingError for settings that have no effect on an agent with its own loop. `native`: the tool-call format
-    is one of chat templates."""
+    """Raise SettingError for settings that have no effect on an agent with its own loop, or a text format (not
+    `native`) of calls."""
     own = "but an agent with its own loop writes its messages itself"
     for field, value, nothing in (
         ("system_prompt", config.system_prompt, None),

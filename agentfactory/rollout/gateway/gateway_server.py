@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler
 from agentfactory.base.http import connections
 from agentfactory.rollout.gateway import anthropic_messages as messages
 from agentfactory.rollout.gateway import chat_completions, responses
-from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key
+from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key, wrong
 from agentfactory.rollout.text.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class Api(Protocol):
     """Keep-alive of a stream until the turn is sampled."""
 
     def read(self, body: Mapping[str, Any], temperature: float, stored: responses.Stored) -> TurnRequest:
-        """Parse a request. `temperature` is that of the chains; `stored` has the items of the chain's conversations up
-        to each response. Raise Refusal if the request is invalid or needs unsupported features."""
+        """Parse a request. `temperature` is that of the chains; `stored` has the items up to each response of the
+        chain. Raise Refusal if the request is invalid or needs unsupported features."""
 
     def write(self, turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:
         """Return the response."""
@@ -85,8 +85,8 @@ class Asking(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of the model for an agent. `url` is the base URL of OpenAI's protocols and ends with /v1;
-    `anthropic_url` is that of Anthropic's. The key identifies the chain; any model name is accepted."""
+    """The address of the model for an agent: the base URLs of OpenAI's protocols, which ends with /v1, and of
+    Anthropic's, and the key of the chain. Any model name is accepted."""
 
     url: str
     anthropic_url: str
@@ -95,25 +95,16 @@ class Endpoint:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables from which clients read the endpoint."""
-        return {
-            "OPENAI_BASE_URL": self.url,
-            "OPENAI_API_BASE": self.url,
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self.anthropic_url,
-            "ANTHROPIC_API_KEY": self.key,
-            "AGENTFACTORY_MODEL": self.model,
-        }
+        openai = {"OPENAI_BASE_URL": self.url, "OPENAI_API_BASE": self.url, "OPENAI_API_KEY": self.key}
+        anthropic = {"ANTHROPIC_BASE_URL": self.anthropic_url, "ANTHROPIC_API_KEY": self.key}
+        return {**openai, **anthropic, "AGENTFACTORY_MODEL": self.model}
 
 
 class _Connection(web.RequestHandler):
     """A connection that also answers malformed HTTP and internal errors with JSON."""
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         plain = super().handle_error(request, status, exc, message)
         text = message or f"{HTTPStatus(status).phrase}; see the run's log"
@@ -164,11 +155,9 @@ class Gateway:
 
     def _connection(self) -> _Connection:
         assert self._runner.server is not None
-        loop = asyncio.get_running_loop()
-        server = self._runner.server
         return _Connection(
-            server,
-            loop=loop,
+            self._runner.server,
+            loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]
             keepalive_timeout=connections.HEADER_SECONDS,
             auto_decompress=False,  # a short body could decompress to a huge one
@@ -176,8 +165,8 @@ class Gateway:
 
     @asynccontextmanager
     async def listening(self, key: str, listener: socket.socket) -> AsyncIterator[None]:
-        """Serve on an additional listening socket, in the network of a chain's sandbox, until the context ends. This
-        socket accepts only the chain's own key, in case its program obtained another one."""
+        """Serve on an additional listening socket, in the network of a chain's sandbox, until the context ends, for the
+        chain's own key only: its program may have obtained another one."""
         limit = connections.ConnectionLimit(MOST_CONNECTIONS)
 
         def connect() -> _Connection:
@@ -212,8 +201,8 @@ class Gateway:
         return self._chains[key]
 
     async def hear(self, request: web.Request) -> tuple[Asking, dict[str, Any]]:
-        """Return the chain of a request's key, and the request's JSON object. Raise Refusal if either is invalid, or if
-        the chain ends before the body has arrived."""
+        """Return the chain of a request's key, and the request's JSON object. Raise Refusal if either is invalid, or
+        the chain ends meanwhile."""
         chain = self.chain_of(request)
         async with self._reading[key_of(request)]:
             body = await _body_of(request)
@@ -264,18 +253,18 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
         text = f"the request's body did not arrive within {BODY_SECONDS:g} s"
         raise Refusal(408, _code(408), text) from None
     except web.RequestPayloadError as error:
-        raise Refusal(400, "invalid_request", f"the request's body cannot be read: {error}") from None
+        raise wrong(f"the request's body cannot be read: {error}") from None
     if sum(map(content.count, _BETWEEN_VALUES)) > _MOST_VALUES:
         raise Refusal(413, _code(413), f"the request has more than {_MOST_VALUES} JSON values")
     try:
         body = json.loads(content, parse_float=finite, parse_constant=no_constant)
         check_depth(body)
     except RecursionError:
-        raise Refusal(400, "invalid_request", f"the request is nested more than {MAX_DEPTH} levels deep") from None
+        raise wrong(f"the request is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
-        raise Refusal(400, "invalid_request", f"the request is not JSON: {error}") from None
+        raise wrong(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refusal(400, "invalid_request", "the request is not a JSON object")
+        raise wrong("the request is not a JSON object")
     return body
 
 
@@ -310,8 +299,7 @@ def _read(api: Api, body: dict[str, Any], chain: Asking) -> TurnRequest:
         return api.read(body, chain.temperature, chain.stored)
     except (TypeError, KeyError, AttributeError) as error:
         # the protocols have too many fields to check each
-        problem = f"the request is not valid for {api.ROUTE}: {type(error).__name__}: {error}"
-        raise Refusal(400, "invalid_request", problem) from error
+        raise wrong(f"the request is not valid for {api.ROUTE}: {type(error).__name__}: {error}") from error
 
 
 async def _stream(

@@ -1,7 +1,6 @@
 """Loading of a recipe's agent: hooks for a chain's turns, or an agent with its own loop."""
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError, short
@@ -40,14 +39,10 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
         if not isinstance(found, type):
             problem, fix = f"{problem} but {short(found)}", "name an async function or a subclass of Agent"
         raise SettingError("rollout.agent", problem, fix)
-    if not inspect.iscoroutinefunction(found.generate) or _parameters(found.generate) != 2:
-        raise SettingError(
-            "rollout.agent", f"{reference}: generate has a wrong signature", "write `async def generate(self, turn):`"
-        )
-    if inspect.iscoroutinefunction(found.parse) or _parameters(found.parse) != 3:
-        raise SettingError(
-            "rollout.agent", f"{reference}: parse has a wrong signature", "write `def parse(self, turn, completion):`"
-        )
+    for name, parameters, is_async, form in _HOOKS:
+        hook = getattr(found, name)
+        if inspect.iscoroutinefunction(hook) != is_async or len(inspect.signature(hook).parameters) != parameters:
+            raise SettingError("rollout.agent", f"{reference}: {name} has a wrong signature", f"write `{form}:`")
     try:
         with announced(f"creating {reference}"):
             return found()
@@ -64,8 +59,11 @@ def _agent_of_source(name: str) -> ClientAgent:
     return found
 
 
-def _parameters(function: Callable[..., object]) -> int:
-    return len(inspect.signature(function).parameters)
+_HOOKS = (
+    ("generate", 2, True, "async def generate(self, turn)"),
+    ("parse", 3, False, "def parse(self, turn, completion)"),
+)
+"""Hook, number of parameters, whether it is async, and its signature."""
 
 
 def _name(found: object) -> str:

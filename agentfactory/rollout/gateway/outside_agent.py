@@ -66,14 +66,8 @@ class OutsideAgent(ClientAgent):
         self._token = token.encode()
         self._config = config
         self._askers: asyncio.Queue[_Asker] = asyncio.Queue()
-        self._gateway = _TaskGateway(
-            config.port,
-            [
-                web.post("/tasks", self._give),
-                web.post("/tools", self._call),
-                web.post("/reward", self._finish),
-            ],
-        )
+        routes = {"/tasks": self._give, "/tools": self._call, "/reward": self._finish}
+        self._gateway = _TaskGateway(config.port, [web.post(path, handle) for path, handle in routes.items()])
         self._chosen: dict[str, _Asker] = {}
         """Chain -> the request that gets its task as soon as its tools are open."""
         self._taken: dict[str, _Taken] = {}
@@ -122,19 +116,13 @@ class OutsideAgent(ClientAgent):
             del self._taken[visit.endpoint.key]
         if ended.get("error") is not None:
             raise AgentFailed(ended["error"], ended.get("answer"))
-        answer: str | None = ended.get("answer")
-        return answer
+        return ended.get("answer")
 
     def _described(self, visit: Visit) -> dict[str, Any]:
-        fields = self._config.fields
-        return {
-            "chain": visit.chain,
-            "task": visit.task if fields is None else {name: visit.task[name] for name in fields},
-            "key": visit.endpoint.key,
-            "model": visit.endpoint.model,
-            "tools": visit.tools.definitions,
-            "opening": visit.tools.opening,
-        }
+        fields, tools = self._config.fields, visit.tools
+        task = visit.task if fields is None else {name: visit.task[name] for name in fields}
+        described = {"chain": visit.chain, "task": task, "key": visit.endpoint.key, "model": visit.endpoint.model}
+        return {**described, "tools": tools.definitions, "opening": tools.opening}
 
     async def _give(self, request: web.Request) -> web.Response:
         if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):

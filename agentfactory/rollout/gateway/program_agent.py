@@ -49,11 +49,13 @@ _KEPT = 65536
 _CHUNK = 8192
 _CHECK_SECONDS = 5.0
 """Longest time to check the files of rows before the run; an unchecked row fails in its chain."""
+_IN_FOLDER = StdioServerParameters(command="", args=["${chain}"])
+"""A program whose argument is the chain's folder."""
 
 
 class ProgramAgent(ClientAgent):
-    """A program that is started once per chain. Its environment has the gateway's address. Its folder is deleted, and
-    all its processes are ended, once the chain has been scored."""
+    """A program that is started once per chain, with the gateway's address in its environment. Its folder is deleted,
+    and all its processes are ended, once the chain has been scored."""
 
     address_fix = (
         "let its client take its address and key from the variables OPENAI_BASE_URL and OPENAI_API_KEY (or "
@@ -148,7 +150,7 @@ class ProgramAgent(ClientAgent):
 
     @asynccontextmanager
     async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path]:
-        program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), self._template, self._kept)
+        program = ChainProgram(_IN_FOLDER, self._template, self._kept)
         place = program.place(chain)
         async with program.running(lambda: place) as made:
             if place is not None:
@@ -161,8 +163,7 @@ class ProgramAgent(ClientAgent):
     @asynccontextmanager
     async def first_folder(self, task: Task) -> AsyncIterator[Path]:
         """Create a folder with which a chain on `task` begins, for a try of the rewards; remove it on exit."""
-        program = ChainProgram(StdioServerParameters(command="", args=["${chain}"]), self._template)
-        async with program.running(lambda: None) as made:
+        async with ChainProgram(_IN_FOLDER, self._template).running(lambda: None) as made:
             folder = Path(made.args[0])
             try:
                 await in_folder_thread(self._add_files, task, folder)
@@ -172,7 +173,6 @@ class ProgramAgent(ClientAgent):
             yield folder
 
     async def run(self, visit: Visit) -> str | None:
-        """See ClientAgent. Return the program's stdout, or None if it is empty."""
         assert visit.workspace is not None
         try:
             await in_folder_thread(self._add_files, visit.task, visit.workspace)

@@ -19,6 +19,7 @@ GRAMMAR = (
     "the prompt, or by a tool"
 )
 _IS_DEFAULT: dict[str, tuple[Any, ...]] = {
+    "seed": (),
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
@@ -39,7 +40,6 @@ _IS_DEFAULT: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
 }
 """Parameters that are not applied -> values that need no warning."""
-_NEVER_APPLIED = ("seed", *_IS_DEFAULT)
 
 
 class Refusal(Exception):
@@ -98,10 +98,8 @@ def foreign_key() -> Refusal:
 
 def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     """Return the parameters of a request that are not applied but would affect sampling."""
-    values = {name: _value_of(body, name) for name in _NEVER_APPLIED}
-    found = {
-        name: value for name, value in values.items() if value is not None and value not in _IS_DEFAULT.get(name, ())
-    }
+    values = {name: _value_of(body, name) for name in _IS_DEFAULT}
+    found = {name: value for name, value in values.items() if value is not None and value not in _IS_DEFAULT[name]}
     requested = body.get("temperature")
     return found if requested is None or requested == temperature else {"temperature": requested, **found}
 
@@ -110,6 +108,31 @@ def _value_of(body: Mapping[str, Any], name: str) -> Any:
     first, _, second = name.partition(".")
     value = body.get(first)
     return value if not second else value.get(second) if isinstance(value, dict) else None
+
+
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the `messages` of a request. Raise Refusal unless they are a list with at least one object."""
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise wrong("messages: give a list with at least one message")
+    for message in given:
+        if not isinstance(message, dict):
+            raise wrong(f"messages: got {str(message)[:200]}; use objects with a role")
+    return given
+
+
+def turn_request(
+    body: Mapping[str, Any],
+    temperature: float,
+    messages: list[Message],
+    tools: tuple[list[ToolSpec], dict[str, Any]],
+    **fields: Any,
+) -> TurnRequest:
+    """Return the request for a turn with the fields that all protocols have; `tools` are as `read_tools` returns."""
+    specs, left_out = tools
+    told = unmet(body, temperature) | left_out
+    named = str(body.get("model") or "")
+    return TurnRequest(messages, specs, named, stream=bool(body.get("stream")), unmet=told, **fields)
 
 
 def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -6,23 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message
+from agentfactory.rollout.gateway import request_options as options
 from agentfactory.rollout.gateway.chat_completions import PING, SAMPLED_ONLY, error, token_logprobs
-from agentfactory.rollout.gateway.request_options import (
-    GRAMMAR,
-    Readers,
-    Refusal,
-    Reply,
-    TurnRequest,
-    assistant,
-    integer,
-    read_content,
-    read_image,
-    read_text,
-    read_tools,
-    refuse,
-    unmet,
-    wrong,
-)
+from agentfactory.rollout.gateway.request_options import GRAMMAR, Readers, Refusal, Reply, TurnRequest, wrong
 
 __all__ = ["PING", "ROUTE", "error", "events", "failed", "read", "write"]
 
@@ -42,8 +28,8 @@ _REFUSED = {
     "top_logprobs": SAMPLED_ONLY,
 }
 _PARTS: Readers = {
-    **dict.fromkeys(("input_text", "output_text", "text"), read_text),
-    "input_image": lambda part: read_image(part.get("image_url")),
+    **dict.fromkeys(("input_text", "output_text", "text"), options.read_text),
+    "input_image": lambda part: options.read_image(part.get("image_url")),
     "refusal": lambda part: None,
 }
 _LOGPROBS = "message.output_text.logprobs"
@@ -74,7 +60,7 @@ class Stored:
 
 
 def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnRequest:
-    refuse(body, _REFUSED)
+    options.refuse(body, _REFUSED)
     if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"text.format: {GRAMMAR}")
     given = as_items(body.get("input"))
@@ -88,18 +74,14 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
         if kept:
             stored.keep(f"resp_{turns[0].id}", [*items, *_items(turns[0], "completed")], characters)
 
-    instructions = read_content(body.get("instructions"), _PARTS)
+    instructions = options.read_content(body.get("instructions"), _PARTS)
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    specs, left_out = read_tools(body.get("tools"), body.get("tool_choice") != "none", "parameters", ["function"])
-    return TurnRequest(
+    return options.turn_request(
+        body,
+        temperature,
         [*messages, *_messages(items)],
-        specs,
-        str(body.get("model") or ""),
-        integer(body, "max_output_tokens"),
-        (),
-        1,
-        bool(body.get("stream")),
-        unmet(body, temperature) | left_out,
+        options.read_tools(body.get("tools"), body.get("tool_choice") != "none", "parameters", ["function"]),
+        max_tokens=options.integer(body, "max_output_tokens"),
         options={"request": body, "logprobs": _LOGPROBS in (body.get("include") or [])},
         remember=remember,
     )
@@ -148,28 +130,27 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def _turn(items: Sequence[dict[str, Any]]) -> Message:
-    message_items = [item for item in items if item.get("type") in (None, "message")]
-    calls = [item for item in items if item.get("type") == "function_call"]
-    thoughts = [item for item in items if item.get("type") == "reasoning"]
-    texts = [
-        content if isinstance(content := read_content(item.get("content"), _PARTS), str) else ""
-        for item in message_items
-    ]
-    reasoning = [
-        "".join(part["text"] for part in (item.get("content") or item.get("summary") or [])) for item in thoughts
-    ]
-    made = [(str(item["call_id"]), str(item["name"]), item.get("arguments") or "{}") for item in calls]
-    return assistant("".join(texts), made, "".join(reasoning))
+    text, reasoning, calls = "", "", []
+    for item in items:
+        match item.get("type"):
+            case "function_call":
+                calls.append((str(item["call_id"]), str(item["name"]), item.get("arguments") or "{}"))
+            case "reasoning":
+                reasoning += "".join(part["text"] for part in (item.get("content") or item.get("summary") or []))
+            case _:
+                content = options.read_content(item.get("content"), _PARTS)
+                text += content if isinstance(content, str) else ""
+    return options.assistant(text, calls, reasoning)
 
 
 def _message(kind: str, item: dict[str, Any]) -> Message:
     if kind == "function_call_output":
-        content = read_content(item.get("output"), _PARTS)
+        content = options.read_content(item.get("output"), _PARTS)
         return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content}
     role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
     if kind != "message" or role not in ("system", "user"):
         raise wrong(f"input: items of type {kind!r} with role {item.get('role')!r} are not supported")
-    return {"role": role, "content": read_content(item.get("content"), _PARTS)}
+    return {"role": role, "content": options.read_content(item.get("content"), _PARTS)}
 
 
 def write(turn_request: TurnRequest, turns: Sequence[Reply]) -> dict[str, Any]:

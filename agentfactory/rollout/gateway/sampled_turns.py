@@ -36,10 +36,11 @@ class SampledTurn:
 
 
 class RequestedTurns:
-    """A sampler of the requested turns of one chain or conversation, which appends them to `rows`. `longest` is the
-    maximum number of tokens of a row."""
+    """A sampler of the requested turns of one chain or conversation, which appends them to `rows`, of at most `longest`
+    tokens each."""
 
-    def __init__(self, rows: list[Row], renderer: Renderer, sampler: Sampler, longest: int) -> None:
+    def __init__(self, rows: list[Row], renderer: Renderer, sampler: Sampler, longest: int, name: str = "") -> None:
+        self.name = name
         self.tree = ChainTree(rows, renderer)
         self.counts: Counter[str] = Counter()
         """Metrics of the gateway."""
@@ -67,11 +68,9 @@ class RequestedTurns:
     async def plan(self, turn_request: TurnRequest) -> Plan:
         """Render a conversation. Raise Refusal if it is too long or the chat template refuses it."""
         try:
-            characters = sum(
-                map(_characters, [*turn_request.messages, *(spec.to_openai() for spec in turn_request.specs)])
-            )
+            given = [*turn_request.messages, *(spec.to_openai() for spec in turn_request.specs)]
             # rendering a hundred megabytes would block all chains of the process
-            if characters > MOST_CHARACTERS * self._longest:
+            if (characters := _characters(given)) > MOST_CHARACTERS * self._longest:
                 raise self._overflow(f"{characters} characters")
             messages = await self._images.take_messages(turn_request.messages)
             return self.tree.plan(messages, turn_request.specs, turn_request.session)
@@ -120,18 +119,10 @@ class RequestedTurns:
         shown = assistant(text, [(call.id, call.name, call.arguments) for call in calls], reasoning)
         node = self.tree.record(plan, completion, parsed, Delivered.of(shown, stop, whole))
         self.last = StopReason.MAX_TOKENS if completion.cut and not calls else StopReason.ANSWER
-        logprobs = zip(ids, completion.logprobs, strict=True) if turn_request.options.get("logprobs") else ()
-        reply = Reply(
-            secrets.token_hex(12),
-            text,
-            reasoning,
-            calls,
-            completion.cut,
-            stop,
-            len(plan.ids),
-            len(ids),
-            [(self._renderer.decode([token]), logprob) for token, logprob in logprobs],
-        )
+        asked = zip(ids, completion.logprobs, strict=True) if turn_request.options.get("logprobs") else ()
+        logprobs = [(self._renderer.decode([token]), logprob) for token, logprob in asked]
+        name, cut, prompt = secrets.token_hex(12), completion.cut, len(plan.ids)
+        reply = Reply(name, text, reasoning, calls, cut, stop, prompt, len(ids), logprobs)
         return SampledTurn(completion, parsed, node, reply)
 
     def _stopped(self, completion: Completion, stops: tuple[str, ...]) -> tuple[Completion, str | None]:

@@ -5,7 +5,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
@@ -41,27 +41,28 @@ class ChatService:
         self._sampler = sampler
         self._model = model
         self._log = log
-        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
+        self._conversations: OrderedDict[str, RequestedTurns] = OrderedDict()
         self._begun = 0
 
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
         conversation = self._conversation(turn_request)
         turn_request = _without_temperature(turn_request)
-        conversation.turns.check(turn_request)
-        plan = await conversation.turns.plan(turn_request)
-        most = min(conversation.turns.room(plan), turn_request.max_tokens or self._config.max_tokens)
+        conversation.check(turn_request)
+        plan = await conversation.plan(turn_request)
+        most = min(conversation.room(plan), turn_request.max_tokens or self._config.max_tokens)
         return self._sample(conversation, turn_request, plan, most)
 
     async def count(self, turn_request: TurnRequest) -> int:
-        return len((await self._conversation(turn_request).turns.plan(turn_request)).ids)
+        return len((await self._conversation(turn_request).plan(turn_request)).ids)
 
-    def _conversation(self, turn_request: TurnRequest) -> "_Conversation":
+    def _conversation(self, turn_request: TurnRequest) -> RequestedTurns:
         roles = [*(message["role"] for message in turn_request.messages), "assistant"]
         tools = [spec.to_openai() for spec in turn_request.specs]
         key = json.dumps([tools, [print_of(message) for message in turn_request.messages[: roles.index("assistant")]]])
         if key not in self._conversations:
-            turns = RequestedTurns([], self._renderer, self._sampler, self._config.max_total_tokens)
-            self._conversations[key] = _Conversation(f"chat{self._begun}", turns)
+            longest = self._config.max_total_tokens
+            turns = RequestedTurns([], self._renderer, self._sampler, longest, f"chat{self._begun}")
+            self._conversations[key] = turns
             self._begun += 1
         self._conversations.move_to_end(key)
         if len(self._conversations) > _MOST_CONVERSATIONS:
@@ -69,17 +70,17 @@ class ChatService:
         return self._conversations[key]
 
     async def _sample(
-        self, conversation: "_Conversation", turn_request: TurnRequest, plan: Plan, most: int
+        self, conversation: RequestedTurns, turn_request: TurnRequest, plan: Plan, most: int
     ) -> list[Reply]:
         # use the request's temperature, since these turns are not trained
         sampling = Sampling(self._model, turn_request.options.get("temperature", self.temperature), conversation.name)
         try:
-            turns = await conversation.turns.sample(turn_request, plan, sampling, most)
+            turns = await conversation.sample(turn_request, plan, sampling, most)
         except (InferenceError, ServerUnreachableError) as error:
             raise unavailable(error) from error
         for turn in turns:
             node = turn.node
-            row = conversation.turns.tree.rows[node.row]
+            row = conversation.tree.rows[node.row]
             start = node.end - len(node.token_ids)
             line = {
                 "time": time.time(),
@@ -98,12 +99,6 @@ class ChatService:
             self._log.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._log.flush()
         return [turn.reply for turn in turns]
-
-
-@dataclass(frozen=True)
-class _Conversation:
-    name: str
-    turns: RequestedTurns
 
 
 def _without_temperature(turn_request: TurnRequest) -> TurnRequest:
@@ -128,17 +123,13 @@ async def serve_chat(
     """Serve chat requests at `port` (0: a free one) with the model `model` of the server at `url`, for clients with
     `key` (None: a random one), and append each turn to the file `log`. Raise SettingError for a text tool-call format,
     which clients cannot parse."""
-    with TemporaryDirectory() as images, log.open("a", encoding="utf-8", errors="replace") as file:
-        renderer = load_renderer(
-            recipe.model,
-            recipe.rollout.parser,
-            reasoning=recipe.rollout.reasoning,
-            base=base,
-            images=Path(images),
-        )
-        check_native(recipe.rollout, renderer.parser.native)
+    rollout = recipe.rollout
+    with TemporaryDirectory() as folder, log.open("a", encoding="utf-8", errors="replace") as file:
+        images = Path(folder)
+        renderer = load_renderer(recipe.model, rollout.parser, reasoning=rollout.reasoning, base=base, images=images)
+        check_native(rollout, renderer.parser.native)
         async with InferenceClient(url, recipe.server.api_key_env) as client, Gateway(port) as gateway:
             await client.check_routes()
             sampler = Sampler(recipe, client, renderer.stop_token_ids, renderer.images)
-            with gateway.serving(ChatService(recipe.rollout, renderer, sampler, model, file), key) as endpoint:
+            with gateway.serving(ChatService(rollout, renderer, sampler, model, file), key) as endpoint:
                 yield endpoint

@@ -27,9 +27,8 @@ _SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True)
 class ComparedMessage:
-    """An assistant message in a form for comparison. `key` is equal for messages with the same content: text without
-    whitespace, and calls with arguments as JSON values. `text` and `reasoning` are stripped; `ids` are those of the
-    calls."""
+    """An assistant message in a form for comparison. `key` is equal for messages of the same text but for whitespace,
+    and the same calls by JSON values; `text` and `reasoning` are stripped; `ids` are those of the calls."""
 
     key: str
     text: str
@@ -39,16 +38,11 @@ class ComparedMessage:
     @classmethod
     def of(cls, message: Message) -> "ComparedMessage":
         """Return the comparison form of an assistant message."""
-        text = content_text(message.get("content"))
-        calls = message.get("tool_calls") or []
+        text, calls = content_text(message.get("content")), message.get("tool_calls") or []
         made = [[call["function"]["name"], _value(call["function"]["arguments"])] for call in calls]
         key = json.dumps([_SPACE.sub("", text), made], sort_keys=True, ensure_ascii=False)
-        return cls(
-            key,
-            text.strip(),
-            str(message.get("reasoning_content") or "").strip(),
-            tuple(str(call["id"]) for call in calls),
-        )
+        reasoning = str(message.get("reasoning_content") or "").strip()
+        return cls(key, text.strip(), reasoning, tuple(str(call["id"]) for call in calls))
 
 
 @dataclass(frozen=True)
@@ -222,19 +216,8 @@ class ChainTree:
             row, shared, spliced = Row(), 0, 0
             self._extend(row, whole, whole, specs)
         unmatched = [m for m, node in zip(added, matched, strict=True) if m["role"] == "assistant" and node is None]
-        return Plan(
-            head,
-            parent,
-            whole[len(known) :],
-            prints[start:],
-            row.token_ids,
-            row.images,
-            shared,
-            unmatched,
-            spliced,
-            session,
-            written,
-        )
+        given, prints, ids, images = whole[len(known) :], prints[start:], row.token_ids, row.images
+        return Plan(head, parent, given, prints, ids, images, shared, unmatched, spliced, session, written)
 
     def record(self, plan: Plan, completion: Completion, parsed: Parsed, delivered: Delivered) -> Node:
         """Append a turn that was sampled after `plan.ids` to the row that it continues, or to a new row."""
@@ -249,19 +232,8 @@ class ChainTree:
         row.append_context(plan.ids[new:], images)
         append_turn(row, completion)
         note_roles(row, completion, parsed)
-        node = Node(
-            len(self.nodes),
-            parent,
-            plan.given,
-            plan.prints,
-            parsed.message,
-            delivered,
-            completion.token_ids,
-            number,
-            len(row.token_ids),
-            plan.session,
-            plan.written,
-        )
+        turn = parsed.message, delivered, completion.token_ids, number, len(row.token_ids)
+        node = Node(len(self.nodes), parent, plan.given, plan.prints, *turn, plan.session, plan.written)
         self.nodes.append(node)
         (self._roots[plan.head] if parent is None else parent.children).append(node)
         for key in delivered.keys:
@@ -350,7 +322,7 @@ class ChainTree:
         else:
             piece = self._rendered.open(messages, specs)
         if piece is not None:
-            piece.add_to(row)
+            row.append_context(*piece)
         return piece is not None
 
     def _as_written(self, known: Sequence[Message], added: Sequence[Message]) -> list[Message]:

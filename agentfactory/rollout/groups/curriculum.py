@@ -24,12 +24,10 @@ def successes(
 
 @dataclass
 class Curriculum:
-    """A curriculum, which visits tasks (rows of the data) that are currently solved or hopeless only occasionally.
-
-    A task that was never visited is neither. The skipped tasks depend only on the seed, the position in the task order
-    and earlier observations. `name` is that of its metrics; `share` is the weight of a new observation in a task's
-    rate. The same holds for a curriculum over sources, which are counted as rows are.
-    """
+    """A curriculum, which visits tasks (rows of the data, or sources counted like them) that are currently solved or
+    hopeless only occasionally; a task that was never visited is neither. The skipped tasks depend only on the seed, the
+    position in the task order and earlier observations. `name` is that of its metrics; `share` is the weight of a new
+    observation in a task's rate."""
 
     config: CurriculumConfig
     seed: int

@@ -50,8 +50,7 @@ CREDIT_FILE = "credit.jsonl"
 
 @dataclass(frozen=True)
 class EncodedGroup:
-    """A group in the form of its files and of delivery to the trainer: its line, and the record of its arrays (empty if
-    no row has values)."""
+    """A group as in its files: its line, and the record of its arrays (empty if no row has values)."""
 
     line: bytes
     record: bytes
@@ -140,12 +139,9 @@ def delete_groups(path: Path) -> None:
 
 
 def read_groups(path: str | Path) -> Iterator[Group]:
-    """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order. The
-    streams of their rows are arrays.
-
-    Raise ValueError with file and line if a line is not a group, or if its arrays are missing or damaged. Raise OSError
-    if a file cannot be read, or if a file in a folder is a link.
-    """
+    """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order, with
+    arrays as streams. Raise ValueError with file and line if a line is no group or its arrays are missing or damaged,
+    and OSError if a file cannot be read or is a link in a folder."""
     path = Path(path)
     within = path if path.is_dir() else None
     files = [path] if within is None else [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE]

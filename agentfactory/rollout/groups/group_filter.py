@@ -48,10 +48,7 @@ def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
 @dataclass
 class GroupFilter:
     """A filter that judges complete groups by the recipe, counts the filtered ones, and detects when further groups are
-    hopeless.
-
-    `at_once` is the maximum number of open groups; groups with equal rewards are often the first to end.
-    """
+    hopeless. `at_once` is the maximum number of open groups; groups with equal rewards are often the first to end."""
 
     config: RolloutConfig
     at_once: int
@@ -70,32 +67,25 @@ class GroupFilter:
         found = worth(chains, config or self.config)
         if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
             found = Worth.TEACHES
-        match found:
-            case Worth.LOST:
-                self._note_lost(chains)
-            case Worth.EQUAL:
-                self._forget_lost()
-                self._figures["filtered/groups"] += 1
-                reward = counted(chains, self.config)[0].reward
-                assert reward is not None
-                self._equal[reward] += 1
-            case Worth.TEACHES:
-                self._forget_lost()
-                self._equal.clear()
-        return found
-
-    def _note_lost(self, chains: Sequence[Trajectory]) -> None:
-        self._lost += 1
-        self._chains += len(chains)
-        self._endings.update(
-            (chain.outcome.value, chain.error or "")
-            for chain in chains
-            if chain.reward is None or self.config.outcome_policy(chain.outcome) is not OutcomePolicy.KEEP
-        )
-
-    def _forget_lost(self) -> None:
+        if found is Worth.LOST:
+            self._lost += 1
+            self._chains += len(chains)
+            self._endings.update(
+                (chain.outcome.value, chain.error or "")
+                for chain in chains
+                if chain.reward is None or self.config.outcome_policy(chain.outcome) is not OutcomePolicy.KEEP
+            )
+            return found
         self._lost = self._chains = 0
         self._endings.clear()
+        if found is Worth.TEACHES:
+            self._equal.clear()
+        else:
+            self._figures["filtered/groups"] += 1
+            reward = counted(chains, self.config)[0].reward
+            assert reward is not None
+            self._equal[reward] += 1
+        return found
 
     def ended(self, chain: Trajectory) -> None:
         """Count a chain that ended."""
@@ -121,10 +111,6 @@ class GroupFilter:
 
     def take_figures(self) -> dict[str, float]:
         """Return the counts since the last call, by metric name."""
-        metrics = {
-            "chains": 0.0,
-            "filtered/groups": 0.0,
-            **{name: float(count) for name, count in sorted(self._figures.items())},
-        }
+        counts = sorted({"chains": 0, "filtered/groups": 0, **self._figures}.items())
         self._figures.clear()
-        return metrics
+        return {name: float(count) for name, count in counts}

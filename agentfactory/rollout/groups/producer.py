@@ -38,13 +38,11 @@ _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 
 
 class GroupProducer:
-    """A producer of batches, until the total of `admission` is delivered.
-
-    `order` mixes the tasks of `sources`; `mixing` is the curriculum over these. `deliver` receives the groups of each
-    batch, and the counts since the last batch. Every group is first appended to `trajectories`, including its failed
-    and cancelled chains; `note` receives each complete group. `resumed` is the state that an earlier run left in that
-    file, and `versions` are its labels of spans with their versions. Only positions of `share` are run.
-    """
+    """A producer of batches, until the total of `admission` is delivered. `order` mixes the tasks of `sources`;
+    `mixing` is the curriculum over these. `deliver` receives the groups of each batch, and the counts since the last
+    batch. Every group is first appended to `trajectories`, including its failed and cancelled chains; `note` receives
+    each complete group. `resumed` is what an earlier run left in that file, and `versions` are its labels of spans with
+    their versions. Only positions of `share` are run."""
 
     def __init__(
         self,
@@ -65,13 +63,7 @@ class GroupProducer:
         self.sources = sources
         self.order = order
         self.admission = admission
-        self.batches = BatchChoice(
-            admission.batch_size,
-            admission.max_staleness,
-            admission.version,
-            chosen=admission.version,
-            late=config.late_chains,
-        )
+        self.batches = BatchChoice(admission, config.late_chains)
         self.cancellations = Cancellations()
         self.filter = GroupFilter(config, at_once=admission.batch_size * (admission.max_staleness + 1))
         self.curriculum = None if config.curriculum is None else Curriculum(config.curriculum, order.seed)
@@ -114,7 +106,6 @@ class GroupProducer:
         self.published = published
         self.versions.note(published)
         self.admission.publish(published.version)
-        self.batches.publish(published.version)
         self._wake.set()
 
     async def run(self) -> None:
@@ -173,15 +164,9 @@ class GroupProducer:
         else:
             # a teacher alone grades chains of any rewards, but reads texts only in whole groups
             teaches = found is not Worth.LOST and source.context is None
-        complete = group.state is State.COMPLETE
-        return Candidate(
-            group.id,
-            group.oldest,
-            complete,
-            chains=len(counted(ended, self.config)),
-            teaches=teaches,
-            newest=self._newest(group) if self.config.late_chains is LateChains.BASELINE else None,
-        )
+        newest = self._newest(group) if self.config.late_chains is LateChains.BASELINE else None
+        chains = len(counted(ended, self.config))
+        return Candidate(group.id, group.oldest, group.state is State.COMPLETE, chains, teaches, newest)
 
     def _newest(self, group: OpenGroup) -> int | None:
         """Return the version of the newest token that can be trained; None if there is none yet."""
@@ -258,9 +243,8 @@ class GroupProducer:
         if found is Worth.LOST:
             logger.warning("group %s is dropped: too few of its chains count for training", group.id)
             self._replace(group.place)
-        elif found is Worth.EQUAL and (
-            self.config.equal_rewards is EqualRewards.REFILL or not self.batches.leave_empty()
-        ):
+        refills = self.config.equal_rewards is EqualRewards.REFILL
+        if found is Worth.EQUAL and (refills or not self.batches.leave_empty()):
             self.admission.dropped()
         self._wake.set()
 
@@ -323,8 +307,7 @@ class GroupProducer:
         taken = counted(group.ended, self.config)
         self._end_running(group)
         group.move(State.DELIVERED)
-        saved = group.saved or encode_group(group.as_group())
-        return Delivered(saved, [chain.id for chain in taken])
+        return Delivered(group.saved or encode_group(group.as_group()), [chain.id for chain in taken])
 
     def _cancel(self, group: OpenGroup) -> None:
         """Cancel and replace a group that is too old for any later batch and is not in this one."""
@@ -333,28 +316,17 @@ class GroupProducer:
         self._end_running(group)
         group.move(State.CANCELLED)
         if self.cancellations.cancelled(row):
-            logger.warning(
-                "task %d was cancelled each time, with chains of %s tokens: they take longer than "
-                "rollout.max_staleness=%d updates; raise it, or make the task shorter",
-                row,
-                self.cancellations.lengths[row],
-                self.admission.max_staleness,
-            )
+            text = "task %d was cancelled each time, with chains of %s tokens: they take longer than "
+            text += "rollout.max_staleness=%d updates; raise it, or make the task shorter"
+            logger.warning(text, row, self.cancellations.lengths[row], self.admission.max_staleness)
         self._replace(group.place)
 
     def _end_running(self, group: OpenGroup) -> None:
         if group.state is State.COMPLETE:
             return
-        chains = group.left
-        row = self.order.number(group.place.position)
-        lengths = self.cancellations.lost(row, chains)
-        logger.info(
-            "group %s (task %d) is too old to wait for %d running chains, of %s tokens",
-            group.id,
-            row,
-            len(chains),
-            lengths,
-        )
+        chains, row = group.left, self.order.number(group.place.position)
+        text = "group %s (task %d) is too old to wait for %d running chains, of %s tokens"
+        logger.info(text, group.id, row, len(chains), self.cancellations.lost(row, chains))
         for chain in chains:
             chain.outcome = Outcome.CANCELLED
             chain.error = f"its group reached rollout.max_staleness={self.admission.max_staleness}"

@@ -52,20 +52,14 @@ class Resumed:
         share: Share = WHOLE,
         configs: Mapping[str, RolloutConfig] | None = None,
     ) -> "Resumed":
-        """Classify the groups that were `saved` before the checkpoint.
+        """Classify the groups that were `saved` before the checkpoint, in the order of their ends.
 
-        Args:
-            saved: The groups in file order, which is the order of their ends.
-            trained: Ids of all groups on which the checkpoint's weights were trained.
-            versions: Label of a span -> number of the version, as in WeightVersions. A group that was sampled with
-                other weights is run again.
-            version: The checkpoint's version.
-            observes: Whether a curriculum over sources needs the observations, as `rollout.curriculum` does.
-            share: The positions to classify, of those that were saved by all workers.
-            configs: Source -> settings of its chains, where it has its own.
+        `trained` are the ids of all groups on which the checkpoint's weights, of number `version`, were trained.
+        `versions` maps labels of spans to numbers, as in WeightVersions; a group with other labels is run again.
+        `observes`: a curriculum over sources needs the observations. `share` are the positions to classify, of those
+        that all workers saved. `configs` are the settings of sources that have their own.
 
-        Raises:
-            ValueError: a group's id does not contain a place.
+        Raise ValueError if a group's id does not contain a place.
         """
         done = {position for group_id in trained if (position := Place.of(group_id).position) in share}
         passed: set[int] = set()

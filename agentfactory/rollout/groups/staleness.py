@@ -1,19 +1,17 @@
 """The staleness bound on starting and training groups, as pure state machines that tests can drive."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentfactory.rollout.config import LateChains
 
 
 @dataclass
 class Admission:
-    """A bound on how far generation runs ahead of training.
-
-    A group may start while `started < (max_staleness + 1 + version) * batch_size`. At most `max_staleness + 1` batches
-    of groups are then started but not yet trained into `version`, so groups that are trained in the order of their
-    starts stay within `max_staleness` updates. BatchChoice handles groups that others overtake. `total` ends the run:
-    no more groups are started than will be trained.
-    """
+    """A bound on how far generation runs ahead of training, and the version of the servers' weights. A group may start
+    while `started < (max_staleness + 1 + version) * batch_size`. At most `max_staleness + 1` batches of groups are then
+    started but not yet trained into `version`, so groups that are trained in the order of their starts stay within
+    `max_staleness` updates; BatchChoice handles groups that others overtake. No more groups are started than the
+    `total` that will be trained."""
 
     batch_size: int
     max_staleness: int
@@ -48,12 +46,9 @@ class Admission:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A started group, as input to `BatchChoice`.
-
-    `oldest` is the version of the group's oldest token (None: no token is sampled yet). `complete` is true if all its
-    chains have ended. `chains` is the number of ended chains that count; `teaches` is true if these give a training
-    signal without the others. `newest` is the version of the newest token that may be trained (baseline only).
-    """
+    """A started group, as input to `BatchChoice`: the version of its oldest token (None: no token is sampled yet),
+    whether all its chains have ended, the number of ended chains that count, whether these give a training signal
+    without the others, and the version of the newest token that may be trained (baseline only)."""
 
     id: str
     oldest: int | None
@@ -65,8 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups of a batch (none: no batch is due), and the groups to cancel because they are too old for any later
-    batch."""
+    """The groups of a batch (none: no batch is due), and those to cancel because they are too old for later ones."""
 
     train: list[str]
     cancel: list[str]
@@ -93,38 +87,31 @@ class BatchChoice:
     At staleness 0, every group is needed whole, so all three are the same.
     """
 
-    batch_size: int
-    max_staleness: int
-    version: int = 0
-    chosen: int = 0
+    admission: Admission
+    late: LateChains
+    chosen: int = field(init=False)
     """Number of batches chosen so far, which is also the version of the next batch."""
     empty: int = 0
     """Number of places in the next batch that stay empty."""
-    late: LateChains = LateChains.DROP
 
-    def publish(self, version: int) -> None:
-        """Record that the servers have new weights. Raise ValueError unless the version increases."""
-        if version <= self.version:
-            raise ValueError(f"version {version} follows {self.version}: versions must increase")
-        self.version = version
+    def __post_init__(self) -> None:
+        self.chosen = self.admission.version
 
     def leave_empty(self) -> bool:
         """Leave a place of the next batch empty, for a group without a training signal. Return False if it is the last
         place, since a batch needs at least one group."""
-        if self.empty == self.batch_size - 1:
+        if self.empty == self.admission.batch_size - 1:
             return False
         self.empty += 1
         return True
 
     def is_due(self, complete: int) -> bool:
         """Return whether a batch can be chosen for the current version when `complete` groups are complete."""
-        return self.chosen <= self.version and complete >= self.batch_size - self.empty
+        return self.chosen <= self.admission.version and complete >= self.admission.batch_size - self.empty
 
     def choose(self, candidates: list[Candidate]) -> Choice | None:
-        """Return the batch for the current version; None if it is not due.
-
-        `candidates` must be in the order of their starts.
-        """
+        """Return the batch for the current version; None if it is not due. `candidates` are in the order of their
+        starts."""
         # oldest first: younger groups can wait longer
         complete = sorted((group for group in candidates if group.complete), key=self._begun)
         if not self.is_due(len(complete)):
@@ -140,11 +127,11 @@ class BatchChoice:
     def _whole(self, candidates: list[Candidate], complete: list[Candidate]) -> Choice | None:
         # how many groups this batch must take, for those with so many batches left to fit into them
         needed = [
-            sum(self._batches_left(group) <= batches for group in candidates) - batches * self.batch_size
-            for batches in range(self.max_staleness + 1)
+            sum(self._batches_left(group) <= batches for group in candidates) - batches * self.admission.batch_size
+            for batches in range(self.admission.max_staleness + 1)
         ]
         # places that were to stay empty may be needed; a later batch has them empty instead
-        places = max(self.batch_size - self.empty, min(self.batch_size, max(needed)))
+        places = max(self.admission.batch_size - self.empty, min(self.admission.batch_size, max(needed)))
         train = complete[:places]
         if len(train) < places:
             return None
@@ -160,7 +147,7 @@ class BatchChoice:
         cut = [group for group in last_chance if not group.complete and group.teaches]
         cut.sort(key=lambda group: group.chains, reverse=True)
         others = [group for group in complete if not self._expires(group)]
-        train = [*whole, *cut, *others][: self.batch_size - self.empty]
+        train = [*whole, *cut, *others][: self.admission.batch_size - self.empty]
         return self._chosen(train, [group for group in last_chance if group not in train])
 
     def _without_stale(self, complete: list[Candidate]) -> Choice | None:
@@ -168,11 +155,11 @@ class BatchChoice:
         fresh = [group for group in complete if group not in stale]
         if not self.is_due(len(fresh)):
             return Choice([], [group.id for group in stale]) if stale else None
-        return self._chosen(fresh[: self.batch_size - self.empty], stale)
+        return self._chosen(fresh[: self.admission.batch_size - self.empty], stale)
 
     def _chosen(self, train: list[Candidate], cancel: list[Candidate]) -> Choice:
-        self.chosen = self.version + 1
-        self.empty = max(0, self.empty - (self.batch_size - len(train)))
+        self.chosen = self.admission.version + 1
+        self.empty = max(0, self.empty - (self.admission.batch_size - len(train)))
         return Choice([group.id for group in train], [group.id for group in cancel])
 
     def _expires(self, group: Candidate) -> bool:
@@ -181,14 +168,14 @@ class BatchChoice:
 
     def _is_fresh(self, group: Candidate) -> bool:
         """Return whether a token of the group is young enough for the current batch."""
-        return group.newest is None or self._age(group.newest) <= self.max_staleness
+        return group.newest is None or self._age(group.newest) <= self.admission.max_staleness
 
     def _batches_left(self, group: Candidate) -> int:
         """Return how many batches after the current one can still take the group."""
-        return max(0, self.max_staleness - self._age(self._begun(group)))
+        return max(0, self.admission.max_staleness - self._age(self._begun(group)))
 
     def _age(self, version: int) -> int:
-        return self.version - version
+        return self.admission.version - version
 
     def _begun(self, group: Candidate) -> int:
-        return self.version if group.oldest is None else group.oldest
+        return self.admission.version if group.oldest is None else group.oldest

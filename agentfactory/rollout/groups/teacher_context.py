@@ -46,26 +46,23 @@ class TeacherContext:
     def __init__(self, choice: str, runner: ChainRunner, tasks: Sequence[Task], base: Path = Path()) -> None:
         """`choice` is solution, answer, errors or FILE.py:NAME, with paths relative to `base`; `tasks` are the rows of
         the data. Raise SettingError if the chains of `runner` cannot have such prompts."""
-        setup = runner.setup
+        config = runner.setup.config
         self._choice = choice
         self._runner = runner
         self._rows = RowRenderer(runner.renderer)
         self._own = load_context(choice, base) if ".py:" in choice else None
         fix = "correct the function of teacher.context"
-        self._verdicts = FirstVerdicts(setup.config.group_size, len(tasks), Outcome.REWARD_ERROR, fix)
-        use = runner.renderer.info["choice"]
-        if use in ("fork", "drop") and setup.config.max_turns > 1:
+        self._verdicts = FirstVerdicts(config.group_size, len(tasks), Outcome.REWARD_ERROR, fix)
+        if runner.renderer.info["choice"] in ("fork", "drop") and config.max_turns > 1:
             problem = "set, but the chat template rewrites earlier turns, so that a chain may have several rows"
             raise SettingError(FIELD, problem, "set rollout.reasoning=keep")
         check_answers(choice, tasks)
 
     async def add_to(self, chains: Sequence[Trajectory], task: Task) -> None:
-        """Set the teacher's prompt of the rows of `chains`, a group's chains that have ended. A chain for which there
-        is no text gets none.
-
-        If a user's function fails, its chain ends as reward_error, without a reward. Raise RolloutStoppedError if it
-        fails for all first chains, and ValueError if the chains do not report what the context needs.
-        """
+        """Set the teacher's prompt of the rows of `chains`, a group's chains that have ended; a chain for which there
+        is no text gets none. If a user's function fails, its chain ends as reward_error, without a reward. Raise
+        RolloutStoppedError if it fails for all first chains, and ValueError if the chains do not report what the
+        context needs."""
         scored = [chain for chain in chains if chain.reward is not None and any(any(row.mask) for row in chain.rows)]
         texts = await asyncio.gather(*(self._text(chain, scored, task) for chain in scored))
         for chain, text in zip(scored, texts, strict=True):
@@ -84,16 +81,16 @@ class TeacherContext:
         match self._choice:
             case "solution":
                 won = successes(chains, f"{FIELD}=solution", "use another context")
-                others = (other for other, success in zip(chains, won, strict=True) if success == 1.0)
-                found = next(others, None)
-                return None if found is None else SOLUTION.format(self._shown(found))
+                found = next((other for other, success in zip(chains, won, strict=True) if success == 1.0), None)
+                if found is None:
+                    return None
+                parser, turns = self._runner.renderer.dialogue.parser, found.messages[_opening_length(found) :]
+                return SOLUTION.format(shown(turns, parser, self._runner.setup.specs))
             case "answer":
                 answer = task["answer"]
                 return ANSWER.format(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False))
-            case "errors":
-                return ERRORS.format("\n".join(chain.errors)) if chain.errors else None
             case _:
-                raise ValueError(f"{FIELD}: got {self._choice!r}")
+                return ERRORS.format("\n".join(chain.errors)) if chain.errors else None
 
     async def _ask(self, own: RewardSpec, chain: Trajectory, chains: Sequence[Trajectory], task: Task) -> str | None:
         """Call a user's function for a chain; if it fails, end the chain as reward_error and return None."""
@@ -108,11 +105,6 @@ class TeacherContext:
             chain.reward = chain.turn_rewards = None
             return None
         return text
-
-    def _shown(self, chain: Trajectory) -> str:
-        """Return the turns of a chain as text, without their reasoning."""
-        parser, specs = self._runner.renderer.dialogue.parser, self._runner.setup.specs
-        return shown(chain.messages[_opening_length(chain) :], parser, specs)
 
     def _add(self, chain: Trajectory, text: str) -> None:
         if len(chain.rows) > 1:
@@ -143,7 +135,8 @@ def with_text(opening: Sequence[Message], text: str) -> list[Message]:
 
 
 def shown(turns: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec]) -> str:
-    """Return messages as text: what the assistant wrote, with its calls in the format of `parser`, and the results."""
+    """Return messages as text: what the assistant wrote, without its reasoning, with its calls in the format of
+    `parser`; and the results."""
     lines = []
     for message in turns:
         content = text_of(message.get("content") or "")
