@@ -4,7 +4,7 @@ cache."""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,6 @@ LEAST_DRIFT = 0.02
 much between batches."""
 _NOISES = 10.0
 """Multiple of the noise, measured at the start, below which they count as equal."""
-
-
 _ENGINES = "serve it by vLLM >= 0.32, or by `agentfactory serve` with server.engine=embedded"
 _MOST_MASS = 1.01
 """Largest sum of the probabilities of a token's alternatives, rounded in half precision."""
@@ -75,7 +73,6 @@ class TeacherClient:
         self._longest = longest
         self._client = InferenceClient(server.url, server.api_key_env, retry_seconds, section="teacher")
         self._model = ""
-        self._limit: int | None = None
         self._missing: dict[int, str] = {}
         self._label: str | None = None
         self._canary: _Canary | None = None
@@ -98,7 +95,7 @@ class TeacherClient:
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
                 await self._client.check_routes()
-                cards = await self._client.models(self._client.urls[0])
+                cards = await self._client.connection.models(self._client.urls[0])
         except TimeoutError:
             problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
             raise self._fault(problem, "restart the server") from None
@@ -114,10 +111,9 @@ class TeacherClient:
         if card is None:
             raise self._fault(f"{url} lists no model at /v1/models", "start a server with a model")
         self._model = card["id"]
-        self._limit = card.get("max_model_len")
         # the server also samples a token
-        if self._limit is not None and self._limit <= self._longest:
-            problem = f"{url} reads {self._limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
+        if (limit := card.get("max_model_len")) is not None and limit <= self._longest:
+            problem = f"{url} reads {limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
             fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
             raise self._fault(problem, fix)
         return card
@@ -166,16 +162,12 @@ class TeacherClient:
 
     async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
         """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
-        alone = [(await self._ask_all(ids)).own for ids in contexts]
-        noise = _drift(alone, await self._canary_values(contexts))
+        alone = [await self._ask_all(ids) for ids in contexts]
+        noise = _drift(alone, await asyncio.gather(*map(self._ask_all, contexts)))
         return _Canary(contexts, [values.tolist() for values in alone], max(LEAST_DRIFT, _NOISES * noise))
 
-    async def _canary_values(self, contexts: list[list[int]]) -> list[np.ndarray]:
-        asked = (self._ask_all(ids) for ids in contexts)
-        return [grades.own for grades in await asyncio.gather(*asked)]
-
-    def _ask_all(self, ids: list[int]) -> Awaitable[_Grades]:
-        return self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")
+    async def _ask_all(self, ids: list[int]) -> np.ndarray:
+        return (await self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")).own
 
     async def remember(self, file: Path, writes: bool = True) -> None:
         """Compare the server's weights with those that this run began with, by `file`, or write it (`writes`) if this
@@ -195,7 +187,7 @@ class TeacherClient:
         canary = self._canary
         assert canary is not None
         try:
-            found = await self._canary_values(canary.contexts)
+            found = await asyncio.gather(*map(self._ask_all, canary.contexts))
         except InferenceError as error:
             raise self._fault(f"its fixed contexts fail: {error}", "restart the server") from error
         drift = _drift([np.asarray(values) for values in canary.logprobs], found)
