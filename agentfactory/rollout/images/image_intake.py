@@ -13,8 +13,8 @@ from PIL import Image
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, text_of
-from agentfactory.rollout.images.image_tokens import Grid, Vision
 from agentfactory.rollout.images import parts
+from agentfactory.rollout.images.image_tokens import Grid, Vision
 from agentfactory.rollout.images.parts import has_images, image_part, image_urls, map_parts
 from agentfactory.rollout.images.store import ImageStore, is_file, stored_digest, url_of
 from agentfactory.rollout.token_row import ImageSpan, Row

@@ -49,9 +49,9 @@ FULL_CACHE = 0.9
 
 @dataclass
 class ConcurrencyControl:
-    """Additive-increase, multiplicative-decrease control of the number of live chains (Chiu and Jain, 1989), which
-    spend much of their time in tools. While requests wait in the server or its cache is nearly full, the limit falls by
-    a fifth. Otherwise, while every place is taken, it rises by `step`, below which it never falls."""
+    """Additive-increase, multiplicative-decrease control of the number of live chains (Chiu and Jain, 1989). While
+    requests wait in the server or its cache is nearly full, the limit falls by a fifth. Otherwise, while every place is
+    taken, it rises by `step`, below which it never falls."""
 
     limit: int
     step: int

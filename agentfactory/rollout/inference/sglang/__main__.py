@@ -1,7 +1,5 @@
-"""`python -m agentfactory.rollout.inference.sglang MODEL --port N [FLAG ...]`: serve a model with SGLang.
-
-SGLang is started here, or already runs. Flags that are not listed are passed to it.
-"""
+"""`python -m agentfactory.rollout.inference.sglang MODEL --port N [FLAG ...]`: serve a model with SGLang, which is
+started here, or already runs. Flags that are not listed are passed to it."""
 
 import argparse
 import asyncio
