@@ -43,10 +43,7 @@ from tests.sglang_api import load_table
 Json = dict[str, Any]
 
 API = load_table()
-STACKED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _WAIT = timedelta(seconds=60)
 
 
@@ -93,14 +90,13 @@ class StandIn:
             return _json({"error": "Unauthorized"}, 401)
         raw = await http.read()
         body = json.loads(raw) if raw else {}
-        name = API["bodies"].get(http.path)
-        if name is not None:
-            fields: dict[str, bool] = API["fields"][name]
-            if missing := [field for field, optional in fields.items() if not optional and field not in body]:
-                return _json({"error": {"message": f"{name} lacks {missing[0]}"}}, 400)
-            if unknown := body.keys() - fields.keys():
-                return _json({"error": {"message": f"{name} has no field {min(unknown)}"}}, 500)
         try:
+            if (name := API["bodies"].get(http.path)) is not None:
+                fields: dict[str, bool] = API["fields"][name]
+                if missing := [field for field, optional in fields.items() if not optional and field not in body]:
+                    raise ApiError(400, f"{name} lacks {missing[0]}")
+                if unknown := body.keys() - fields.keys():
+                    raise ApiError(500, f"{name} has no field {min(unknown)}")
             # each method has the name of its path's last part
             answer: web.Response = await getattr(self, http.path.rpartition("/")[2])(http, body)
             return answer
@@ -111,10 +107,10 @@ class StandIn:
 
     async def generate(self, http: web.BaseRequest, body: Json) -> web.Response:
         if unknown := body.keys() - set(API["generate"]):
-            return _json({"error": {"message": f"/generate would ignore {min(unknown)}"}}, 500)
+            raise ApiError(500, f"/generate would ignore {min(unknown)}")
         asked = body["sampling_params"]
         if unknown := asked.keys() - set(API["sampling"]):
-            return _json({"error": {"message": f"unknown field `{min(unknown)}`"}}, 400)
+            raise ApiError(400, f"unknown field `{min(unknown)}`")
         body = {"rid": uuid.uuid4().hex, **body}
         ids, most = body["input_ids"], asked.get("max_new_tokens", 128)
         # `_validate_one_request` and `validate_input_length`
@@ -157,12 +153,8 @@ class StandIn:
         if self.fault == "nan":
             finish = {"type": "stop", "matched": "NaN happened"}
         meta: Json = {
-            "id": body["rid"],
-            "finish_reason": finish,
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": len(tokens),
-            "cached_tokens": 0,
-            "num_retractions": 0,
+            **{"id": body["rid"], "finish_reason": finish, "cached_tokens": 0, "num_retractions": 0},
+            **{"prompt_tokens": len(request.prompt), "completion_tokens": len(tokens)},
             "weight_version": self.engine.weight_version,
             "weight_versions": [
                 {"version": version, "start": start, "end": end}
@@ -192,8 +184,7 @@ class StandIn:
         mode = body.get("mode", "abort")
         self.paused = True
         if mode == "abort":
-            for request in self.engine.requests():
-                self.engine.abort(request)
+            self._abort_all()
         elif mode == "retract":
             self.frozen = True
         else:
@@ -219,10 +210,10 @@ class StandIn:
         folder = Path(body["model_path"])
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            return _json({"success": False, "message": "Failed to get weights iterator", "num_paused_requests": 0}, 400)
+            return _failed("Failed to get weights iterator")
         self._load({name: value for file in files for name, value in load_file(file).items()})
         self.served_model_name = self.model_path = str(folder)
-        return self._updated(body, {"num_paused_requests": 0})
+        return self._updated(body, num_paused_requests=0)
 
     async def init_weights_update_group(self, http: web.BaseRequest, body: Json) -> web.Response:
         """As sglang/srt/utils/common.py `init_custom_process_group`, for one worker."""
@@ -231,43 +222,37 @@ class StandIn:
         def join() -> Any:
             store = dist.TCPStore(body["master_address"], body["master_port"], body["world_size"], False, _WAIT)
             helper: Any = c10d._new_process_group_helper
-            group, _ = helper(
-                body["world_size"],
-                body["rank_offset"],
-                [],
-                c10d.Backend(body["backend"]),
-                c10d.PrefixStore(body["group_name"], store),
-                group_name=body["group_name"],
-                timeout=_WAIT,
-            )
+            kind, prefixed = c10d.Backend(body["backend"]), c10d.PrefixStore(body["group_name"], store)
+            named = {"group_name": body["group_name"], "timeout": _WAIT}
+            group, _ = helper(body["world_size"], body["rank_offset"], [], kind, prefixed, **named)
             c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(body["world_size"])}
             return group
 
         self.groups[body["group_name"]] = await asyncio.to_thread(join)
-        return _json({"success": True, "message": "Succeeded to initialize custom process group."})
+        return _done()
 
     async def destroy_weights_update_group(self, http: web.BaseRequest, body: Json) -> web.Response:
         if (group := self.groups.pop(body["group_name"], None)) is None:
-            return _json({"success": False, "message": "The group to be destroyed does not exist."}, 400)
+            return _failed("The group to be destroyed does not exist.")
         dist.destroy_process_group(group)
-        return _json({"success": True, "message": "Succeeded to destroy custom process group."})
+        return _done()
 
     async def begin_weight_update(self, http: web.BaseRequest, body: Json) -> web.Response:
         if self.session:
-            return _json({"success": False, "message": "a weight-update session is already open"}, 400)
+            return _failed("a weight-update session is already open")
         self.session = True
-        return _json({"success": True, "message": "Success"})
+        return _done()
 
     async def end_weight_update(self, http: web.BaseRequest, body: Json) -> web.Response:
         if not self.session:
-            return _json({"success": False, "message": "no weight-update session is open"}, 400)
+            return _failed("no weight-update session is open")
         self.session = False
-        return _json({"success": True, "message": "Success"})
+        return _done()
 
     async def update_weights_from_distributed(self, http: web.BaseRequest, body: Json) -> web.Response:
         self._need_pause()
         if not self.session:
-            return _json({"success": False, "message": "must run between begin_weight_update() and ..."}, 400)
+            return _failed("must run between begin_weight_update() and end_weight_update()")
         if body["load_format"] != "flattened_bucket":
             raise ApiError(400, "the stand-in has no other load_format")
         group = self.groups[body["group_name"]]
@@ -278,14 +263,13 @@ class StandIn:
         parts = zip(body["names"], dtypes, body["shapes"], buffer.split(sizes), strict=True)
         # `FlattenedTensorBucket.reconstruct_tensors` views the bytes in place, so they must be aligned
         self._load({name: part.view(dtype).reshape(shape) for name, dtype, shape, part in parts})
-        return self._updated(body, {})
+        return self._updated(body)
 
     async def update_weight_version(self, http: web.BaseRequest, body: Json) -> web.Response:
         if body.get("abort_all_requests", True):
-            for request in self.engine.requests():
-                self.engine.abort(request)
+            self._abort_all()
         self.engine.weight_version = body["new_version"]
-        return _json({"success": True, "message": "Weight version updated", "new_version": body["new_version"]})
+        return _done(new_version=body["new_version"])
 
     async def weights_checker(self, http: web.BaseRequest, body: Json) -> web.Response:
         """Checksums of the parameters as SGLang's networks have them: projections stacked, a tied head left out."""
@@ -305,7 +289,7 @@ class StandIn:
         place = dict.fromkeys(API["place"], 0) | {"role": "target", "tp_size": 1, "dp_size": 1, "pp_size": 1, "size": 1}
         rank = {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": [place]}
         assert rank.keys() == set(API["checksum"])
-        return _json({"success": True, "message": "Success", "ranks": [rank], "per_engine_checksum": ""})
+        return _done(ranks=[rank], per_engine_checksum="")
 
     async def flush_cache(self, http: web.BaseRequest, body: Json) -> web.Response:
         # is_fully_idle(ignore_waiting=self._engine_paused)
@@ -313,6 +297,10 @@ class StandIn:
             return web.Response(text="Flush cache failed.\n", status=400)
         self.engine.reset_prefix_cache(True)
         return web.Response(text="Cache flushed.\n")
+
+    def _abort_all(self) -> None:
+        for request in self.engine.requests():
+            self.engine.abort(request)
 
     def _need_pause(self) -> None:
         if self.engine.busy and not self.frozen:
@@ -323,12 +311,12 @@ class StandIn:
             for name, value in weights.items():
                 self.weights.write(name, value)
 
-    def _updated(self, body: Json, more: Json) -> web.Response:
+    def _updated(self, body: Json, **more: Any) -> web.Response:
         if body.get("weight_version") is not None:
             self.engine.weight_version = body["weight_version"]
         if body.get("flush_cache", True):
             self.engine.reset_prefix_cache(True)
-        return _json({"success": True, "message": "Succeeded to update model weights.", **more})
+        return _done(**more)
 
     # ---- the server
 
@@ -363,6 +351,14 @@ class StandIn:
 
 def _json(body: Json, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
+def _done(**more: Any) -> web.Response:
+    return _json({"success": True, "message": "Success", **more})
+
+
+def _failed(message: str) -> web.Response:
+    return _json({"success": False, "message": message}, 400)
 
 
 def _settings() -> argparse.Namespace:

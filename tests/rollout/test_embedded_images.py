@@ -24,6 +24,7 @@ from agentfactory.rollout.inference.embedded.image_encoder import ImageCache, Im
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
 from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request, UnsupportedModel
 from agentfactory.tools.images.lru_cache import ByteCache
+from tests.engine_runs import finish, make_adapter
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
 
@@ -73,13 +74,6 @@ def make_request(engine: Engine, ids: list[int], held: list[HeldImage], seed: in
     return Request(prompt, on_finish=lambda request: None, images=placed, **options)
 
 
-def run(engine: Engine, *requests: Request) -> None:
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-
-
 @torch.no_grad()
 def expected(network: Any, engine: Engine, request: Request) -> torch.Tensor:
     """The log-probabilities of the request's tokens by the network's own forward pass, from pixels."""
@@ -112,13 +106,13 @@ def test_two_turns_with_two_images_each(model: Path, static: bool) -> None:
     first, second = hold(engine, picture(1), picture(2, 60, 300)), hold(engine, picture(3, 300, 80), picture(1))
     ids = [*text(1), pad, *text(2, 3), pad, *text(3)]
     turn = make_request(engine, ids, first, temperature=0.7)
-    run(engine, turn)
+    finish(engine, turn)
     check(network, engine, turn)
     # the second turn repeats one image of the first
     ids += [*turn.tokens, *text(4), pad, 30, pad, *text(5, 2)]
     known = engine.cached_tokens
     turns = [make_request(engine, ids, first + second, seed) for seed in range(3)]
-    run(engine, *turns)
+    finish(engine, *turns)
     check(network, engine, *turns)
     assert engine.cached_tokens - known > len(turn.prompt) + 2 * len(turns[0].prompt)
     assert len({tuple(turn.tokens) for turn in turns}) > 1
@@ -143,11 +137,11 @@ def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
         make_request(engine, text(8, 3), [], max_tokens=40),
         make_request(engine, [*text(9, 30), pad, *text(10)], [b]),
     ]
-    run(engine, *requests)
+    finish(engine, *requests)
     check(network, engine, *requests)
     # only its last token is not cached
     again = make_request(engine, [*text(7, 5), pad], [a])
-    run(engine, again)
+    finish(engine, again)
     check(network, engine, again)
 
 
@@ -159,14 +153,14 @@ def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(mo
     assert all(request.token_ids == requests[0].token_ids for request in requests)
     for request in requests:
         before = engine.cached_tokens
-        run(engine, request)
+        finish(engine, request)
         check(network, engine, request)
         assert engine.cached_tokens - before in (0, 12)
     assert len({request.logprobs[0] for request in requests}) == 4
     # the same image again comes from the cache
     again = make_request(engine, ids, hold(engine, picture(2)))
     before = engine.computed_tokens
-    run(engine, again)
+    finish(engine, again)
     check(network, engine, again)
     assert engine.computed_tokens == before
 
@@ -185,7 +179,7 @@ def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     assert forced.tokens == [pad] * 4
     engine.reset_prefix_cache(reset_running_requests=True)
     other = make_request(engine, [*text(3), pad], hold(engine, picture(2)))
-    run(engine, other)
+    finish(engine, other)
     check(network, engine, other)
     assert forced.tokens == [pad] * 9
     # the network would treat a sampled image token as an image, so the reference is computed from embeddings
@@ -228,13 +222,13 @@ def test_an_image_is_computed_once_until_it_is_forgotten(model: Path, monkeypatc
     pad = encoder_of(engine).images.vision.image_token_id
     a, b = hold(engine, picture(1), picture(2))
     for seed in range(3):
-        run(engine, *[make_request(engine, [*text(seed + k), pad, pad, 5], [a, b], seed) for k in (0, 10)])
+        finish(engine, *[make_request(engine, [*text(seed + k), pad, pad, 5], [a, b], seed) for k in (0, 10)])
     assert counts == [2]
     engine.reset_prefix_cache()
-    run(engine, make_request(engine, [*text(0), pad, 5], [a]))
+    finish(engine, make_request(engine, [*text(0), pad, 5], [a]))
     assert counts == [2]
     engine.reset_encoder_cache()
-    run(engine, make_request(engine, [*text(90), pad, 5], [b]))
+    finish(engine, make_request(engine, [*text(90), pad, 5], [b]))
     assert counts == [2, 1]
 
 
@@ -248,12 +242,12 @@ def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
     encoder._features = ByteCache(limit=40_000)
     images = hold(engine, *map(picture, range(12)))
     for number, image in enumerate(images):
-        run(engine, make_request(engine, [*text(number), pad, 5], [image]))
+        finish(engine, make_request(engine, [*text(number), pad, 5], [image]))
     assert 1 < len(encoder._features) < 12
     assert encoder._features.nbytes <= 40_000
     engine.reset_prefix_cache()
     again = [make_request(engine, [*text(20), pad, 5], [images[number]]) for number in (0, 11)]
-    run(engine, *again)
+    finish(engine, *again)
     check(network, engine, *again)
     assert sum(counts) == 13  # the first was dropped
 
@@ -341,7 +335,7 @@ def test_running_requests_are_computed_again_with_their_images(model: Path) -> N
     assert len(request.tokens) == 5
     engine.sleep()
     engine.wake(weights=True, cache=True)
-    run(engine)
+    finish(engine)
     check(network, engine, request)
 
 
@@ -349,17 +343,12 @@ def test_adapters_on_language_layers_and_none_on_the_tower(model: Path, tmp_path
     engine = make_engine(model)
     pad = encoder_of(engine).images.vision.image_token_id
     for name, target in {"language": r".*language_model.*\.(q_proj|v_proj|up_proj)", "tower": "all-linear"}.items():
-        torch.manual_seed(0)
-        wrapped = peft.get_peft_model(load(model), peft.LoraConfig(r=4, lora_alpha=8, target_modules=target))
-        for parameter_name, parameter in wrapped.named_parameters():
-            if "lora_" in parameter_name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        wrapped.save_pretrained(tmp_path / name)
+        make_adapter(load(model), tmp_path / name, 0, 0.1, target_modules=target)
     adapter = engine.adapters.load("language", str(tmp_path / "language"))
     adapted = peft.PeftModel.from_pretrained(load(model), tmp_path / "language").eval()
     ids, held = [*text(1), pad, *text(2)], hold(engine, picture(1))
     plain, with_adapter = make_request(engine, ids, held), make_request(engine, ids, held, adapter=adapter)
-    run(engine, plain, with_adapter)
+    finish(engine, plain, with_adapter)
     check(load(model), engine, plain)
     check(adapted, engine, with_adapter)
     with pytest.raises(

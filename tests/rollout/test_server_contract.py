@@ -42,6 +42,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
+from tests import engine_runs
 from tests.chat_tokenizers import make_tokenizer
 from tests.server_process import VLLM_PYTHON, busy, serve, sglang_stand_in
 from tests.trainers.test_time_share import (
@@ -83,25 +84,14 @@ def make_model(folder: Path, tied: bool) -> Path:
     """A random model that is far from uniform, so that a wrong key, position or weight shows."""
     tokenizer = make_tokenizer()
     sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.15,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "pad_token_id": None,
+        **{"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048},
+        **{"initializer_range": 0.15, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None},
+        **{"pad_token_id": None, "tie_word_embeddings": tied},
     }
     torch.manual_seed(0)
-    model: PreTrainedModel
-    if tied:
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=False))
-    model.save_pretrained(folder)
+    kinds: Any = (Qwen3ForCausalLM, Qwen3Config) if tied else (LlamaForCausalLM, LlamaConfig)
+    kinds[0](kinds[1](**sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -114,12 +104,6 @@ class Served:
     model: Path
     key: str | None = None
     engine: str = ""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder / name, name == "tied") for name in ("tied", "untied")}
 
 
 @contextmanager
@@ -147,30 +131,30 @@ def skip_what_sglang_lacks(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module", params=TEXT_ENGINES)
-def untied(
-    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    with start(request.param, models["untied"], tmp_path_factory.mktemp("server")) as url:
-        yield Served(url, models["untied"], engine=request.param)
+def untied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    model = make_model(folder / "model", tied=False)
+    with start(request.param, model, folder) as url:
+        yield Served(url, model, engine=request.param)
 
 
 @pytest.fixture(scope="module", params=TEXT_ENGINES)
-def tied(
-    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    with start(request.param, models["tied"], tmp_path_factory.mktemp("server")) as url:
-        yield Served(url, models["tied"])
+def tied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    model = make_model(folder / "model", tied=True)
+    with start(request.param, model, folder) as url:
+        yield Served(url, model)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def adapting(
-    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def adapting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that accepts adapters and requires a key."""
+    folder = tmp_path_factory.mktemp("server")
+    model = make_model(folder / "model", tied=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, KEY)
-        with start(request.param, models["tied"], tmp_path_factory.mktemp("server"), lora=True) as url:
-            yield Served(url, models["tied"], KEY)
+        with start(request.param, model, folder, lora=True) as url:
+            yield Served(url, model, KEY)
 
 
 class Client:
@@ -250,10 +234,8 @@ def some_ids(count: int, seed: int = 0) -> list[int]:
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=-1
-    )
-    return out[0, len(prompt) :].tolist()
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": -1}
+    return model.generate(ids, max_new_tokens=count, **options)[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()
@@ -276,18 +258,19 @@ def check_logprobs(
 
 def shifted(model: Path, target: Path) -> Path:
     """The model's weights, all multiplied by 1.1."""
-    save_file(
-        {n: t * 1.1 for n, t in load_file(model / "model.safetensors").items()}, target, metadata={"format": "pt"}
-    )
+    weights = {name: value * 1.1 for name, value in load_file(model / "model.safetensors").items()}
+    save_file(weights, target, metadata={"format": "pt"})
     return target
 
 
 @pytest.mark.processes
-async def test_routes_are_described(client: Client) -> None:
+async def test_routes_are_described_and_an_unknown_model_is_refused(client: Client) -> None:
     needed = ROUTES - {"/sleep", "/wake_up"} if client.server.engine == "sglang" else ROUTES
     assert (await client.get("/openapi.json"))["paths"].keys() >= needed
     async with InferenceClient(client.server.url) as ours:
         await ours.check_routes()
+        with pytest.raises(InferenceError, match=r"404.*nobody"):
+            await ours.generate([5, 6], "nobody", {"max_tokens": 8, "temperature": 1.0})
 
 
 async def test_greedy_tokens_are_transformers(client: Client) -> None:
@@ -437,12 +420,6 @@ async def test_a_turn_ends_at_the_context_length(client: Client) -> None:
             await ours.generate(some_ids(MAX_MODEL_LEN), "policy", {"max_tokens": 8, "temperature": 1.0})
 
 
-async def test_an_unknown_model_is_refused(client: Client) -> None:
-    async with InferenceClient(client.server.url) as ours:
-        with pytest.raises(InferenceError, match=r"404.*nobody"):
-            await ours.generate([5, 6], "nobody", {"max_tokens": 8, "temperature": 1.0})
-
-
 def check_full_updates(server: Served, tmp_path: Path) -> None:
     """Send three versions through the trainer's own sync; the server must sample with each."""
     control = ServerControl(server.url)
@@ -548,14 +525,7 @@ async def test_pause_waits(client: Client) -> None:
 
 
 def make_adapter(model: Path, folder: Path, seed: int, **config: Any) -> Path:
-    torch.manual_seed(seed)
-    config = {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", **config}
-    wrapped = peft.get_peft_model(reference(model), peft.LoraConfig(**config))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    wrapped.save_pretrained(folder)
-    return folder
+    return engine_runs.make_adapter(reference(model), folder, seed, 0.1, **{"r": 8, **config})
 
 
 async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, tmp_path: Path) -> None:

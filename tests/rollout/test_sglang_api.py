@@ -41,7 +41,7 @@ def test_the_table_is_the_wheels(tmp_path: Path) -> None:
 async def requests() -> list[tuple[str, Any]]:
     """The bodies of all requests that the front sends, with SGLang's names of their classes."""
     sglang = Recorded()
-    updates = WeightUpdates(sglang, 1, on_gpu=True)
+    updates = WeightUpdates(sglang, on_gpu=True)
     group = {"master_address": "10.0.0.1", "rank_offset": 1, "world_size": 2, "packed_buffer_size_bytes": 100}
     for port in (4, 5):
         await updates.join({**group, "master_port": port})

@@ -6,20 +6,20 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from agentfactory.rollout.inference import stalls
-from agentfactory.rollout.inference.http_transport import ServerUnreachableError, authorization
+from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
 from agentfactory.rollout.inference.stalls import Stall
 from tests.rollout.test_embedded_server import Running
-from tests.rollout.test_server_contract import Client, make_model
+from tests.rollout.test_server_contract import make_model
 from tests.waiting import until
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 4}
@@ -51,7 +51,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def silent(metrics: Any) -> AsyncIterator[str]:
+async def silent(metrics: Any, paused: bool = False) -> AsyncIterator[str]:
     """The address of a server that never answers a request for tokens."""
 
     async def wait(request: web.Request) -> web.Response:
@@ -61,10 +61,12 @@ async def silent(metrics: Any) -> AsyncIterator[str]:
     async def report(request: web.Request) -> web.Response:
         return web.Response(text=metrics())
 
+    async def state(request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": paused})
+
     app = web.Application()
     app.router.add_post(GENERATE, wait)
-    app.router.add_get(METRICS_ROUTE, report)
-    app.router.add_get("/health", report)
+    app.add_routes([web.get(METRICS_ROUTE, report), web.get("/health", report), web.get("/is_paused", state)])
     runner = web.AppRunner(app, shutdown_timeout=0.05)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -93,7 +95,7 @@ async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
         return "".join(text.replace(" ", f'{{engine="{rank}"}} ') for rank, text in enumerate(lines))
 
     async with silent(page) as url, InferenceClient(url, retry_seconds=1.0) as client:
-        await client._recovery.count_replicas(url)
+        await client.recovery.count_replicas(url)
         turns = [asyncio.create_task(client.generate([n], "policy", SAMPLING, chain=f"c{n}")) for n in range(2)]
         await until(lambda: any(turn.done() for turn in turns))
         for turn in turns:
@@ -104,35 +106,31 @@ async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
     assert [text for text in told if f"server {url}, replica 1, has given" not in text] == []
 
 
-async def test_a_long_answer_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
-    computed = iter(range(10**6))
-    async with (
-        silent(lambda: write_load(Load(0, 1, 0.0, 7, next(computed)))) as url,
-        InferenceClient(url, retry_seconds=0.6) as client,
-    ):
+@pytest.mark.parametrize(
+    ("counts", "paused", "told"),
+    [
+        pytest.param(iter(range(10**6)), False, None, id="a long answer"),
+        pytest.param(None, False, None, id="a server without counts"),
+        pytest.param(repeat(7), True, "1 request waits, and it is paused or asleep", id="a paused server"),
+    ],
+)
+async def test_a_turn_that_is_not_given_up(
+    counts: Iterator[int] | None, paused: bool, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def page() -> str:
+        return "nothing here" if counts is None else write_load(Load(0, 1, 0.0, 7, next(counts)))
+
+    async with silent(page, paused) as url, InferenceClient(url, retry_seconds=0.6) as client:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
-    assert "no token" not in caplog.text
-
-
-async def test_a_server_without_counts_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    async with silent(lambda: "nothing here") as url, InferenceClient(url, retry_seconds=0.6) as client:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
-    assert "no token" not in caplog.text
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("stalls") / "model", tied=True)
-    running = Running(model, "--max-model-len", "64", "--max-num-seqs", "4")
-    yield running
-    running.stop()
+    assert ("no token" in caplog.text) == (told is not None)
+    assert told is None or told in caplog.text
 
 
 @pytest.mark.processes
-async def test_a_stopped_process_is_told_of_and_goes_on(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stopped_process_is_told_of_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
+    server = Running(make_model(tmp_path / "model", tied=True), "--max-model-len", "64", "--max-num-seqs", "4")
     async with InferenceClient(server.url) as client:
         await client.generate([1, 2], "policy", SAMPLING)
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -146,28 +144,4 @@ async def test_a_stopped_process_is_told_of_and_goes_on(server: Running, caplog:
     told = [text for text in caplog.messages if "has given no token" in text]
     assert len(told) == 1
     assert told[0].endswith("3 requests wait, and it does not answer")
-
-
-@pytest.mark.processes
-async def test_an_update_that_is_not_finished_holds_the_server_and_is_told_of(
-    server: Running, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """`finish_weight_update` is refused, then the server is resumed: nothing runs, and the server reports it."""
-    async with (
-        aiohttp.ClientSession(headers=authorization(server.url, None)) as session,
-        InferenceClient(server.url, retry_seconds=1.0) as client,
-    ):
-        control = Client(server, session)
-        await control.post("/pause?mode=keep")
-        await control.post("/start_weight_update")
-        await control.post("/finish_weight_update", {"weight_version": "1"}, 400)
-        await control.post("/resume", status=409)
-        assert await control.get("/is_paused") == {"is_paused": True}
-        turn = asyncio.create_task(client.generate([1, 2], "policy", SAMPLING))
-        await until(lambda: "has given no token" in caplog.text)
-        assert "1 request waits, and it is paused or asleep" in caplog.text
-        await asyncio.sleep(1.0)
-        assert not turn.done(), "a server that is paused is not lost"
-        await control.post("/finish_weight_update")
-        await control.post("/resume")
-        await turn
+    server.stop()

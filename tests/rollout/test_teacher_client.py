@@ -66,11 +66,8 @@ class Teacher(Server):
             # vLLM's order: the token itself, with its rank, then the most likely
             entry = {str(token): {"logprob": self.logprob(place, token), "rank": 9, "decoded_token": None}}
             for rank in range(1, count + 1):
-                entry[str(500 + rank)] = {
-                    "logprob": -0.2 - 2.0 * rank - self.shift,
-                    "rank": rank,
-                    "decoded_token": None,
-                }
+                likely = {"logprob": -0.2 - 2.0 * rank - self.shift, "rank": rank, "decoded_token": None}
+                entry[str(500 + rank)] = likely
             scores.append(entry)
         return scores
 
@@ -168,10 +165,7 @@ SPOILED: dict[str, tuple[Callable[[Scores], Any], str]] = {
     "text": (changed(3, logprob="low"), "other prompt_logprobs than vLLM's"),
     "none": (lambda scores: None, "sent no prompt_logprobs for 7 tokens"),
     "short": (lambda scores: scores[:-1], "sent 6 prompt_logprobs for 7 tokens"),
-    "another token": (
-        lambda scores: [*scores[:2], {"3": {"logprob": -1.0}}, *scores[3:]],
-        "graded other ids: token 2 is 7",
-    ),
+    "another token": (lambda scores: [*scores[:2], {"3": {"logprob": -1.0}}, *scores[3:]], "other ids: token 2 is 7"),
     "no entry": (lambda scores: [*scores[:2], None, *scores[3:]], "other prompt_logprobs than vLLM's"),
     "a list": (lambda scores: [*scores[:3], ["8"], *scores[4:]], "other prompt_logprobs than vLLM's"),
 }
@@ -198,19 +192,6 @@ async def test_such_an_answer_fails_the_chain_and_the_check(model: Path) -> None
         teacher.spoil = lambda scores: None
         with pytest.raises(SettingError, match=r"teacher\.url: .* cannot grade tokens: .* no prompt_logprobs"):
             await client.check()
-
-
-async def test_a_busy_server_that_answers_others_fails_the_chain_and_not_the_run(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def busy(*_: Any, **__: Any) -> None:
-        raise InferenceError("the server answered 429: busy (for 1 s)")
-
-    async with teaching(model) as (_, client):
-        await client.check()
-        monkeypatch.setattr(client._client, "generate", busy)
-        with pytest.raises(InferenceError, match="429"):
-            await client.grade(chain(two_turns()))
 
 
 async def test_a_server_with_other_weights_ends_the_run(model: Path, tmp_path: Path) -> None:
@@ -371,18 +352,16 @@ async def test_a_server_that_dies_is_waited_for_and_then_named(model: Path, capl
             await client.grade(chain(two_turns()))
 
 
+def recipe_of(model: Path, longest: int, **sources: int) -> Any:
+    """A recipe with the limit of its chains, and the limits of its sources."""
+    parts = [SimpleNamespace(name=name, recipe=recipe_of(model, limit)) for name, limit in sources.items()]
+    rollout, server = SimpleNamespace(max_total_tokens=longest), SimpleNamespace(retry_seconds=1.0)
+    return SimpleNamespace(model=SimpleNamespace(path=str(model)), rollout=rollout, server=server, parts=lambda: parts)
+
+
 async def test_a_teacher_needs_room_for_the_chains_of_its_sources(model: Path) -> None:
     async with teaching(model) as (teacher, _):
-        server, kept = TeacherServer(teacher.url), SimpleNamespace(retry_seconds=1.0)
-        limits = {"short": LONGEST, "long": 10 * LONGEST}
-        parts = [
-            SimpleNamespace(name=name, recipe=SimpleNamespace(rollout=SimpleNamespace(max_total_tokens=limit)))
-            for name, limit in limits.items()
-        ]
-        rollout = SimpleNamespace(max_total_tokens=10 * LONGEST)
-        recipe: Any = SimpleNamespace(
-            model=SimpleNamespace(path=str(model)), rollout=rollout, server=kept, parts=lambda: parts
-        )
+        server, recipe = TeacherServer(teacher.url), recipe_of(model, 10 * LONGEST, short=LONGEST, long=10 * LONGEST)
         teacher.card["max_model_len"] = 2 * LONGEST
         async with open_teachers({"short": server}, recipe) as clients:
             await clients["short"].check()
@@ -393,10 +372,8 @@ async def test_a_teacher_needs_room_for_the_chains_of_its_sources(model: Path) -
 
 async def test_a_policy_that_an_earlier_stage_makes_is_no_reason_to_refuse_the_server(tmp_path: Path) -> None:
     async with teaching(tmp_path / "not-yet") as (teacher, client):
-        policy = SimpleNamespace(path=str(tmp_path / "not-yet"))
-        rollout, server = SimpleNamespace(max_total_tokens=LONGEST), SimpleNamespace(retry_seconds=1.0)
-        recipe: Any = SimpleNamespace(model=policy, rollout=rollout, server=server)
-        recipe.teacher_servers, recipe.parts = {"": TeacherServer(teacher.url)}, lambda: []
+        recipe = recipe_of(tmp_path / "not-yet", LONGEST)
+        recipe.teacher_servers = {"": TeacherServer(teacher.url)}
         await asyncio.to_thread(check_teacher_answers, recipe)
         assert not teacher.asked
         with pytest.raises(SettingError, match=r"not-yet has no tokenizer"):

@@ -1,8 +1,5 @@
 """Other architectures on real vLLM, trained, synced and proven: stacked projections in the checkpoint, experts, Gemma,
-and a server of two tensor-parallel workers.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+and a server of two tensor-parallel workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Evaluation against vLLM's own OpenAI-compatible chat API, with tools: a baseline by messages.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""Evaluation against vLLM's own OpenAI-compatible chat API, with tools: a baseline by messages."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""The ipc backend and vLLM itself: its own engine reads what is sent, but for the CUDA calls; its server on a CPU.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""The ipc backend and vLLM itself: its own engine reads what is sent, but for the CUDA calls; its server on a CPU."""
 
 import base64
 import json

@@ -1,7 +1,4 @@
-"""Two replicas of a model behind one address, on real vLLM: synced and proven, with chains that keep their caches.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""Two replicas of a model behind one address, on real vLLM: synced and proven, with chains that keep their caches."""
 
 import asyncio
 import json
@@ -130,7 +127,7 @@ async def test_a_run_is_synced_and_its_chains_keep_their_caches(server: str, mod
 
 async def loads(url: str) -> list[Load]:
     async with InferenceClient(url) as client:
-        return await client._connection.loads(url)
+        return await client.connection.loads(url)
 
 
 def prompts_after_the_first(

@@ -1,7 +1,4 @@
-"""Real vLLM as the server of a teacher: grades against a dense forward pass, and its limit on top_k.
-
-Run by `make test-vllm`.
-"""
+"""Real vLLM as the server of a teacher: grades against a dense forward pass, and its limit on top_k."""
 
 from pathlib import Path
 

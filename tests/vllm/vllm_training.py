@@ -1,7 +1,4 @@
-"""The quickstart on real vLLM, by the user's own commands: full weights by file, an adapter, and exact tokens.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""The quickstart on real vLLM, by the user's own commands: full weights by file, an adapter, and exact tokens."""
 
 import json
 import subprocess

@@ -1,8 +1,5 @@
 """Chains with images on real vLLM: the server's log-probabilities are transformers' own, and what it is sent is what
-the rows hold.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+the rows hold."""
 
 from collections.abc import Iterator
 from io import BytesIO

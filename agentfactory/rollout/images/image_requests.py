@@ -27,7 +27,7 @@ class RequestImages:
         return self.shown.vision.collapse(self.ids, self.spans)
 
     async def parts(self, sent: "SentImages") -> list[dict[str, Any]]:
-        """Return the request's `content_parts`: the data of images that are not in `sent`, only the digest of others."""
+        """Return the request's `content_parts`: the data of images that are not in `sent`, only digests of others."""
         digests = [span.digest for span in self.spans]
         new = [digest for digest in dict.fromkeys(digests) if digest not in sent]
         read = await asyncio.to_thread(self._data, new) if new else {}

@@ -137,11 +137,7 @@ class PatchVision(Vision):
         return self.sizes.fit(image)
 
     def check(self, width: int, height: int) -> None:
-        self.fitted(width, height)
-
-    def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the (width, height) of an image after resizing; see SizeRule."""
-        return self.sizes.fitted(width, height)
+        self.sizes.fitted(width, height)
 
     def grid(self, image: Image.Image) -> Grid:
         return 1, image.height // self.patch_size, image.width // self.patch_size
