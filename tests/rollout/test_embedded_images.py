@@ -290,19 +290,19 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     picture(0).save(stored)
     image = {"type": "image_url", "url": "data:image/png;base64,AAAA"}
     cases: list[tuple[Any, str]] = [
-        ("x", "must be a list"),
-        (["x"], r"content_parts\[0\]: only"),
-        ([{**image, "type": "video_url"}], "only"),
-        ([{**image, "uuid": 5}], "uuid: 5 is not"),
-        ([{**image, "url": None}], "Cache miss for image at index 0"),
-        ([{**image, "url": "https://example.org/a.png"}], "must be a data: URL"),
-        ([{**image, "url": str(stored)}], "must be a data: URL"),
-        ([{**image, "url": "data:image/png;base64,!"}], "is not base64"),
-        ([image], "cannot be decoded"),
+        ("x", r"content_parts\[0\]: only"),
+        ({**image, "type": "video_url"}, "only"),
+        ({**image, "uuid": 5}, "uuid: 5 is not"),
+        ({**image, "url": None}, "Cache miss for image at index 0"),
+        *(({**image, "url": url}, "must be a data: URL") for url in ("https://example.org/a.png", str(stored))),
+        ({**image, "url": "data:image/png;base64,!"}, "is not base64"),
+        (image, "cannot be decoded"),
     ]
-    for parts, problem in cases:
+    for content_part, problem in cases:
         with pytest.raises(ValueError, match=problem):
-            await images.receive(parts)
+            await images.receive([content_part])
+    with pytest.raises(ValueError, match="must be a list"):
+        await images.receive("x")
     with pytest.raises(ValueError, match="at most 200 times the other"):
         await images.receive([part(Image.new("RGB", (1, 300)))])
     pad = images.vision.image_token_id
@@ -361,9 +361,8 @@ def test_rounding_leaves_the_tower_as_it_is(model: Path) -> None:
     plain, rounded = load(model).state_dict(), load(model)
     quantize(rounded, "int8")
     changed = {name for name, weight in rounded.state_dict().items() if not torch.equal(weight, plain[name])}
-    assert changed == {
-        name for name in plain if "language_model" in name and name.endswith("_proj.weight") and plain[name].ndim > 1
-    }
+    linear = {name for name, weight in plain.items() if name.endswith("_proj.weight") and weight.ndim > 1}
+    assert changed == {name for name in linear if "language_model" in name}
 
 
 def test_the_proof_at_start_sees_wrong_positions(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Chains with images on real vLLM: the server's log-probabilities are transformers' own, and what it is sent is what
-the rows hold."""
+"""Chains with images on real vLLM, and on the embedded engine (test_server_contract.py): the server's log-probabilities
+are transformers' own, and it is sent what the rows hold."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from aiohttp import ClientSession
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -19,7 +21,8 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS
-from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.http_transport import authorization
+from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
@@ -39,26 +42,12 @@ class Served(NamedTuple):
     network: Any
 
 
-@pytest.fixture(
-    scope="module",
-    params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.long), *params_of(FAMILIES, pytest.mark.long)],
-)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("vllm-vision")
-    make = make_vision_model if request.param in KINDS else make_family
-    path = make(folder / request.param, request.param)
-    patch = 32 if request.param == "qwen3_vl" else 28
-    # more than the model's own processor allows, if it leaves sizes to us
-    limit = {} if request.param in OWN else {"max_image_pixels": 100 * patch**2}
+@contextmanager
+def serving(kind: str, folder: Path, server: dict[str, Any], limit: int | None = None) -> Iterator[Served]:
+    path = (make_vision_model if kind in KINDS else make_family)(folder / kind, kind)
     sections: dict[str, Any] = {
-        "model": {"path": str(path), "dtype": "float32", **limit},
-        "server": {
-            **{"engine": "vllm", "max_model_len": 2048, "max_num_seqs": 8},
-            "options": {
-                "python": VLLM_PYTHON,
-                "args": ["--enforce-eager", "--enable-prefix-caching", "--served-model-name", "policy"],
-            },
-        },
+        "model": {"path": str(path), "dtype": "float32", "max_image_pixels": limit},
+        "server": {"max_model_len": 2048, "max_num_seqs": 8, **server},
         "limits": {"images": 8},
     }
     recipe = RolloutRecipe.model_validate(sections)
@@ -73,6 +62,19 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     network = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     with serve(sections, folder) as url:
         yield Served(recipe, url, renderer, renderer.images, network)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.long), *params_of(FAMILIES, pytest.mark.long)],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    args = ["--enforce-eager", "--enable-prefix-caching", "--served-model-name", "policy"]
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON, "args": args}}
+    # more than the model's own processor allows, if it leaves sizes to us
+    limit = None if request.param in OWN else 100 * (32 if request.param == "qwen3_vl" else 28) ** 2
+    with serving(request.param, tmp_path_factory.mktemp("vllm-vision"), server, limit) as served:
+        yield served
 
 
 def picture(seed: int, size: tuple[int, int]) -> Image.Image:
@@ -132,7 +134,7 @@ async def take(served: Served, images: list[Any], text: str = "What is shown?") 
     return task["messages"]
 
 
-async def test_vllm_samples_two_turns_with_two_images_each(served: Served, tmp_path: Path) -> None:
+async def test_two_turns_with_two_images_each(served: Served, tmp_path: Path) -> None:
     clear = picture(0, (300, 200)).convert("RGBA")
     clear.putalpha(Image.linear_gradient("L").resize(clear.size))
     turned = Image.Exif()
@@ -156,7 +158,7 @@ async def test_vllm_samples_two_turns_with_two_images_each(served: Served, tmp_p
 
 
 @pytest.mark.parametrize("size", [(20, 700), (700, 20), (1, 1), (60, 60)])
-async def test_vllm_reads_images_of_any_size_as_the_row_has_them(served: Served, size: tuple[int, int]) -> None:
+async def test_images_of_any_size_are_read_as_the_row_has_them(served: Served, size: tuple[int, int]) -> None:
     async with InferenceClient(served.url) as client:
         messages = await take(served, [picture(4, size)])
         row = Row()
@@ -165,7 +167,7 @@ async def test_vllm_reads_images_of_any_size_as_the_row_has_them(served: Served,
         check_logprobs(served, row)
 
 
-async def test_vllm_is_sent_images_again_that_it_does_not_know(served: Served) -> None:
+async def test_images_it_does_not_know_are_sent_again(served: Served) -> None:
     async with InferenceClient(served.url) as client:
         messages = await take(served, [picture(50, (128, 128)), picture(51, (128, 96))])
         row = Row()
@@ -175,7 +177,18 @@ async def test_vllm_is_sent_images_again_that_it_does_not_know(served: Served) -
         check_logprobs(served, row)
 
 
-async def test_vllm_applies_the_bias_without_images(served: Served) -> None:
+async def test_images_that_cannot_be_used_are_refused(served: Served) -> None:
+    """Neither of a wrong form, nor by a name that the server does not know."""
+    vision = served.images.vision
+    body = {"token_ids": [20, vision.image_token_id, 30], "sampling_params": {"max_tokens": 2}, "model": "policy"}
+    async with ClientSession(headers=authorization(served.url, None)) as session:
+        for url in (None, "data:image/png;base64,iVBORw0KGgo="):
+            part = {"type": "image_url", "url": url, "uuid": "unknown"}
+            async with session.post(served.url + GENERATE, json={**body, "content_parts": [part]}) as answer:
+                assert (answer.status, url is None) == (400, "Cache miss" in await answer.text())
+
+
+async def test_the_bias_holds_without_images(served: Served) -> None:
     pad = served.renderer.tokenizer.convert_ids_to_tokens(served.images.vision.image_token_id)
     async with InferenceClient(served.url) as client:
         messages: list[Message] = [{"role": "user", "content": f"No image {pad} here."}]
@@ -185,7 +198,7 @@ async def test_vllm_applies_the_bias_without_images(served: Served) -> None:
         check_logprobs(served, row)
 
 
-async def test_vllm_reads_images_of_tools(served: Served) -> None:
+async def test_images_of_tools_are_read(served: Served) -> None:
     [crop] = await take(served, [picture(6, (90, 60))], "a crop")
     result = ToolResult(crop["content"])
     call = ToolCall("call_0", "zoom", {})
