@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.inference.embedded.__main__ import _decoder
-from agentfactory.rollout.inference.embedded.embedded_server import LOOP_TURNS
+from agentfactory.rollout.inference.embedded.embedded_server import Server
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.generate_route import make_request
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
@@ -48,37 +48,22 @@ _WAIT = timedelta(seconds=60)
 
 
 class StandIn:
-    """One server."""
+    """One server, with the embedded server's loop and pauses."""
 
     def __init__(self, engine: Engine, settings: argparse.Namespace, eos: frozenset[int], api_key: str | None) -> None:
-        self.engine = engine
+        self.engine, self.eos = engine, eos
+        self.embedded = Server(engine, served_model_name="", api_key="")
         self.weights = ServedWeights(engine.model)
         self.model_path = self.served_model_name = settings.model_path
         self.served_model_name = settings.served_model_name or settings.model_path
         self.context = settings.context_length
-        self.eos = eos
         self.decode = _decoder(settings.model_path)
         self.key = api_key
         self.has_metrics = settings.enable_metrics
         self.fault = os.environ.get("SGLANG_STAND_IN_FAULT", "")
-        self.paused = False
-        self.frozen = False
         self.session = False
         self.groups: dict[str, Any] = {}
         self.by_rid: dict[str, Request] = {}
-        self.changed = asyncio.Condition()
-        self.work = asyncio.Event()
-
-    async def run(self) -> None:
-        """Run the engine's steps; never returns."""
-        while True:
-            if self.frozen or not self.engine.busy:
-                self.work.clear()
-                await self.work.wait()
-                continue
-            self.engine.step()
-            for _ in range(LOOP_TURNS):
-                await asyncio.sleep(0)
 
     async def dispatch(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer a request as SGLang does; 500 for one that SGLang would silently misunderstand."""
@@ -120,8 +105,8 @@ class StandIn:
         if len(ids) >= self.context - 6:
             raise ApiError(400, f"Input length ({len(ids)} tokens) exceeds the maximum allowed length")
         most = min(most, self.context - 2 - len(ids))
-        async with self.changed:
-            await self.changed.wait_for(lambda: not self.paused)
+        while not self.embedded._open.is_set():
+            await self.embedded._open.wait()
         same = ("temperature", "stop_token_ids", "stop", "ignore_eos", "logit_bias")
         params: Json = {key: asked[key] for key in same if key in asked}
         params |= {"max_tokens": most, "logprobs": 0}
@@ -129,12 +114,12 @@ class StandIn:
             params |= {"logprobs": len(candidates), "logprob_token_ids": candidates}
         told = {"token_ids": ids, "sampling_params": params}
         told |= {"cache_salt": body["cache_salt"]} if body.get("cache_salt") else {}
-        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        request = make_request(told, None, self.engine, self.eos, lambda _: finished.set_result(None), (), self.decode)
+        finished, of_model = asyncio.Event(), (None, self.engine, self.eos)
+        request = make_request(told, *of_model, lambda _: finished.set(), (), self.decode)
         self.engine.add(request)
         self.by_rid[body["rid"]] = request
-        self.work.set()
-        await finished
+        self.embedded._work.set()
+        await finished.wait()
         del self.by_rid[body["rid"]]
         return _json(self._turn(body, request))
 
@@ -181,25 +166,18 @@ class StandIn:
         return web.Response()
 
     async def pause_generation(self, http: web.BaseRequest, body: Json) -> web.Response:
-        mode = body.get("mode", "abort")
-        self.paused = True
-        if mode == "abort":
-            self._abort_all()
-        elif mode == "retract":
-            self.frozen = True
-        else:
+        modes = {"abort": "abort", "retract": "keep"}
+        if (mode := body.get("mode", "abort")) not in modes:
             raise ApiError(422, f"the stand-in has no mode {mode!r}")
+        await self.embedded._pause(modes[mode])
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: web.BaseRequest, body: Json) -> web.Response:
-        async with self.changed:
-            self.paused = self.frozen = False
-            self.changed.notify_all()
-        self.work.set()
+        await self.embedded.resume(http)
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def ready(self, http: web.BaseRequest, body: Json) -> web.Response:
-        return web.Response(status=503 if self.paused else 200)
+        return web.Response(status=200 if self.embedded._open.is_set() else 503)
 
     health = ready
 
@@ -267,7 +245,8 @@ class StandIn:
 
     async def update_weight_version(self, http: web.BaseRequest, body: Json) -> web.Response:
         if body.get("abort_all_requests", True):
-            self._abort_all()
+            for request in self.engine.requests():
+                self.engine.abort(request)
         self.engine.weight_version = body["new_version"]
         return _done(new_version=body["new_version"])
 
@@ -293,17 +272,13 @@ class StandIn:
 
     async def flush_cache(self, http: web.BaseRequest, body: Json) -> web.Response:
         # is_fully_idle(ignore_waiting=self._engine_paused)
-        if self.engine.busy and not self.frozen:
+        if self.engine.busy and not self.embedded._frozen:
             return web.Response(text="Flush cache failed.\n", status=400)
         self.engine.reset_prefix_cache(True)
         return web.Response(text="Cache flushed.\n")
 
-    def _abort_all(self) -> None:
-        for request in self.engine.requests():
-            self.engine.abort(request)
-
     def _need_pause(self) -> None:
-        if self.engine.busy and not self.frozen:
+        if self.engine.busy and not self.embedded._frozen:
             raise ApiError(400, "SGLang would wait for all requests; the stand-in refuses")
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
@@ -388,7 +363,7 @@ async def _serve(settings: argparse.Namespace) -> None:
     )
     host, port = serving.sockets[0].getsockname()[:2]
     print(f"The server is fired up and ready to roll! http://{host}:{port}", flush=True)
-    await server.run()
+    await server.embedded.run_engine()
 
 
 def main() -> None:

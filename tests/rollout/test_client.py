@@ -50,6 +50,11 @@ def choice(
     return {**turn, "weight_versions": spans}
 
 
+async def hang() -> web.Response:
+    await asyncio.sleep(3600)
+    return turn()
+
+
 def refuse(status: int, text: str = "no") -> Answer:
     return lambda: web.Response(status=status, text=text)
 
@@ -65,6 +70,7 @@ class Server:
         self.routes = list(NEEDED_ROUTES)
         self.prompts: list[list[int]] = []
         self.replicas = 1
+        self.page: Callable[[], str] = self.idle_page
         self.asked_replicas: list[str | None] = []
         self.port = 0
 
@@ -81,6 +87,10 @@ class Server:
         if response is DROPPED and request.transport is not None:
             request.transport.abort()
         return response
+
+    def idle_page(self) -> str:
+        page = write_load(Load(0, 0, 0.0))
+        return "".join(page.replace(" ", f'{{engine="{rank}"}} ') for rank in range(self.replicas))
 
     def cards(self) -> list[dict[str, Any]]:
         return [{"id": name, "parent": None if name == "policy" else "policy"} for name in self.models]
@@ -109,9 +119,7 @@ class Server:
             return web.json_response(answers[request.path]())
 
         async def metrics(_: web.Request) -> web.Response:
-            page = write_load(Load(0, 0, 0.0))
-            ranks = range(self.replicas)
-            return web.Response(text="".join(page.replace(" ", f'{{engine="{rank}"}} ') for rank in ranks))
+            return web.Response(text=self.page())
 
         app = web.Application(middlewares=[guarded])
         app.router.add_get(METRICS_ROUTE, metrics)
@@ -244,17 +252,10 @@ async def test_a_request_that_always_fails_is_given_up_and_a_server_that_always_
 
 
 async def test_a_dead_servers_requests_move_to_the_other() -> None:
-    held = asyncio.Event()
-
-    async def hang() -> web.Response:
-        held.set()
-        await asyncio.sleep(60)
-        return turn()
-
     dying, other = Server(hang), Server()
     async with connected(dying, other) as client:
         lost = asyncio.create_task(ask(client, "c0"))
-        await held.wait()
+        await until(lambda: len(dying.prompts) == 1)
         await dying.stop()
         assert (await lost).token_ids == [7]
         assert other.prompts == [PROMPT], "sampled again from its ids, once"

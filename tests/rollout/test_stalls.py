@@ -4,20 +4,19 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import web
 
 from agentfactory.rollout.inference import stalls
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
-from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
-from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.server_metrics import Load, write_load
 from agentfactory.rollout.inference.stalls import Stall
+from tests.rollout.test_client import Server, connected, hang
 from tests.rollout.test_embedded_server import Running
 from tests.rollout.test_server_contract import make_model
 from tests.waiting import until
@@ -51,34 +50,16 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def silent(metrics: Any, paused: bool = False) -> AsyncIterator[str]:
-    """The address of a server that never answers a request for tokens."""
-
-    async def wait(request: web.Request) -> web.Response:
-        await asyncio.sleep(3600)
-        return web.Response()
-
-    async def report(request: web.Request) -> web.Response:
-        return web.Response(text=metrics())
-
-    async def state(request: web.Request) -> web.Response:
-        return web.json_response({"is_paused": paused})
-
-    app = web.Application()
-    app.router.add_post(GENERATE, wait)
-    app.add_routes([web.get(METRICS_ROUTE, report), web.get("/health", report), web.get("/is_paused", state)])
-    runner = web.AppRunner(app, shutdown_timeout=0.05)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+async def silent(page: Callable[[], str], seconds: float) -> AsyncIterator[tuple[Server, InferenceClient]]:
+    """A server that never answers a request for tokens, with this page of metrics, and a client."""
+    server = Server(hang)
+    server.page = page
+    async with connected(server, retry_seconds=seconds) as client:
+        yield server, client
 
 
 async def test_a_server_that_computes_nothing_is_told_of_and_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        silent(lambda: write_load(Load(1, 0, 0.0, 7, 7))) as url,
-        InferenceClient(url, retry_seconds=1.0) as client,
-    ):
+    async with silent(lambda: write_load(Load(1, 0, 0.0, 7, 7)), 1.0) as (_, client):
         with pytest.raises(ServerUnreachableError, match=r"completed a request for 1 s.*gave no token for 1 s"):
             await client.generate([1], "policy", SAMPLING)
     told = [text for text in caplog.messages if "has given no token" in text]
@@ -94,8 +75,8 @@ async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
         lines = write_load(Load(0, 1, 0.0, 7, next(computed))), write_load(Load(0, 1, 0.0, 7, 7))
         return "".join(text.replace(" ", f'{{engine="{rank}"}} ') for rank, text in enumerate(lines))
 
-    async with silent(page) as url, InferenceClient(url, retry_seconds=1.0) as client:
-        await client.recovery.count_replicas(url)
+    async with silent(page, 1.0) as (server, client):
+        await client.recovery.count_replicas(server.url)
         turns = [asyncio.create_task(client.generate([n], "policy", SAMPLING, chain=f"c{n}")) for n in range(2)]
         await until(lambda: any(turn.done() for turn in turns))
         for turn in turns:
@@ -103,7 +84,7 @@ async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
         await asyncio.gather(*turns, return_exceptions=True)
     told = [text for text in caplog.messages if "has given no token" in text]
     assert told
-    assert [text for text in told if f"server {url}, replica 1, has given" not in text] == []
+    assert [text for text in told if f"server {server.url}, replica 1, has given" not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +101,8 @@ async def test_a_turn_that_is_not_given_up(
     def page() -> str:
         return "nothing here" if counts is None else write_load(Load(0, 1, 0.0, 7, next(counts)))
 
-    async with silent(page, paused) as url, InferenceClient(url, retry_seconds=0.6) as client:
+    async with silent(page, 0.6) as (server, client):
+        server.held = "is_paused" if paused else None
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
     assert ("no token" in caplog.text) == (told is not None)

@@ -39,12 +39,9 @@ def weight_digest(weight: Tensor, function: str | None = None) -> str:
     the faster one for the weight's device. Both detect accidental faults, but an attacker can construct weights for a
     given digest."""
     function = function or ("xxh3" if weight.device.type == "cpu" else "fold")
-    if function not in FUNCTIONS:
-        raise ValueError(f"the digest function must be {' or '.join(FUNCTIONS)}, got {function!r}")
     data = weight.detach().contiguous().view(-1).view(torch.uint8)
-    hexadecimal = FUNCTIONS[function](data)
     dtype, shape = str(weight.dtype).removeprefix("torch."), "x".join(map(str, weight.shape))
-    return f"{function}:{dtype}:{shape}:{hexadecimal}"
+    return f"{function}:{dtype}:{shape}:{FUNCTIONS[function](data)}"
 
 
 def _xxh3(data: Tensor) -> str:
@@ -110,7 +107,8 @@ def _fold(words: Tensor, lanes: int, multiplier: int) -> Tensor:
     rows = words[: whole * lanes].view(whole, lanes)
     for start in reversed(range(0, whole, _ROWS_AT_ONCE)):
         block = rows[start : start + _ROWS_AT_ONCE]
-        powers = [_int32(pow(multiplier, number, 2**32)) for number in range(len(block) + 1)]
+        # as int32
+        powers = [(pow(multiplier, number, 2**32) + 2**31) % 2**32 - 2**31 for number in range(len(block) + 1)]
         weighted = (block + (block >> 16)) * torch.tensor(powers[:-1], dtype=torch.int32, device=words.device)[:, None]
         folded = weighted.sum(0, dtype=torch.int32).add_(folded, alpha=powers[-1])
     return folded
@@ -145,10 +143,6 @@ def _fold_in_cache(words: Tensor, lanes: int, multiplier: int) -> Tensor:
 def memory_threads() -> int:
     """Return the number of threads that should read memory in parallel; more than a few are no faster."""
     return min(torch.get_num_threads(), _MOST_THREADS)
-
-
-def _int32(value: int) -> int:
-    return value - 2**32 if value >= 2**31 else value
 
 
 _WORD = 2**32 - 1

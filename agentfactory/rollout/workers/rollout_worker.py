@@ -31,7 +31,7 @@ from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.groups.teacher_context import TeacherContext
-from agentfactory.rollout.inference.concurrency import ConcurrencyControl
+from agentfactory.rollout.inference.concurrency import next_limit
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.teacher_client import TeacherClient, canary_file, open_teachers
 from agentfactory.rollout.inference.weight_versions import Published
@@ -231,7 +231,6 @@ class Worker:
 
     async def _follow_load(self, runner: ChainRunner) -> None:
         places = runner.places
-        control = ConcurrencyControl(places.limit, step=self.recipe.largest_group)
         while True:
             await asyncio.sleep(LOAD_SECONDS)
             try:
@@ -241,7 +240,7 @@ class Worker:
                 logger.warning("cannot measure the server's load: %s", error)
                 continue
             before = places.limit
-            places.resize(control.observe(load, places.taken))
+            places.resize(next_limit(before, self.recipe.largest_group, load, places.taken))
             if places.limit != before:
                 logger.info("concurrent chains: limit %d, was %d: %s", places.limit, before, load)
 
