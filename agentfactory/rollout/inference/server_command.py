@@ -152,7 +152,7 @@ _FAILURES: tuple[tuple[str, str], ...] = (
         "vLLM cannot be imported by {0} ({1}); fix: name the Python that has it, as server.options.python",
     ),
     (
-        r"(?:No module named|find module specification for) '?rollout",
+        r"No module named '?agentfactory",
         "AgentFactory is not installed where vLLM is; fix: run `pip install --no-deps .` with that Python",
     ),
     (
