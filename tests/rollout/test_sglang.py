@@ -39,7 +39,7 @@ from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import serve, sglang_stand_in
 from tests.sglang_api import load_table
-from tests.sglang_hashes import weights
+from tests.sglang_itself import weights
 
 API = load_table()
 SERVED = Served("model", 100, 1, False)
@@ -249,7 +249,7 @@ async def test_checksums_name_their_function(on_gpu: bool, ranks: int, function:
     assert set(found.values()) == {f"{function}:00ff"}
 
 
-# tests/sglang_hashes.py with SGLang 0.5.23: on a CPU, and its GPU kernel by Triton's interpreter
+# tests/sglang_itself.py with SGLang 0.5.23: on a CPU, and its GPU kernel by Triton's interpreter
 HASHES = [
     ("f595c5bd450f89fb", "8e96e524dcf2ec62"),
     ("2e5dd5028c24dc40", "520181488f8f2ce9"),

@@ -239,44 +239,49 @@ async def test_groups_of_an_earlier_attempt_are_graded_again(model: Path) -> Non
             await client.grade_again([wrong])
 
 
+UNFIT: dict[str, tuple[Callable[[Teacher], Any], str]] = {
+    "short": (lambda t: t.card.update(max_model_len=LONGEST), "reads 64 tokens, .* fix: start it with .* at least 65"),
+    "elsewhere": (lambda t: t.card.update(root="/nowhere/else"), "cannot be checked; fix: put its tokenizer files"),
+    "unnamed": (lambda t: t.card.update(root=None), "cannot be checked; fix: put its tokenizer files"),
+    "few logprobs": (
+        lambda t: setattr(
+            t, "refusal", (400, "Requested prompt logprobs of 64, which is greater than max allowed: 20")
+        ),
+        "fix: start vLLM with --max-logprobs 64",
+    ),
+    "vLLM": (lambda t: t.routes.remove(GENERATE), "lacks /inference/v1/generate; fix: start vLLM .* with"),
+    "SGLang": (
+        lambda t: setattr(t, "routes", ["/update_weights_from_disk"]),
+        "is SGLang itself; fix: serve it by vLLM .* without a path such as /v1",
+    ),
+    "key": (lambda t: setattr(t, "key", "s3cret"), r"requires its key, .* set teacher\.api_key_env"),
+    "mute": (lambda t: setattr(t, "mute", True), r"has not answered within 0\.5 s"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
 async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(teacher_client, "ANSWERS_WITHIN", 0.5 if case == "mute" else 10.0)
+    change, reason = UNFIT[case]
+    async with teaching(model, top_k=64) as (teacher, client):
+        change(teacher)
+        with pytest.raises(SettingError, match=rf"teacher\.url: .*{reason}"):
+            await client.check()
+
+
+async def test_keys_addresses_and_top_k(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(PreTrainedTokenizerFast.from_pretrained(model))
     with pytest.raises(SettingError, match=rf"teacher\.top_k: got {size + 1}, .* {size} tokens; fix: lower it"):
         async with teaching(model, top_k=size + 1) as (_, client):
             await client.check()
-    async with teaching(model, top_k=64) as (teacher, client):
-        card = dict(teacher.card)
-        teacher.card["max_model_len"] = LONGEST
-        with pytest.raises(
-            SettingError, match=r"teacher\.url: .* reads 64 tokens, .* fix: start it with .* at least 65"
-        ):
-            await client.check()
-        for root in ("/nowhere/else", None):
-            teacher.card = {**card, "root": root}
-            with pytest.raises(SettingError, match=r"teacher\.url: .* cannot be checked; fix: put its tokenizer files"):
-                await client.check()
-        teacher.card = card
-        teacher.refusal = (400, "Requested prompt logprobs of 64, which is greater than max allowed: 20")
-        with pytest.raises(SettingError, match=r"teacher\.url: .* fix: start vLLM with --max-logprobs 64"):
-            await client.check()
-        teacher.refusal = None
-        teacher.routes.remove(GENERATE)
-        with pytest.raises(
-            SettingError, match=r"teacher\.url: .* lacks /inference/v1/generate; fix: start vLLM .* with"
-        ):
-            await client.check()
-        teacher.routes.append("/update_weights_from_disk")
-        with pytest.raises(SettingError, match=r"teacher\.url: .* is SGLang itself; fix: serve it by vLLM"):
-            await client.check()
-        teacher.routes[-1:] = [GENERATE]
+    async with teaching(model) as (teacher, client):
         with pytest.raises(SettingError, match=r"teacher\.url: .* answered 404 .*; fix: .* without a path such as /v1"):
             async with TeacherClient(TeacherServer(f"{teacher.url}/v1"), str(model), LONGEST, 1.0) as below:
                 await below.check()
+        await client.check()
         teacher.key = "s3cret"
-        with pytest.raises(SettingError, match=r"teacher\.url: .* requires its key, .* set teacher\.api_key_env"):
-            await client.check()
         with pytest.raises(
             SettingError, match=r"teacher\.url: .* refuses to grade 7 tokens: .*; fix: set teacher\.api_key"
         ):
@@ -286,10 +291,6 @@ async def test_a_server_that_cannot_grade_this_policy_is_refused_by_name(
         monkeypatch.setenv("TEACHER_KEY", "s3cret")
         async with TeacherClient(TeacherServer(teacher.url, "TEACHER_KEY"), str(model), LONGEST, 1.0) as keyed:
             await keyed.check()
-        teacher.mute = True
-        monkeypatch.setattr(teacher_client, "ANSWERS_WITHIN", 0.2)
-        with pytest.raises(SettingError, match=r"teacher\.url: .* has not answered within 0\.2 s"):
-            await client.check()
     with pytest.raises(SettingError, match=r"teacher\.url: no server answers at .* or correct teacher\.url"):
         async with TeacherClient(TeacherServer(teacher.url), str(model), LONGEST, 1.0) as gone:
             await gone.check()
