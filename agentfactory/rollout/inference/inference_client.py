@@ -27,6 +27,7 @@ from agentfactory.rollout.inference.http_transport import (
 from agentfactory.rollout.inference.routing import Recovery, Router, ServerState
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
+from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ class InferenceClient:
         await self._stalls.close()
         await self.recovery.close()
         await self.connection.__aexit__(*exception)
+
+    def published(self, published: Published) -> None:
+        """Note which weights are live. Turns requested from now on must come from these weights or newer ones; tokens
+        sampled from older ones are discarded."""
+        self.recovery.published = published
 
     async def check_routes(self) -> None:
         """Check that each server describes the routes that rollouts need. Raises ServerUnreachableError."""

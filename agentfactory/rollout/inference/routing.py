@@ -118,8 +118,7 @@ class Recovery:
         self.base_models: set[str] = set()
         """Names of base weights; any other model is an adapter."""
         self.published: Published | None = None
-        """The last published weights; None if there are none. Turns requested from now on must come from these weights
-        or newer ones; tokens sampled from older ones are discarded."""
+        """The last published weights; None if there are none."""
         self._connection = connection
         self._router = router
         self._limit = retry_seconds

@@ -107,8 +107,8 @@ class Worker:
             admission = Admission(
                 job.batch_size, self.recipe.rollout.max_staleness, job.total, version, version * job.batch_size
             )
-            recovery = runner.client.recovery
-            recovery.restore, recovery.published = self._restore, published
+            runner.client.recovery.restore = self._restore
+            runner.client.published(published)
             resumed = self._resume(version)
             async with asyncio.TaskGroup() as tasks:
                 # first, because grading many groups takes time
@@ -137,8 +137,9 @@ class Worker:
                 async for message in messages:
                     match message["kind"]:
                         case "published":
-                            recovery.published = _published(message)
-                            producer.publish(recovery.published)
+                            published = _published(message)
+                            runner.client.published(published)
+                            producer.publish(published)
                         case "evaluate":
                             tasks.create_task(self._evaluate(held_out, producer.published, producer.cache_salt()))
                         case "restored":
