@@ -1,6 +1,7 @@
 """Chains with images on real vLLM, and on the embedded engine (test_server_contract.py): the server's log-probabilities
 are transformers' own, and it is sent what the rows hold."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from aiohttp import ClientSession
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -21,7 +21,6 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS
-from agentfactory.rollout.inference.http_transport import authorization
 from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.renderer import Renderer
@@ -175,17 +174,28 @@ async def test_images_it_does_not_know_are_sent_again(served: Served) -> None:
         client._sent_to(served.url, None).note(row.images)
         await sample(served, client, row, 0)
         check_logprobs(served, row)
+        parts = [{"type": "image_url", "url": None, "uuid": span.digest} for span in row.images]
+        status, answer = await ask(served, client, served.images.collapse(row), parts)
+    assert (status, answer["prompt_token_ids"]) == (200, row.token_ids)
+    if served.images.vision.sizes is not None:
+        places = [(place["offset"], place["length"]) for place in answer["mm_placeholders"]["image"]]
+        assert places == [(span.offset, span.length) for span in row.images]
+
+
+async def ask(served: Served, client: InferenceClient, ids: list[int], parts: list[Any]) -> tuple[int, Any]:
+    """Send a request by hand, and return the status and the answer."""
+    body = {"token_ids": ids, "content_parts": parts, "return_token_ids": True, "model": "policy"}
+    body["sampling_params"] = {"max_tokens": 1}
+    status, text = await client.connection.request("POST", served.url + GENERATE, json.dumps(body).encode())
+    return status, json.loads(text)
 
 
 async def test_images_that_cannot_be_used_are_refused(served: Served) -> None:
-    """Neither of a wrong form, nor by a name that the server does not know."""
-    vision = served.images.vision
-    body = {"token_ids": [20, vision.image_token_id, 30], "sampling_params": {"max_tokens": 2}, "model": "policy"}
-    async with ClientSession(headers=authorization(served.url, None)) as session:
+    async with InferenceClient(served.url) as client:
         for url in (None, "data:image/png;base64,iVBORw0KGgo="):
             part = {"type": "image_url", "url": url, "uuid": "unknown"}
-            async with session.post(served.url + GENERATE, json={**body, "content_parts": [part]}) as answer:
-                assert (answer.status, url is None) == (400, "Cache miss" in await answer.text())
+            status, answer = await ask(served, client, [20, served.images.vision.image_token_id, 30], [part])
+            assert (status, url is None) == (400, "Cache miss" in str(answer))
 
 
 async def test_the_bias_holds_without_images(served: Served) -> None:
