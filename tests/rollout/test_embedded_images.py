@@ -52,6 +52,12 @@ def encoder_of(engine: Engine) -> ImageEncoder:
     return engine.encoder
 
 
+def started(model: Path, **options: Any) -> tuple[Engine, Any, int]:
+    """An engine, another network of its model, and the image token."""
+    engine = make_engine(model, **options)
+    return engine, load(model), encoder_of(engine).images.vision.image_token_id
+
+
 def picture(seed: int, width: int = 150, height: int = 100) -> Image.Image:
     small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
@@ -101,8 +107,7 @@ def check(network: Any, engine: Engine, *requests: Request) -> None:
 
 @pytest.mark.parametrize("static", [False, True])
 def test_two_turns_with_two_images_each(model: Path, static: bool) -> None:
-    engine, network = make_engine(model, static_decode=static), load(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, network, pad = started(model, static_decode=static)
     first, second = hold(engine, picture(1), picture(2, 60, 300)), hold(engine, picture(3, 300, 80), picture(1))
     ids = [*text(1), pad, *text(2, 3), pad, *text(3)]
     turn = make_request(engine, ids, first, temperature=0.7)
@@ -123,9 +128,8 @@ def test_two_turns_with_two_images_each(model: Path, static: bool) -> None:
 def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
     model: Path, chunk: int, static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, network = make_engine(model, static_decode=static), load(model)
+    engine, network, pad = started(model, static_decode=static)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", chunk)
-    pad = encoder_of(engine).images.vision.image_token_id
     a, b, c = hold(engine, picture(1), picture(2, 300, 300), picture(3))
     requests = [
         make_request(engine, text(1, 40), []),
@@ -146,8 +150,7 @@ def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
 
 
 def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(model: Path) -> None:
-    engine, network = make_engine(model), load(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, network, pad = started(model)
     ids = [*text(1), pad, *text(2)]
     requests = [make_request(engine, ids, [image]) for image in hold(engine, *map(picture, range(4)))]
     assert all(request.token_ids == requests[0].token_ids for request in requests)
@@ -167,9 +170,8 @@ def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(mo
 
 def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     """Next to a prompt with an image, and in a recomputed chunk of its own prompt's cache."""
-    engine, network = make_engine(model), load(model)
+    engine, network, pad = started(model)
     vision = encoder_of(engine).images.vision
-    pad = vision.image_token_id
     [held] = hold(engine, picture(1))
     forced = make_request(engine, [*text(1), pad, *text(2)], [held], max_tokens=9, logit_bias={pad: 100.0})
     forced.candidates = [40, 50]
@@ -217,9 +219,8 @@ def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_image_is_computed_once_until_it_is_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(model)
+    engine, _, pad = started(model)
     counts = count_images(monkeypatch)
-    pad = encoder_of(engine).images.vision.image_token_id
     a, b = hold(engine, picture(1), picture(2))
     for seed in range(3):
         finish(engine, *[make_request(engine, [*text(seed + k), pad, pad, 5], [a, b], seed) for k in (0, 10)])
@@ -235,10 +236,8 @@ def test_an_image_is_computed_once_until_it_is_forgotten(model: Path, monkeypatc
 def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, network = make_engine(model), load(model)
-    encoder = encoder_of(engine)
-    counts = count_images(monkeypatch)
-    pad = encoder.images.vision.image_token_id
+    engine, network, pad = started(model)
+    encoder, counts = encoder_of(engine), count_images(monkeypatch)
     encoder._features = ByteCache(limit=40_000)
     images = hold(engine, *map(picture, range(12)))
     for number, image in enumerate(images):
@@ -326,8 +325,7 @@ def test_what_was_used_last_is_kept() -> None:
 
 
 def test_running_requests_are_computed_again_with_their_images(model: Path) -> None:
-    engine, network = make_engine(model), load(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, network, pad = started(model)
     request = make_request(engine, [*text(1), pad, *text(2)], hold(engine, picture(1)), max_tokens=12)
     engine.add(request)
     for _ in range(5):
@@ -340,8 +338,7 @@ def test_running_requests_are_computed_again_with_their_images(model: Path) -> N
 
 
 def test_adapters_on_language_layers_and_none_on_the_tower(model: Path, tmp_path: Path) -> None:
-    engine = make_engine(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, _, pad = started(model)
     for name, target in {"language": r".*language_model.*\.(q_proj|v_proj|up_proj)", "tower": "all-linear"}.items():
         make_adapter(load(model), tmp_path / name, 0, 0.1, target_modules=target)
     adapter = engine.adapters.load("language", str(tmp_path / "language"))
