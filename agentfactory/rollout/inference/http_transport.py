@@ -38,11 +38,9 @@ class LostError(Exception):
 
 
 def authorization(url: str, api_key_env: str | None, section: str = "server") -> dict[str, str]:
-    """Return the HTTP header with the key of the server at `url`; empty if there is no key. `section` is the recipe's.
-
-    The key comes from the environment variable `api_key_env`; if that is None, from the key file that this user's
-    server has written on this machine. Raises SettingError, a ValueError, if the variable is named but not set.
-    """
+    """Return the HTTP header with the key of the server at `url`: that in the environment variable `api_key_env`, or if
+    that is None, in the key file that this user's server has written on this machine; empty if there is no key.
+    `section` is the recipe's. Raises SettingError, a ValueError, if the variable is named but not set."""
     key = find_key(url) if api_key_env is None else key_of_environment(f"{section}.api_key_env", api_key_env)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
