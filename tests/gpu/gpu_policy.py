@@ -24,15 +24,13 @@ LORA = {"rank": 8}
 
 def make_rows(groups: int, size: int, prompt: int, answer: int) -> list[TrainingRow]:
     """Chains that share their group's prompt, of ragged lengths."""
-    draw = random.Random(0)
-    rows = []
+    draw, rows = random.Random(0), []
     for _ in range(groups):
-        shared = [draw.randrange(VOCABULARY) for _ in range(prompt)]
+        shared = draw.choices(range(VOCABULARY), k=prompt)
         for _ in range(size):
-            own = [draw.randrange(VOCABULARY) for _ in range(draw.randint(answer // 2, answer))]
-            targets = list(range(prompt, prompt + len(own)))
-            names = ("behaviour", "advantage", "weight", "mixed")
-            rows.append(TrainingRow(shared + own, targets, {name: [1.0] * len(own) for name in names}))
+            own = draw.choices(range(VOCABULARY), k=draw.randint(answer // 2, answer))
+            streams = dict.fromkeys(("behaviour", "advantage", "weight", "mixed"), [1.0] * len(own))
+            rows.append(TrainingRow(shared + own, list(range(prompt, prompt + len(own))), streams))
     return rows
 
 
