@@ -139,7 +139,7 @@ async def test_memory_of_images_is_bounded(model, tmp_path, monkeypatch):
             await chains.runner.take({"question": "q", "images": [file_of(picture(number))]})
             sent.note([ImageSpan(0, 4, str(number), (1, 2, 2))])
         assert len(images._taken) == 4
-        assert images.grid.cache_info().maxsize == 4096
+        assert images.grid.cache_info().maxsize == 4
     assert [str(number) in sent for number in range(6)] == [False, True, False, True, True, True]
     sent.forget([ImageSpan(0, 4, "5", (1, 2, 2))])
     assert "5" not in sent
