@@ -184,7 +184,7 @@ def test_a_certificate_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fix: name the certificates of your network in SSL_CERT_FILE, or" in refusal(MODEL)
 
 
-def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal(MODEL) == (
         f"model.path: {MODEL.name} is not on this machine, and HF_HUB_OFFLINE is set; fix: unset it, or name a folder "
@@ -192,6 +192,7 @@ def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     download(MODEL)
     check_names([MODEL])
+    assert not capfd.readouterr().err
 
 
 def test_downloads_are_used_while_the_hub_is_out_of_reach(
