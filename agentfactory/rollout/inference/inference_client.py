@@ -251,8 +251,8 @@ class InferenceClient:
             raise InferenceError("no server is serving")
         return combined(loads)
 
-    async def _wait_to_retry(self, retries: Retries, url: str, problem: str) -> None:
-        if (delay := retries.delay(time.monotonic())) is not None:
+    async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
+        if (delay := retries.delay(time.monotonic(), asked=asked)) is not None:
             logger.info("%s: %s; trying again in %.1f s", url, problem, delay)
             await asyncio.sleep(delay)
             return
