@@ -245,7 +245,7 @@ class Agent(AgentHooks):
         server = self._recipe.server
         async with InferenceClient(url, server.api_key_env, server.retry_seconds) as client:
             await client.check_routes()
-            cards = await client.models(url)
+            cards = await client.connection.models(url)
         names = [card["id"] for card in cards]
         if weights is not None and weights not in names:
             raise ValueError(f"weights: the server at {url} has none called {weights!r}; it has {', '.join(names)}")

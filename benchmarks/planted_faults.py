@@ -190,7 +190,7 @@ FAULTS = (
     Fault(
         "stale-cache",
         "rollout/inference/embedded/engine.py",
-        "        self._forget(np.ones_like(self._held))\n        return True",
+        "        self._forget()\n        return True",
         "        return True",
         "rollout/test_server_contract.py",
     ),

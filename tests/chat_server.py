@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -130,23 +131,10 @@ def model_behind(url: str, model: Path) -> Answer:
     async def answer(body: dict[str, Any]) -> dict[str, Any]:
         functions = [tool["function"] for tool in body["tools"]]
         specs = [ToolSpec(f["name"], f["description"], f["parameters"]) for f in functions]
-        messages = [
-            {**message, "content": message["content"] or ""}
-            | (
-                {
-                    "tool_calls": [
-                        {
-                            **call,
-                            "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])},
-                        }
-                        for call in message["tool_calls"]
-                    ]
-                }
-                if "tool_calls" in message
-                else {}
-            )
-            for message in body["messages"]
-        ]
+        messages = [{**message, "content": message["content"] or ""} for message in deepcopy(body["messages"])]
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         ids = renderer.open(messages, specs)
         sampling = {"temperature": body["temperature"], "max_tokens": body["max_tokens"], "seed": 0}
         async with InferenceClient(url) as client:

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.inference.embedded.__main__ import _decoder
-from agentfactory.rollout.inference.embedded.embedded_server import LOOP_TURNS
+from agentfactory.rollout.inference.embedded.embedded_server import Server
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.generate_route import make_request
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
@@ -43,45 +43,27 @@ from tests.sglang_api import load_table
 Json = dict[str, Any]
 
 API = load_table()
-STACKED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _WAIT = timedelta(seconds=60)
 
 
 class StandIn:
-    """One server."""
+    """One server, with the embedded server's loop and pauses."""
 
     def __init__(self, engine: Engine, settings: argparse.Namespace, eos: frozenset[int], api_key: str | None) -> None:
-        self.engine = engine
+        self.engine, self.eos = engine, eos
+        self.embedded = Server(engine, served_model_name="", api_key="")
         self.weights = ServedWeights(engine.model)
         self.model_path = self.served_model_name = settings.model_path
         self.served_model_name = settings.served_model_name or settings.model_path
         self.context = settings.context_length
-        self.eos = eos
         self.decode = _decoder(settings.model_path)
         self.key = api_key
         self.has_metrics = settings.enable_metrics
         self.fault = os.environ.get("SGLANG_STAND_IN_FAULT", "")
-        self.paused = False
-        self.frozen = False
         self.session = False
         self.groups: dict[str, Any] = {}
         self.by_rid: dict[str, Request] = {}
-        self.changed = asyncio.Condition()
-        self.work = asyncio.Event()
-
-    async def run(self) -> None:
-        """Run the engine's steps; never returns."""
-        while True:
-            if self.frozen or not self.engine.busy:
-                self.work.clear()
-                await self.work.wait()
-                continue
-            self.engine.step()
-            for _ in range(LOOP_TURNS):
-                await asyncio.sleep(0)
 
     async def dispatch(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer a request as SGLang does; 500 for one that SGLang would silently misunderstand."""
@@ -93,14 +75,13 @@ class StandIn:
             return _json({"error": "Unauthorized"}, 401)
         raw = await http.read()
         body = json.loads(raw) if raw else {}
-        name = API["bodies"].get(http.path)
-        if name is not None:
-            fields: dict[str, bool] = API["fields"][name]
-            if missing := [field for field, optional in fields.items() if not optional and field not in body]:
-                return _json({"error": {"message": f"{name} lacks {missing[0]}"}}, 400)
-            if unknown := body.keys() - fields.keys():
-                return _json({"error": {"message": f"{name} has no field {min(unknown)}"}}, 500)
         try:
+            if (name := API["bodies"].get(http.path)) is not None:
+                fields: dict[str, bool] = API["fields"][name]
+                if missing := [field for field, optional in fields.items() if not optional and field not in body]:
+                    raise ApiError(400, f"{name} lacks {missing[0]}")
+                if unknown := body.keys() - fields.keys():
+                    raise ApiError(500, f"{name} has no field {min(unknown)}")
             # each method has the name of its path's last part
             answer: web.Response = await getattr(self, http.path.rpartition("/")[2])(http, body)
             return answer
@@ -111,10 +92,10 @@ class StandIn:
 
     async def generate(self, http: web.BaseRequest, body: Json) -> web.Response:
         if unknown := body.keys() - set(API["generate"]):
-            return _json({"error": {"message": f"/generate would ignore {min(unknown)}"}}, 500)
+            raise ApiError(500, f"/generate would ignore {min(unknown)}")
         asked = body["sampling_params"]
         if unknown := asked.keys() - set(API["sampling"]):
-            return _json({"error": {"message": f"unknown field `{min(unknown)}`"}}, 400)
+            raise ApiError(400, f"unknown field `{min(unknown)}`")
         body = {"rid": uuid.uuid4().hex, **body}
         ids, most = body["input_ids"], asked.get("max_new_tokens", 128)
         # `_validate_one_request` and `validate_input_length`
@@ -124,8 +105,8 @@ class StandIn:
         if len(ids) >= self.context - 6:
             raise ApiError(400, f"Input length ({len(ids)} tokens) exceeds the maximum allowed length")
         most = min(most, self.context - 2 - len(ids))
-        async with self.changed:
-            await self.changed.wait_for(lambda: not self.paused)
+        while not self.embedded._open.is_set():
+            await self.embedded._open.wait()
         same = ("temperature", "stop_token_ids", "stop", "ignore_eos", "logit_bias")
         params: Json = {key: asked[key] for key in same if key in asked}
         params |= {"max_tokens": most, "logprobs": 0}
@@ -133,12 +114,12 @@ class StandIn:
             params |= {"logprobs": len(candidates), "logprob_token_ids": candidates}
         told = {"token_ids": ids, "sampling_params": params}
         told |= {"cache_salt": body["cache_salt"]} if body.get("cache_salt") else {}
-        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        request = make_request(told, None, self.engine, self.eos, lambda _: finished.set_result(None), (), self.decode)
+        finished, of_model = asyncio.Event(), (None, self.engine, self.eos)
+        request = make_request(told, *of_model, lambda _: finished.set(), (), self.decode)
         self.engine.add(request)
         self.by_rid[body["rid"]] = request
-        self.work.set()
-        await finished
+        self.embedded._work.set()
+        await finished.wait()
         del self.by_rid[body["rid"]]
         return _json(self._turn(body, request))
 
@@ -157,12 +138,8 @@ class StandIn:
         if self.fault == "nan":
             finish = {"type": "stop", "matched": "NaN happened"}
         meta: Json = {
-            "id": body["rid"],
-            "finish_reason": finish,
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": len(tokens),
-            "cached_tokens": 0,
-            "num_retractions": 0,
+            **{"id": body["rid"], "finish_reason": finish, "cached_tokens": 0, "num_retractions": 0},
+            **{"prompt_tokens": len(request.prompt), "completion_tokens": len(tokens)},
             "weight_version": self.engine.weight_version,
             "weight_versions": [
                 {"version": version, "start": start, "end": end}
@@ -189,26 +166,18 @@ class StandIn:
         return web.Response()
 
     async def pause_generation(self, http: web.BaseRequest, body: Json) -> web.Response:
-        mode = body.get("mode", "abort")
-        self.paused = True
-        if mode == "abort":
-            for request in self.engine.requests():
-                self.engine.abort(request)
-        elif mode == "retract":
-            self.frozen = True
-        else:
+        modes = {"abort": "abort", "retract": "keep"}
+        if (mode := body.get("mode", "abort")) not in modes:
             raise ApiError(422, f"the stand-in has no mode {mode!r}")
+        await self.embedded._pause(modes[mode])
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: web.BaseRequest, body: Json) -> web.Response:
-        async with self.changed:
-            self.paused = self.frozen = False
-            self.changed.notify_all()
-        self.work.set()
+        await self.embedded.resume(http)
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
     async def ready(self, http: web.BaseRequest, body: Json) -> web.Response:
-        return web.Response(status=503 if self.paused else 200)
+        return web.Response(status=200 if self.embedded._open.is_set() else 503)
 
     health = ready
 
@@ -219,10 +188,10 @@ class StandIn:
         folder = Path(body["model_path"])
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            return _json({"success": False, "message": "Failed to get weights iterator", "num_paused_requests": 0}, 400)
+            return _failed("Failed to get weights iterator")
         self._load({name: value for file in files for name, value in load_file(file).items()})
         self.served_model_name = self.model_path = str(folder)
-        return self._updated(body, {"num_paused_requests": 0})
+        return self._updated(body, num_paused_requests=0)
 
     async def init_weights_update_group(self, http: web.BaseRequest, body: Json) -> web.Response:
         """As sglang/srt/utils/common.py `init_custom_process_group`, for one worker."""
@@ -231,43 +200,37 @@ class StandIn:
         def join() -> Any:
             store = dist.TCPStore(body["master_address"], body["master_port"], body["world_size"], False, _WAIT)
             helper: Any = c10d._new_process_group_helper
-            group, _ = helper(
-                body["world_size"],
-                body["rank_offset"],
-                [],
-                c10d.Backend(body["backend"]),
-                c10d.PrefixStore(body["group_name"], store),
-                group_name=body["group_name"],
-                timeout=_WAIT,
-            )
+            kind, prefixed = c10d.Backend(body["backend"]), c10d.PrefixStore(body["group_name"], store)
+            named = {"group_name": body["group_name"], "timeout": _WAIT}
+            group, _ = helper(body["world_size"], body["rank_offset"], [], kind, prefixed, **named)
             c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(body["world_size"])}
             return group
 
         self.groups[body["group_name"]] = await asyncio.to_thread(join)
-        return _json({"success": True, "message": "Succeeded to initialize custom process group."})
+        return _done()
 
     async def destroy_weights_update_group(self, http: web.BaseRequest, body: Json) -> web.Response:
         if (group := self.groups.pop(body["group_name"], None)) is None:
-            return _json({"success": False, "message": "The group to be destroyed does not exist."}, 400)
+            return _failed("The group to be destroyed does not exist.")
         dist.destroy_process_group(group)
-        return _json({"success": True, "message": "Succeeded to destroy custom process group."})
+        return _done()
 
     async def begin_weight_update(self, http: web.BaseRequest, body: Json) -> web.Response:
         if self.session:
-            return _json({"success": False, "message": "a weight-update session is already open"}, 400)
+            return _failed("a weight-update session is already open")
         self.session = True
-        return _json({"success": True, "message": "Success"})
+        return _done()
 
     async def end_weight_update(self, http: web.BaseRequest, body: Json) -> web.Response:
         if not self.session:
-            return _json({"success": False, "message": "no weight-update session is open"}, 400)
+            return _failed("no weight-update session is open")
         self.session = False
-        return _json({"success": True, "message": "Success"})
+        return _done()
 
     async def update_weights_from_distributed(self, http: web.BaseRequest, body: Json) -> web.Response:
         self._need_pause()
         if not self.session:
-            return _json({"success": False, "message": "must run between begin_weight_update() and ..."}, 400)
+            return _failed("must run between begin_weight_update() and end_weight_update()")
         if body["load_format"] != "flattened_bucket":
             raise ApiError(400, "the stand-in has no other load_format")
         group = self.groups[body["group_name"]]
@@ -278,14 +241,14 @@ class StandIn:
         parts = zip(body["names"], dtypes, body["shapes"], buffer.split(sizes), strict=True)
         # `FlattenedTensorBucket.reconstruct_tensors` views the bytes in place, so they must be aligned
         self._load({name: part.view(dtype).reshape(shape) for name, dtype, shape, part in parts})
-        return self._updated(body, {})
+        return self._updated(body)
 
     async def update_weight_version(self, http: web.BaseRequest, body: Json) -> web.Response:
         if body.get("abort_all_requests", True):
             for request in self.engine.requests():
                 self.engine.abort(request)
         self.engine.weight_version = body["new_version"]
-        return _json({"success": True, "message": "Weight version updated", "new_version": body["new_version"]})
+        return _done(new_version=body["new_version"])
 
     async def weights_checker(self, http: web.BaseRequest, body: Json) -> web.Response:
         """Checksums of the parameters as SGLang's networks have them: projections stacked, a tied head left out."""
@@ -305,17 +268,17 @@ class StandIn:
         place = dict.fromkeys(API["place"], 0) | {"role": "target", "tp_size": 1, "dp_size": 1, "pp_size": 1, "size": 1}
         rank = {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": [place]}
         assert rank.keys() == set(API["checksum"])
-        return _json({"success": True, "message": "Success", "ranks": [rank], "per_engine_checksum": ""})
+        return _done(ranks=[rank], per_engine_checksum="")
 
     async def flush_cache(self, http: web.BaseRequest, body: Json) -> web.Response:
         # is_fully_idle(ignore_waiting=self._engine_paused)
-        if self.engine.busy and not self.frozen:
+        if self.engine.busy and not self.embedded._frozen:
             return web.Response(text="Flush cache failed.\n", status=400)
         self.engine.reset_prefix_cache(True)
         return web.Response(text="Cache flushed.\n")
 
     def _need_pause(self) -> None:
-        if self.engine.busy and not self.frozen:
+        if self.engine.busy and not self.embedded._frozen:
             raise ApiError(400, "SGLang would wait for all requests; the stand-in refuses")
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
@@ -323,12 +286,12 @@ class StandIn:
             for name, value in weights.items():
                 self.weights.write(name, value)
 
-    def _updated(self, body: Json, more: Json) -> web.Response:
+    def _updated(self, body: Json, **more: Any) -> web.Response:
         if body.get("weight_version") is not None:
             self.engine.weight_version = body["weight_version"]
         if body.get("flush_cache", True):
             self.engine.reset_prefix_cache(True)
-        return _json({"success": True, "message": "Succeeded to update model weights.", **more})
+        return _done(**more)
 
     # ---- the server
 
@@ -365,6 +328,14 @@ def _json(body: Json, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
 
 
+def _done(**more: Any) -> web.Response:
+    return _json({"success": True, "message": "Success", **more})
+
+
+def _failed(message: str) -> web.Response:
+    return _json({"success": False, "message": message}, 400)
+
+
 def _settings() -> argparse.Namespace:
     """Parse SGLang's flags, those in the wheel's table only."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -392,7 +363,7 @@ async def _serve(settings: argparse.Namespace) -> None:
     )
     host, port = serving.sockets[0].getsockname()[:2]
     print(f"The server is fired up and ready to roll! http://{host}:{port}", flush=True)
-    await server.run()
+    await server.embedded.run_engine()
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ _ASK_SECONDS = 6.0
 _WEIGHTS = ("*.safetensors", "*.bin")
 _BUSY = (408, 429, 500, 502, 503, 504)
 """Statuses after which the hub's client repeats a request."""
-
 _NOT_FOUND, _TOO_MANY = 404, 429
 _PUBLIC = "https://huggingface.co"
 
@@ -42,12 +41,11 @@ class OutOfReach(SettingError):
 
 
 class _Refusal(NamedTuple):
-    """A reason why something cannot be loaded from the hub, and its fix."""
+    """A reason why something cannot be loaded from the hub, and its fix. `is_reached` if the hub itself answered."""
 
     problem: str
     fix: str
     is_reached: bool
-    """True if the hub itself answered, and knows the reason."""
 
 
 def has_tokenizer(model: str) -> bool:
@@ -87,47 +85,49 @@ def check_names(wanted: Iterable[HubName]) -> None:
     the hub cannot be reached, warn on stderr, and switch this process and those that it starts to offline mode: the
     hub's client repeats each request for half a minute, and reports another cause."""
     for field, name, kind in wanted:
-        if not constants.HF_HUB_OFFLINE and (refusal := _refusal_of(name, kind)) is not None:
-            if refusal.is_reached:
-                raise SettingError(field, refusal.problem, refusal.fix)
-            if is_downloaded(name, kind):
-                _go_offline(refusal)
-            else:
-                raise _missing(field, name, kind, refusal)
-        elif constants.HF_HUB_OFFLINE and not is_downloaded(name, kind):
-            raise _missing(field, name, kind, _why_offline)
+        if (refusal := _refusal(name, kind)) is None:
+            continue
+        if refusal.is_reached:
+            raise SettingError(field, refusal.problem, refusal.fix)
+        if not is_downloaded(name, kind):
+            folder = "a folder with a model" if kind == "model" else "a file"
+            problem = f"{name} is not on this machine, and {refusal.problem}"
+            raise OutOfReach(field, problem, f"{refusal.fix}, or name {folder}")
+        _go_offline(refusal)
 
 
 def check_answers(field: str) -> None:
     """Raise SettingError for `field`, which needs the hub, if the hub does not answer, or offline mode is set."""
-    refusal = _why_offline if constants.HF_HUB_OFFLINE else _refusal_of_hub()
-    if refusal is not None:
+    if (refusal := _refusal()) is not None:
         raise SettingError(field, refusal.problem, refusal.fix)
 
 
 def use_hub_if_it_answers(name: str | None = None, kind: Kind = "model") -> None:
     """Switch this process, and those that it starts, to offline mode, with a warning on stderr, if the hub does not
     answer a request, which is for `name` if that is given."""
-    if constants.HF_HUB_OFFLINE:
-        return
-    refusal = _refusal_of_hub() if name is None else _refusal_of(name, kind)
-    if refusal is not None and not refusal.is_reached:
+    if (refusal := _refusal(name, kind)) is not None and not refusal.is_reached:
         _go_offline(refusal)
 
 
 def hub_answers(model: str) -> bool:
     """Return whether the hub answers a request for a model within seconds; False in offline mode."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    refusal = _refusal_of(model, "model")
-    return refusal is None or refusal.is_reached
+    return (refusal := _refusal(model)) is None or refusal.is_reached
 
 
 _why_offline = _Refusal("HF_HUB_OFFLINE is set", "unset it", is_reached=False)
 
 
+def _refusal(name: str | None = None, kind: Kind = "model") -> _Refusal | None:
+    """Return why a request to the hub, for `name` if that is given, gets no answer; None if it gets one."""
+    if constants.HF_HUB_OFFLINE:
+        return _why_offline
+    return _refusal_of_hub() if name is None else _refusal_of(name, kind)
+
+
 def _go_offline(refusal: _Refusal) -> None:
     global _why_offline
+    if constants.HF_HUB_OFFLINE:
+        return
     _why_offline = refusal
     constants.HF_HUB_OFFLINE = True
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -135,12 +135,6 @@ def _go_offline(refusal: _Refusal) -> None:
         # it has copied the constant
         loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     print(f"agentfactory: {refusal.problem}; only earlier downloads are used", file=sys.stderr, flush=True)
-
-
-def _missing(field: str, name: str, kind: Kind, refusal: _Refusal) -> OutOfReach:
-    folder = "a folder with a model" if kind == "model" else "a file"
-    problem = f"{name} is not on this machine, and {refusal.problem}"
-    return OutOfReach(field, problem, f"{refusal.fix}, or name {folder}")
 
 
 @cache
@@ -152,8 +146,7 @@ def _refusal_of(name: str, kind: Kind) -> _Refusal | None:
     def ask() -> None:
         # the client that downloads, so that both take the same way
         hub = HfApi()
-        found = hub.repo_info(name, repo_type=kind, timeout=_ANSWER_SECONDS)
-        if found.gated:
+        if hub.repo_info(name, repo_type=kind, timeout=_ANSWER_SECONDS).gated:
             hub.auth_check(name, repo_type=kind)
 
     try:
@@ -169,7 +162,6 @@ def _refusal_of(name: str, kind: Kind) -> _Refusal | None:
 
 @cache
 def _refusal_of_hub() -> _Refusal | None:
-
     def ask() -> None:
         response = get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
         # the root of a mirror may be forbidden, or not exist

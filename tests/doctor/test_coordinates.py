@@ -82,7 +82,7 @@ async def asked(folder: Path, kind: str, way: Coordinates, coordinates: str = "a
     tokenizer = vision_tokenizer(kind)
 
     def script(prompt: list[int]) -> list[int]:
-        [picture] = [one for one in pictures() if vision.fitted(*one.image.size) == SIZE.get()]
+        [picture] = [one for one in pictures() if vision.sizes.fitted(*one.image.size) == SIZE.get()]
         places = ModelView(way, vision.sizes).from_pixels(picture.box, picture.image.size)
         return tokenizer.encode(f"{[round(place, 3) for place in places]}<|im_end|>", add_special_tokens=False)
 

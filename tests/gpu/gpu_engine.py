@@ -1,7 +1,5 @@
 """The embedded engine on a GPU: decoding by CUDA graphs, precision, and what sleep gives back to other processes."""
 
-import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from tests.engine_runs import check, decode, random_prompts
 from tests.gpu.models import DEVICE, NEEDS_GPU, VOCABULARY, recipe
 from tests.server_process import serve
 
@@ -31,19 +30,8 @@ def make_engine(path: Path, dtype: torch.dtype = torch.float32, **options: Any) 
     return Engine(load(path, dtype), max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, **options)
 
 
-def run(engine: Engine, prompts: list[np.ndarray], max_tokens: int, adapters: tuple[Any, ...] = (None,)) -> list[Any]:
-    """Requests that draw by seeds of their own, with the adapters in turns."""
-    requests = [Request(prompt, max_tokens, lambda request: None) for prompt in prompts]
-    for index, request in enumerate(requests):
-        request.generator, request.adapter = random.Random(index), adapters[index % len(adapters)]
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    return requests
-
-
-def random_prompts(*lengths: int) -> list[np.ndarray]:
-    return [np.random.default_rng(length).integers(0, VOCABULARY, length) for length in lengths]
+def prompts_of(*lengths: int) -> list[np.ndarray]:
+    return random_prompts(*lengths, vocabulary=VOCABULARY)
 
 
 def save_adapter(path: Path, folder: Path, seed: int) -> Path:
@@ -69,67 +57,45 @@ def test_decode_by_graphs_equals_decode_without(small: Path, tmp_path: Path) -> 
     seen: list[list[Request]] = []
     for engine in engines:
         one, two = (engine.adapters.load(path.name, str(path)) for path in paths[:2])
-        done = run(engine, random_prompts(*range(40, 95)), 20, (None, one, two))
+        done = decode(engine, prompts_of(*range(40, 95)), 20, (None, one, two))
         ends = [np.array([*done[i].prompt, *done[i].tokens, 5, 6]) for i in (0, 54)]
-        done += run(engine, ends, 12, (one,))
+        done += decode(engine, ends, 12, (one,))
         place = id(one.factors)
         del one
         for request in done:
             request.adapter = None
         three = engine.adapters.load("three", str(paths[2]))
         assert id(three.factors) == place
-        done += run(engine, ends, 12, (three,)) + run(engine, random_prompts(500), 60)
+        done += decode(engine, ends, 12, (three,)) + decode(engine, prompts_of(500), 60)
         before = torch.cuda.memory_allocated()
         engine.sleep()
         assert torch.cuda.memory_allocated() < before
         engine.wake(weights=True, cache=True)
-        seen.append(done + run(engine, random_prompts(30, 31), 12, (two, three)))
+        seen.append(done + decode(engine, prompts_of(30, 31), 12, (two, three)))
     for plain, graphed in zip(*seen, strict=True):
         assert graphed.tokens == plain.tokens
         np.testing.assert_allclose(graphed.logprobs, plain.logprobs, atol=1e-3)
 
 
 def test_weights_that_change_in_place_are_seen_by_graphs(small: Path) -> None:
-    engine, prompts = make_engine(small), random_prompts(30)
-    first = run(engine, prompts, 10)[0]
+    engine, prompts = make_engine(small), prompts_of(30)
+    first = decode(engine, prompts, 10)[0]
     with torch.no_grad():
         engine.model.model.norm.weight.mul_(1.5)
     engine.reset_prefix_cache()
-    second = run(engine, prompts, 10)[0]
+    second = decode(engine, prompts, 10)[0]
     assert abs(first.logprobs[5] - second.logprobs[5]) > 1e-3
-    check(load(small), second, scale=1.5)
-
-
-def check(model: Any, request: Request, scale: float = 1.0, atol: float = 1e-3) -> None:
-    """Its log-probabilities are those of the model's own attention."""
-    ids = torch.tensor([[*request.prompt.tolist(), *request.tokens]], device=DEVICE)
+    changed = load(small)
     with torch.no_grad():
-        model.model.norm.weight.mul_(scale)
-        logits = model(input_ids=ids).logits[0, len(request.prompt) - 1 : -1].float()
-    wanted = torch.log_softmax(logits, -1).gather(1, ids[0, len(request.prompt) :, None])[:, 0].cpu()
-    assert (torch.tensor(request.logprobs) - wanted).abs().max() < atol
+        changed.model.norm.weight.mul_(1.5)
+    check(changed, second, atol=1e-3)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_bfloat16_follows_float32(small: Path, graphs: bool) -> None:
     engine, exact = make_engine(small, torch.bfloat16, static_decode=graphs), load(small)
-    for request in run(engine, random_prompts(*range(20, 60)), 24):
+    for request in decode(engine, prompts_of(*range(20, 60)), 24):
         check(exact, request, atol=0.3)
-
-
-def test_speed_with_and_without_graphs_is_printed(large: Path) -> None:
-    """Not asserted: it is the machine's."""
-    for static in (False, True):
-        engine = make_engine(large, torch.bfloat16, static_decode=static)
-        prompts = random_prompts(*range(100, 100 + MAX_NUM_SEQS))
-        run(engine, prompts, 64)
-        for count in (8, MAX_NUM_SEQS):
-            run(engine, prompts[:count], 128)
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            run(engine, prompts[:count], 128)
-            seconds = time.perf_counter() - started
-            print(f"\n{count} sequences, graphs={static}: {count * 128 / seconds:.0f} tokens/s")
 
 
 @pytest.fixture(scope="module")

@@ -81,17 +81,15 @@ def make_recipe(path: Path, lora: dict[str, Any] | None, **train: Any) -> TrainR
 
 def full_rows(made: TrainRecipe) -> list[TrainingRow]:
     """As long as rows can be; in trees the groups share the first half."""
-    draw = random.Random(0)
+    draw, rows = random.Random(0), []
     shared = LENGTH // 2 if made.train.batching == "tree" else 0
-    rows = []
+    targets = list(range(max(1, shared), LENGTH))
     for _ in range(made.train.batch_size):
-        prompt = [draw.randrange(VOCABULARY) for _ in range(shared)]
+        prompt = draw.choices(range(VOCABULARY), k=shared)
         for _ in range(GROUP):
-            ids = prompt + [draw.randrange(VOCABULARY) for _ in range(LENGTH - shared)]
-            targets = list(range(max(1, shared), LENGTH))
-            streams = {name: [1.0] * len(targets) for name in ("behaviour", "weight")}
-            streams |= {"advantage": [draw.gauss(0, 1)] * len(targets), "mixed": [0.0] * len(targets)}
-            rows.append(TrainingRow(ids, targets, streams))
+            ids = prompt + draw.choices(range(VOCABULARY), k=LENGTH - shared)
+            values = {"behaviour": 1.0, "weight": 1.0, "advantage": draw.gauss(0, 1), "mixed": 0.0}
+            rows.append(TrainingRow(ids, targets, {name: [value] * len(targets) for name, value in values.items()}))
     return rows
 
 

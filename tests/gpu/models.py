@@ -26,21 +26,13 @@ def needs(package: str) -> pytest.MarkDecorator:
 def make_model(folder: Path, width: int, layers: int, vocabulary: int = VOCABULARY) -> Path:
     """Saves a random Qwen3 whose head is tied to its embeddings."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 128,
-        head_dim=64,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        **{"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 3 * width, "head_dim": 64},
+        **{"num_hidden_layers": layers, "num_attention_heads": width // 64, "num_key_value_heads": width // 128},
+        **{"tie_word_embeddings": True, "initializer_range": 0.05},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
     return folder
 
 

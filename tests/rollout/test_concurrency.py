@@ -2,7 +2,7 @@
 
 import asyncio
 
-from agentfactory.rollout.inference.concurrency import ConcurrencyControl, Places
+from agentfactory.rollout.inference.concurrency import Places, next_limit
 from agentfactory.rollout.inference.server_metrics import Load
 
 
@@ -56,21 +56,21 @@ async def test_a_smaller_limit_holds_for_free_places_too() -> None:
 
 
 def test_the_limit_grows_while_it_is_reached_and_the_server_has_room() -> None:
-    control = ConcurrencyControl(limit=16, step=8)
     idle = Load(waiting=0, running=4, cache=0.2)
-    assert control.observe(idle, alive=10) == 16, "nobody needs more"
-    assert [control.observe(idle, alive=limit) for limit in (16, 24)] == [24, 32]
-    assert control.observe(Load(waiting=3, running=16, cache=0.2), alive=32) == 25
-    assert control.observe(Load(waiting=0, running=16, cache=0.95), alive=20) == 16
-    assert [control.observe(Load(9, 9, 0.9), alive=16) for _ in range(3)] == [12, 9, 8], "never below one step"
+    assert next_limit(16, 8, idle, alive=10) == 16, "nobody needs more"
+    assert [next_limit(limit, 8, idle, alive=limit) for limit in (16, 24)] == [24, 32]
+    assert next_limit(32, 8, Load(waiting=3, running=16, cache=0.2), alive=32) == 25
+    assert next_limit(25, 8, Load(waiting=0, running=16, cache=0.95), alive=20) == 16
+    assert next_limit(25, 8, Load(waiting=0, running=16, cache=0.9), alive=20) == 25, "the cache has room"
+    assert [next_limit(limit, 8, Load(9, 9, 0.9), alive=16) for limit in (16, 12, 9)] == [12, 9, 8], "one step at least"
 
 
 def test_the_limit_settles_where_the_server_is_just_full() -> None:
     """A server that decodes 32 requests concurrently, and chains that spend a quarter of their time in it."""
-    control, seen = ConcurrencyControl(limit=32, step=8), []
+    limit, seen = 32, []
     for _ in range(100):
-        wanted = control.limit / 4
-        control.observe(Load(max(0.0, wanted - 32), min(wanted, 32), 0.5), control.limit)
-        seen.append(control.limit)
+        wanted = limit / 4
+        limit = next_limit(limit, 8, Load(max(0.0, wanted - 32), min(wanted, 32), 0.5), limit)
+        seen.append(limit)
     assert min(seen[30:]) >= 100
     assert max(seen[30:]) <= 136

@@ -38,7 +38,7 @@ from tests.waiting import wait_for
 def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, ...] = ()) -> WorkerProcess:
     """Rank 0's end after these batches have arrived; there is no real process."""
     end = WorkerProcess.__new__(WorkerProcess)
-    end._batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
+    end.batches = deque(([Group(group_id, {}, []) for group_id in ids], {"filtered/groups": 1.0}) for ids in batches)
     end._may_be_short, end._delivered, end.started = may_be_short, set(trained), True
     end._groups, end.evaluations, end.log_file = [], deque(), Path("logs/worker.log")
     end.held_by = lambda: None  # type: ignore[method-assign]

@@ -1,8 +1,5 @@
 """The decode loop alone: refused requests, and code paths that short HTTP requests do not reach."""
 
-import copy
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +9,23 @@ import psutil
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from agentfactory.rollout.inference.embedded import engine as engine_module
-from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
 from agentfactory.rollout.inference.embedded.engine import PREFILL_TOKENS, Engine
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
 from agentfactory.rollout.inference.embedded.step_plan import Planner, attend
+from tests.engine_runs import check, decode, finish, make_adapter, random_prompts
+from tests.text_families import tiny_network
 
 pytestmark = pytest.mark.numbers
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 8192, "initializer_range": 0.3},
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 
 
@@ -61,78 +35,24 @@ def qwen3(**changes: Any) -> Qwen3ForCausalLM:
 
 
 WINDOW = 8
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def gpt_oss() -> GptOssForCausalLM:
-    """A model with attention sinks, and a sliding window in the first of two layers."""
-    sizes = {**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
-    return GptOssForCausalLM(GptOssConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 100.0}))
-
-
-def qwen3_moe() -> Qwen3MoeForCausalLM:
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts=4))
-
-
-def deepseek() -> DeepseekV3ForCausalLM:
-    """A model with keys of width 16 and values of width 12, a dense layer and an MoE layer."""
-    widths = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-    groups = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    sizes = {**SIZES, **EXPERTS, **widths, **groups, "num_key_value_heads": 4, "num_nextn_predict_layers": 0}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes))
-
-
-def mistral() -> MistralForCausalLM:
-    """A model with a sliding window in every layer."""
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW))
-
-
-def qwen3_windows() -> Qwen3ForCausalLM:
-    sizes = {**SIZES, "head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes))
-
-
-def run(
-    engine: Engine, prompts: list[np.ndarray], max_tokens: int = 6, adapters: tuple[Adapter | None, ...] = (None,)
-) -> list[Request]:
-    """Run requests that alternate between the adapters, each with its own seed."""
-    requests = [Request(prompt, max_tokens, lambda request: None) for prompt in prompts]
-    for index, request in enumerate(requests):
-        request.generator, request.adapter = random.Random(index), adapters[index % len(adapters)]
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    return requests
-
-
-def check(engine: Engine, model: torch.nn.Module, request: Request) -> None:
-    ids = torch.tensor([[*request.prompt.tolist(), *request.tokens]])
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits[0, len(request.prompt) - 1 : -1]
-    expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(request.prompt) :, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=3e-4, rtol=0)
-
-
-def random_prompts(*lengths: int) -> list[np.ndarray]:
-    return [np.random.default_rng(length).integers(0, 97, length) for length in lengths]
 
 
 @pytest.mark.slow
 def test_long_prompts_come_in_chunks_beside_short_ones() -> None:
     engine = Engine(qwen3(), max_model_len=2 * PREFILL_TOKENS + 500, max_num_seqs=40)
-    for request in run(engine, random_prompts(*range(1, 70), 700, PREFILL_TOKENS, 2 * PREFILL_TOKENS + 99)):
-        check(engine, qwen3().eval(), request)
+    model = qwen3().eval()
+    for request in decode(engine, random_prompts(*range(1, 70), 700, PREFILL_TOKENS, 2 * PREFILL_TOKENS + 99)):
+        check(model, request)
 
 
 def test_sparse_slots_are_copied_out() -> None:
     engine = Engine(qwen3(), max_model_len=256, max_num_seqs=32)
-    first = run(engine, random_prompts(*range(40, 72)))
+    first = decode(engine, random_prompts(*range(40, 72)))
     # two conversations continue in slots far apart
-    later = run(engine, [np.array([*first[i].prompt, *first[i].tokens, 5, 6]) for i in (0, 31)])
+    later = decode(engine, [np.array([*first[i].prompt, *first[i].tokens, 5, 6]) for i in (0, 31)])
     assert abs(later[0].slot - later[1].slot) > 10
     for request in later:
-        check(engine, qwen3().eval(), request)
+        check(qwen3().eval(), request)
 
 
 @pytest.mark.slow
@@ -140,8 +60,8 @@ def test_large_batches_of_wide_layers() -> None:
     """Wide enough for the oneDNN path."""
     shape = {"hidden_size": 128, "intermediate_size": 384, "initializer_range": 0.05}
     engine = Engine(qwen3(**shape), max_model_len=512, max_num_seqs=40)
-    for request in run(engine, random_prompts(*range(1, 80))):
-        check(engine, qwen3(**shape).eval(), request)
+    for request in decode(engine, random_prompts(*range(1, 80))):
+        check(qwen3(**shape).eval(), request)
 
 
 def test_what_is_not_a_number_spoils_no_later_sequence() -> None:
@@ -151,11 +71,11 @@ def test_what_is_not_a_number_spoils_no_later_sequence() -> None:
     healthy = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
-    assert [request.finish_reason for request in run(engine, prompts)] == ["error", "error"]
+    assert [request.finish_reason for request in decode(engine, prompts)] == ["error", "error"]
     model.load_state_dict(healthy)
-    for request in run(engine, [prompt[:5] for prompt in prompts]):
+    for request in decode(engine, [prompt[:5] for prompt in prompts]):
         assert request.finish_reason == "length"
-        check(engine, qwen3(), request)
+        check(qwen3(), request)
 
 
 def test_models_that_it_cannot_decode_are_refused() -> None:
@@ -164,20 +84,6 @@ def test_models_that_it_cannot_decode_are_refused() -> None:
         Engine(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, layer_types=["linear_attention"] * 2)), **sizes)
     with pytest.raises(MemoryError, match="lower max_num_seqs"):
         Engine(qwen3(), max_model_len=2**16, max_num_seqs=2**12)
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("make", [gpt_oss, qwen3_moe, deepseek, mistral, qwen3_windows])
-def test_sinks_windows_experts_and_latent_attention(make: Callable[[], PreTrainedModel], static: bool) -> None:
-    torch.manual_seed(0)
-    model = make()
-    engine = Engine(copy.deepcopy(model), max_model_len=256, max_num_seqs=8, static_decode=static)
-    first = run(engine, random_prompts(1, 2, 3, WINDOW - 1, WINDOW, WINDOW + 1, 60, 90, 91, 92, 140))
-    # conversations go on from what the cache has of them
-    later = run(engine, [np.array([*request.prompt, *request.tokens, 5, 6]) for request in first[-4:]])
-    assert engine.cached_tokens > 200
-    for request in [*first, *later]:
-        check(engine, model.eval(), request)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 21])
@@ -209,27 +115,7 @@ def test_a_window_that_is_not_kept_is_found_out(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Planner, "masks", without_window)
     with pytest.raises(UnsupportedModel, match="differ by"):
-        Engine(gpt_oss(), max_model_len=64, max_num_seqs=2)
-
-
-def test_other_positions_than_rotary_work_too() -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=256)).eval()
-    engine = Engine(model, max_model_len=256, max_num_seqs=8)
-    requests = run(engine, random_prompts(3, 40, 41, 90))
-    model.set_attn_implementation("sdpa")
-    for request in requests:
-        check(engine, model, request)
-
-
-def make_adapter(model: Qwen3ForCausalLM, folder: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    wrapped.save_pretrained(folder)
-    return folder
+        Engine(tiny_network("gpt_oss"), max_model_len=64, max_num_seqs=2)
 
 
 def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
@@ -240,11 +126,11 @@ def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
     seen: list[list[Request]] = []
     for engine in engines:
         one, two = (engine.adapters.load(path.name, str(path)) for path in paths)
-        done = run(engine, random_prompts(*range(40, 75)), 9, (None, one, two))
+        done = decode(engine, random_prompts(*range(40, 75)), 9, (None, one, two))
         # they continue at the ends of the cache
         ends = [np.array([*done[i].prompt, *done[i].tokens, 5, 6]) for i in (0, 34)]
-        done += run(engine, ends, 6, (one,)) + run(engine, ends[:1], 6, (None, one))
-        done += run(engine, random_prompts(1, 500), 30)
+        done += decode(engine, ends, 6, (one,)) + decode(engine, ends[:1], 6, (None, one))
+        done += decode(engine, random_prompts(1, 500), 30)
         seen.append(done)
     for dynamic, static in zip(*seen, strict=True):
         assert static.tokens == dynamic.tokens
@@ -260,20 +146,20 @@ def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
 
 def test_static_steps_leave_other_slots_as_they_are() -> None:
     engine = Engine(qwen3(), max_model_len=256, max_num_seqs=8, static_decode=True)
-    first = run(engine, random_prompts(60, 61, 62))
-    run(engine, random_prompts(90, 91))
+    first = decode(engine, random_prompts(60, 61, 62))
+    decode(engine, random_prompts(90, 91))
     # rows of unused slots were computed too
     for request, lines in zip(first, (60, 61, 62), strict=True):
-        again = run(engine, [np.array([*request.prompt, *request.tokens, 7])])[0]
+        again = decode(engine, [np.array([*request.prompt, *request.tokens, 7])])[0]
         assert again.slot == request.slot
         assert len(request.prompt) == lines
-        check(engine, qwen3().eval(), again)
+        check(qwen3().eval(), again)
 
 
 def test_static_steps_read_nothing_on_the_host(tmp_path: Path) -> None:
     engine = Engine(qwen3(), max_model_len=600, max_num_seqs=8, static_decode=True)
     adapter = engine.adapters.load("a", str(make_adapter(qwen3(), tmp_path, 0)))
-    run(engine, random_prompts(5, 6), 4, (None, adapter))
+    decode(engine, random_prompts(5, 6), 4, (None, adapter))
     step, _ = engine.static._steps[engine.static.shapes[-1]]
     # fake tensors have shapes but no values: code that needs a value raises here, and would abort a capture
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -293,8 +179,8 @@ def test_an_adapter_takes_the_place_of_one_that_has_gone(tmp_path: Path) -> None
     for seed in (0, 1):
         path = str(make_adapter(qwen3(), tmp_path / str(seed), seed))
         adapter = engine.adapters.load("policy", path)
-        request = run(engine, prompts, 6, (adapter,))[0]
-        check(engine, peft.PeftModel.from_pretrained(qwen3(), path).eval(), request)
+        request = decode(engine, prompts, 6, (adapter,))[0]
+        check(peft.PeftModel.from_pretrained(qwen3(), path).eval(), request)
         outcomes.append(request.logprobs)
         shapes.append(set(engine.static.shapes))
         other = engine.adapters.load("other", path)
@@ -307,18 +193,14 @@ def test_an_adapter_takes_the_place_of_one_that_has_gone(tmp_path: Path) -> None
 def test_scored_prompts_come_in_chunks_of_few_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside decoding requests, with and without adapters, and although their beginnings are in the cache."""
     monkeypatch.setattr(engine_module, "LOGIT_ELEMENTS", 97 * 7)
-    base = qwen3()
-    torch.manual_seed(1)
-    made = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules="all-linear"))
-    for name, weight in made.named_parameters():
-        torch.nn.init.normal_(weight, std=0.2) if "lora_B" in name else None
-    made.save_pretrained(tmp_path)
-    engine = Engine(copy.deepcopy(base), max_model_len=128, max_num_seqs=6)
-    adapter = engine.adapters.load("adapter", str(tmp_path))
+    base, path = qwen3().eval(), str(make_adapter(qwen3(), tmp_path, 1))
+    made = peft.PeftModel.from_pretrained(qwen3(), path).eval()
+    engine = Engine(qwen3(), max_model_len=128, max_num_seqs=6)
+    adapter = engine.adapters.load("adapter", path)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, 97, size) for size in (40, 2, 23, 1, 40, 31)]
     prompts[4] = prompts[0]
-    run(engine, [prompts[0]])
+    decode(engine, [prompts[0]])
     largest = []
     forward = engine._forward
 
@@ -333,13 +215,11 @@ def test_scored_prompts_come_in_chunks_of_few_logits(tmp_path: Path, monkeypatch
         request.adapter = adapter if number % 2 else None
         # the last two only decode
         request.prompt_logprobs, request.fresh = (number, True) if number < 4 else (None, False)
-        engine.add(request)
-    while engine.busy:
-        engine.step()
+    finish(engine, *requests)
     assert max(largest) <= 7 + len(requests)
     for number, request in enumerate(requests):
         network = made if number % 2 else base
-        check(engine, network, request)
+        check(network, request)
         if number >= 4:
             assert request.prompt_scores == {}
             continue
@@ -359,7 +239,7 @@ def test_what_is_evicted_comes_back_in_place(tmp_path: Path) -> None:
     engine = Engine(qwen3(**shape), max_model_len=256, max_num_seqs=40)
     adapter = engine.adapters.load("a", str(make_adapter(qwen3(**shape), tmp_path, 0)))
     prompts = random_prompts(*range(20, 60))
-    before = run(engine, prompts, 6, (None, adapter))
+    before = decode(engine, prompts, 6, (None, adapter))
     held = [*engine.model.parameters(), *engine.model.buffers(), *engine.adapters.tensors()]
     assert len({tensor.data_ptr() for tensor in held}) == len(held)
     evictable = Evictable(held, pin=False)
@@ -371,7 +251,7 @@ def test_what_is_evicted_comes_back_in_place(tmp_path: Path) -> None:
         evictable.evict()
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
         evictable.restore()
-        after = run(engine, prompts, 6, (None, adapter))
+        after = decode(engine, prompts, 6, (None, adapter))
         same = [request.logprobs for request in after] == [request.logprobs for request in before]
         assert same == (not change), "what changed between two evictions is kept too"
 
@@ -382,11 +262,11 @@ def test_sleep_returns_the_caches_memory_to_the_system() -> None:
     engine = Engine(qwen3(head_dim=128, num_key_value_heads=4), max_model_len=256, max_num_seqs=64)
     prompts = random_prompts(*range(180, 244))
     size = 64 * 256 * 2 * 2 * 4 * 128 * 4
-    run(engine, prompts)
+    decode(engine, prompts)
     process = psutil.Process()
     awake = process.memory_info().rss
     engine.sleep()
     assert awake - process.memory_info().rss > 0.8 * size
     engine.wake(weights=True, cache=True)
-    (request,) = run(engine, prompts[:1])
-    check(engine, qwen3(head_dim=128, num_key_value_heads=4).eval(), request)
+    (request,) = decode(engine, prompts[:1])
+    check(qwen3(head_dim=128, num_key_value_heads=4).eval(), request)

@@ -24,6 +24,7 @@ from agentfactory.rollout.inference.embedded.image_encoder import ImageCache, Im
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
 from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request, UnsupportedModel
 from agentfactory.tools.images.lru_cache import ByteCache
+from tests.engine_runs import finish, make_adapter
 from tests.vision_families import make_family
 from tests.vision_models import KINDS, make_vision_model
 
@@ -51,6 +52,12 @@ def encoder_of(engine: Engine) -> ImageEncoder:
     return engine.encoder
 
 
+def started(model: Path, **options: Any) -> tuple[Engine, Any, int]:
+    """An engine, another network of its model, and the image token."""
+    engine = make_engine(model, **options)
+    return engine, load(model), encoder_of(engine).images.vision.image_token_id
+
+
 def picture(seed: int, width: int = 150, height: int = 100) -> Image.Image:
     small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
@@ -71,13 +78,6 @@ def make_request(engine: Engine, ids: list[int], held: list[HeldImage], seed: in
     bias = dict.fromkeys(images.vision.banned_token_ids, -100.0)
     options = {"max_tokens": 8, "generator": random.Random(seed), "logit_bias": bias, **options}
     return Request(prompt, on_finish=lambda request: None, images=placed, **options)
-
-
-def run(engine: Engine, *requests: Request) -> None:
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
 
 
 @torch.no_grad()
@@ -107,18 +107,17 @@ def check(network: Any, engine: Engine, *requests: Request) -> None:
 
 @pytest.mark.parametrize("static", [False, True])
 def test_two_turns_with_two_images_each(model: Path, static: bool) -> None:
-    engine, network = make_engine(model, static_decode=static), load(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, network, pad = started(model, static_decode=static)
     first, second = hold(engine, picture(1), picture(2, 60, 300)), hold(engine, picture(3, 300, 80), picture(1))
     ids = [*text(1), pad, *text(2, 3), pad, *text(3)]
     turn = make_request(engine, ids, first, temperature=0.7)
-    run(engine, turn)
+    finish(engine, turn)
     check(network, engine, turn)
     # the second turn repeats one image of the first
     ids += [*turn.tokens, *text(4), pad, 30, pad, *text(5, 2)]
     known = engine.cached_tokens
     turns = [make_request(engine, ids, first + second, seed) for seed in range(3)]
-    run(engine, *turns)
+    finish(engine, *turns)
     check(network, engine, *turns)
     assert engine.cached_tokens - known > len(turn.prompt) + 2 * len(turns[0].prompt)
     assert len({tuple(turn.tokens) for turn in turns}) > 1
@@ -129,9 +128,8 @@ def test_two_turns_with_two_images_each(model: Path, static: bool) -> None:
 def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
     model: Path, chunk: int, static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, network = make_engine(model, static_decode=static), load(model)
+    engine, network, pad = started(model, static_decode=static)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", chunk)
-    pad = encoder_of(engine).images.vision.image_token_id
     a, b, c = hold(engine, picture(1), picture(2, 300, 300), picture(3))
     requests = [
         make_request(engine, text(1, 40), []),
@@ -143,39 +141,37 @@ def test_prompts_with_and_without_images_come_in_chunks_that_cut_images(
         make_request(engine, text(8, 3), [], max_tokens=40),
         make_request(engine, [*text(9, 30), pad, *text(10)], [b]),
     ]
-    run(engine, *requests)
+    finish(engine, *requests)
     check(network, engine, *requests)
     # only its last token is not cached
     again = make_request(engine, [*text(7, 5), pad], [a])
-    run(engine, again)
+    finish(engine, again)
     check(network, engine, again)
 
 
 def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(model: Path) -> None:
-    engine, network = make_engine(model), load(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, network, pad = started(model)
     ids = [*text(1), pad, *text(2)]
     requests = [make_request(engine, ids, [image]) for image in hold(engine, *map(picture, range(4)))]
     assert all(request.token_ids == requests[0].token_ids for request in requests)
     for request in requests:
         before = engine.cached_tokens
-        run(engine, request)
+        finish(engine, request)
         check(network, engine, request)
         assert engine.cached_tokens - before in (0, 12)
     assert len({request.logprobs[0] for request in requests}) == 4
     # the same image again comes from the cache
     again = make_request(engine, ids, hold(engine, picture(2)))
     before = engine.computed_tokens
-    run(engine, again)
+    finish(engine, again)
     check(network, engine, again)
     assert engine.computed_tokens == before
 
 
 def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     """Next to a prompt with an image, and in a recomputed chunk of its own prompt's cache."""
-    engine, network = make_engine(model), load(model)
+    engine, network, pad = started(model)
     vision = encoder_of(engine).images.vision
-    pad = vision.image_token_id
     [held] = hold(engine, picture(1))
     forced = make_request(engine, [*text(1), pad, *text(2)], [held], max_tokens=9, logit_bias={pad: 100.0})
     forced.candidates = [40, 50]
@@ -185,7 +181,7 @@ def test_a_sampled_image_token_is_no_image(model: Path) -> None:
     assert forced.tokens == [pad] * 4
     engine.reset_prefix_cache(reset_running_requests=True)
     other = make_request(engine, [*text(3), pad], hold(engine, picture(2)))
-    run(engine, other)
+    finish(engine, other)
     check(network, engine, other)
     assert forced.tokens == [pad] * 9
     # the network would treat a sampled image token as an image, so the reference is computed from embeddings
@@ -223,37 +219,34 @@ def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_image_is_computed_once_until_it_is_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(model)
+    engine, _, pad = started(model)
     counts = count_images(monkeypatch)
-    pad = encoder_of(engine).images.vision.image_token_id
     a, b = hold(engine, picture(1), picture(2))
     for seed in range(3):
-        run(engine, *[make_request(engine, [*text(seed + k), pad, pad, 5], [a, b], seed) for k in (0, 10)])
+        finish(engine, *[make_request(engine, [*text(seed + k), pad, pad, 5], [a, b], seed) for k in (0, 10)])
     assert counts == [2]
     engine.reset_prefix_cache()
-    run(engine, make_request(engine, [*text(0), pad, 5], [a]))
+    finish(engine, make_request(engine, [*text(0), pad, 5], [a]))
     assert counts == [2]
     engine.reset_encoder_cache()
-    run(engine, make_request(engine, [*text(90), pad, 5], [b]))
+    finish(engine, make_request(engine, [*text(90), pad, 5], [b]))
     assert counts == [2, 1]
 
 
 def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, network = make_engine(model), load(model)
-    encoder = encoder_of(engine)
-    counts = count_images(monkeypatch)
-    pad = encoder.images.vision.image_token_id
+    engine, network, pad = started(model)
+    encoder, counts = encoder_of(engine), count_images(monkeypatch)
     encoder._features = ByteCache(limit=40_000)
     images = hold(engine, *map(picture, range(12)))
     for number, image in enumerate(images):
-        run(engine, make_request(engine, [*text(number), pad, 5], [image]))
+        finish(engine, make_request(engine, [*text(number), pad, 5], [image]))
     assert 1 < len(encoder._features) < 12
     assert encoder._features.nbytes <= 40_000
     engine.reset_prefix_cache()
     again = [make_request(engine, [*text(20), pad, 5], [images[number]]) for number in (0, 11)]
-    run(engine, *again)
+    finish(engine, *again)
     check(network, engine, *again)
     assert sum(counts) == 13  # the first was dropped
 
@@ -296,19 +289,19 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     picture(0).save(stored)
     image = {"type": "image_url", "url": "data:image/png;base64,AAAA"}
     cases: list[tuple[Any, str]] = [
-        ("x", "must be a list"),
-        (["x"], r"content_parts\[0\]: only"),
-        ([{**image, "type": "video_url"}], "only"),
-        ([{**image, "uuid": 5}], "uuid: 5 is not"),
-        ([{**image, "url": None}], "Cache miss for image at index 0"),
-        ([{**image, "url": "https://example.org/a.png"}], "must be a data: URL"),
-        ([{**image, "url": str(stored)}], "must be a data: URL"),
-        ([{**image, "url": "data:image/png;base64,!"}], "is not base64"),
-        ([image], "cannot be decoded"),
+        ("x", r"content_parts\[0\]: only"),
+        ({**image, "type": "video_url"}, "only"),
+        ({**image, "uuid": 5}, "uuid: 5 is not"),
+        ({**image, "url": None}, "Cache miss for image at index 0"),
+        *(({**image, "url": url}, "must be a data: URL") for url in ("https://example.org/a.png", str(stored))),
+        ({**image, "url": "data:image/png;base64,!"}, "is not base64"),
+        (image, "cannot be decoded"),
     ]
-    for parts, problem in cases:
+    for content_part, problem in cases:
         with pytest.raises(ValueError, match=problem):
-            await images.receive(parts)
+            await images.receive([content_part])
+    with pytest.raises(ValueError, match="must be a list"):
+        await images.receive("x")
     with pytest.raises(ValueError, match="at most 200 times the other"):
         await images.receive([part(Image.new("RGB", (1, 300)))])
     pad = images.vision.image_token_id
@@ -332,8 +325,7 @@ def test_what_was_used_last_is_kept() -> None:
 
 
 def test_running_requests_are_computed_again_with_their_images(model: Path) -> None:
-    engine, network = make_engine(model), load(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, network, pad = started(model)
     request = make_request(engine, [*text(1), pad, *text(2)], hold(engine, picture(1)), max_tokens=12)
     engine.add(request)
     for _ in range(5):
@@ -341,25 +333,19 @@ def test_running_requests_are_computed_again_with_their_images(model: Path) -> N
     assert len(request.tokens) == 5
     engine.sleep()
     engine.wake(weights=True, cache=True)
-    run(engine)
+    finish(engine)
     check(network, engine, request)
 
 
 def test_adapters_on_language_layers_and_none_on_the_tower(model: Path, tmp_path: Path) -> None:
-    engine = make_engine(model)
-    pad = encoder_of(engine).images.vision.image_token_id
+    engine, _, pad = started(model)
     for name, target in {"language": r".*language_model.*\.(q_proj|v_proj|up_proj)", "tower": "all-linear"}.items():
-        torch.manual_seed(0)
-        wrapped = peft.get_peft_model(load(model), peft.LoraConfig(r=4, lora_alpha=8, target_modules=target))
-        for parameter_name, parameter in wrapped.named_parameters():
-            if "lora_" in parameter_name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        wrapped.save_pretrained(tmp_path / name)
+        make_adapter(load(model), tmp_path / name, 0, 0.1, target_modules=target)
     adapter = engine.adapters.load("language", str(tmp_path / "language"))
     adapted = peft.PeftModel.from_pretrained(load(model), tmp_path / "language").eval()
     ids, held = [*text(1), pad, *text(2)], hold(engine, picture(1))
     plain, with_adapter = make_request(engine, ids, held), make_request(engine, ids, held, adapter=adapter)
-    run(engine, plain, with_adapter)
+    finish(engine, plain, with_adapter)
     check(load(model), engine, plain)
     check(adapted, engine, with_adapter)
     with pytest.raises(
@@ -372,9 +358,8 @@ def test_rounding_leaves_the_tower_as_it_is(model: Path) -> None:
     plain, rounded = load(model).state_dict(), load(model)
     quantize(rounded, "int8")
     changed = {name for name, weight in rounded.state_dict().items() if not torch.equal(weight, plain[name])}
-    assert changed == {
-        name for name in plain if "language_model" in name and name.endswith("_proj.weight") and plain[name].ndim > 1
-    }
+    linear = {name for name, weight in plain.items() if name.endswith("_proj.weight") and weight.ndim > 1}
+    assert changed == {name for name in linear if "language_model" in name}
 
 
 def test_the_proof_at_start_sees_wrong_positions(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,8 +169,10 @@ async def test_an_update_that_was_begun_is_completed(client: Client) -> None:
     await client.post("/resume")
     assert await client.post("/weight_checker", {"action": "checksum"}) == old
     assert (await waiting)["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
-    # no state carries over to the next update
+    # no state carries over to the next update, which holds the server
     await client.post("/start_weight_update")
+    await client.post("/resume", status=409)
+    assert await client.get("/is_paused") == {"is_paused": True}
     await client.post("/finish_weight_update")
 
 
@@ -329,22 +331,11 @@ async def test_error_answers(client: Client) -> None:
     assert f"from 0 to {VOCABULARY - 1}" in await client.generate([-1], status=400)
     for ids in ([1.5], ["a"], [[1], [1, 2]], [True], None, [2**70]):
         assert "token_ids: must be a list of integers" in await client.generate(ids, status=400)  # type: ignore[arg-type]
-    for params in (
-        {"top_p": 0.9},
-        {"top_k": 5},
-        {"guided": 1},
-        {"temperature": -1},
-        {"temperature": "hot"},
-        {"max_tokens": 0},
-        {"logprobs": 2},
-        {"seed": "x"},
-        {"stop_token_ids": "x"},
-        {"logit_bias": [1]},
-        {"logit_bias": {str(VOCABULARY): 1.0}},
-        {"logit_bias": {"word": 1.0}},
-        {"logit_bias": {"3": "much"}},
-    ):
-        assert next(iter(params)) in await client.generate([1], status=400, **params)
+    refused = [("top_p", 0.9), ("top_k", 5), ("guided", 1), ("temperature", -1), ("temperature", "hot"), ("seed", "x")]
+    refused += [("max_tokens", 0), ("logprobs", 2), ("stop_token_ids", "x"), ("logprob_token_ids", [VOCABULARY])]
+    biases: list[Any] = [[1], {str(VOCABULARY): 1.0}, {"word": 1.0}, {"3": "much"}]
+    for name, value in [*refused, *(("logit_bias", bias) for bias in biases)]:
+        assert name in await client.generate([1], status=400, **{name: value})
     await client.generate([1], top_p=1.0, top_k=0)
     part = {"type": "image_url", "url": "data:image/png;base64,AAAA", "uuid": "a"}
     for body, word in (

@@ -87,7 +87,7 @@ def test_the_code_that_holds_up_a_worker_is_named_and_ended(
     monkeypatch.setattr(worker_pool, "STALL_SECONDS", 0.5)
     together = RolloutWorkers.__new__(RolloutWorkers)
     together._workers, together._evaluates = [end], True
-    end._batches = []  # type: ignore[assignment]
+    end.batches = []  # type: ignore[assignment]
     with pytest.raises(WorkerDiedError) as died:
         together.next_batch(1)
     begin = f"the rollout worker was killed: {words}, for longer than rollout.timeout_seconds=0.5; fix: "

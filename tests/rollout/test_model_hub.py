@@ -7,6 +7,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -54,18 +55,16 @@ def hub(status: int, headers: dict[str, str] | None = None) -> Iterator[str]:
 
 
 @contextmanager
-def silent() -> Iterator[str]:
-    """The address of a server that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def bound(listens: bool) -> Iterator[str]:
+    """The address of a server that never answers, and one at which nobody listens."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-@contextmanager
-def nobody() -> Iterator[str]:
-    """An address at which nobody listens."""
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{closed.getsockname()[1]}"
+silent, nobody = partial(bound, True), partial(bound, False)
 
 
 @pytest.fixture(autouse=True)
@@ -122,18 +121,17 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             check_answers("--push")
 
 
-def busy(status: int) -> Any:
-    return lambda: hub(status)
-
-
 @pytest.mark.parametrize(
     ("serve", "said"),
     [
         (silent, "no answer within 0.5 s; fix: correct HF_ENDPOINT, or"),
         (lambda: nullcontext("https://nowhere.invalid"), "[Errno -"),
-        (busy(403), "its answer is 403 Forbidden; fix: correct HF_ENDPOINT, or"),
-        (busy(429), "its answer is 429 Too Many Requests; fix: wait some minutes, log in by `hf auth login`, or"),
-        (busy(503), "its answer is 503 Service Unavailable; fix: correct HF_ENDPOINT, or"),
+        (partial(hub, 403), "its answer is 403 Forbidden; fix: correct HF_ENDPOINT, or"),
+        (
+            partial(hub, 429),
+            "its answer is 429 Too Many Requests; fix: wait some minutes, log in by `hf auth login`, or",
+        ),
+        (partial(hub, 503), "its answer is 503 Service Unavailable; fix: correct HF_ENDPOINT, or"),
     ],
 )
 def test_a_hub_that_does_not_answer(serve: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +146,7 @@ def test_a_hub_that_does_not_answer(serve: Any, said: str, monkeypatch: pytest.M
     [
         (nobody, "URL", "https://huggingface.co through the proxy URL (HTTPS_PROXY): [Errno 111]"),
         (nobody, "http://user:secret@HOST", "through the proxy URL (HTTPS_PROXY): [Errno 111]"),
-        (busy(403), "URL", "through the proxy URL (HTTPS_PROXY): 403 Forbidden; fix: correct HTTPS_PROXY, or"),
+        (partial(hub, 403), "URL", "through the proxy URL (HTTPS_PROXY): 403 Forbidden; fix: correct HTTPS_PROXY, or"),
         (nobody, "nonsense:port", "be reached: HTTPS_PROXY: 'http://nonsense:port' is no address of a proxy"),
     ],
 )
@@ -171,7 +169,7 @@ def test_a_name_that_the_hub_does_not_know(headers: dict[str, str], monkeypatch:
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_a_name_that_cannot_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_cannot_be_one() -> None:
     assert refusal(HubName("model.path", "./a/b/c", "model")).startswith("model.path: './a/b/c' is neither a path nor")
 
 
@@ -186,7 +184,7 @@ def test_a_certificate_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fix: name the certificates of your network in SSL_CERT_FILE, or" in refusal(MODEL)
 
 
-def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal(MODEL) == (
         f"model.path: {MODEL.name} is not on this machine, and HF_HUB_OFFLINE is set; fix: unset it, or name a folder "
@@ -194,6 +192,7 @@ def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     download(MODEL)
     check_names([MODEL])
+    assert not capfd.readouterr().err
 
 
 def test_downloads_are_used_while_the_hub_is_out_of_reach(

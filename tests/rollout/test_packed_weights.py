@@ -15,23 +15,16 @@ from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights, second_copies
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate, checksums
+from tests.engine_runs import check, decode
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed on CPUs with AVX-512"
 )
 # a head and gates of at least WHOLE elements; keys and values below it
 CONFIG: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
+    **{"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "head_dim": 32},
+    **{"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 
 
@@ -41,23 +34,12 @@ def network(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 
 
 def sample(engine: Engine, rows: int) -> list[Request]:
-    requests = [
-        Request(np.arange(1, 6 + index) * 7 % 1024, 4, lambda r: None, temperature=0.0) for index in range(rows)
-    ]
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    return requests
+    return decode(engine, [np.arange(1, 6 + index) * 7 % 1024 for index in range(rows)], 4, temperature=0.0)
 
 
-@torch.no_grad()
 def assert_exact(requests: list[Request], model: Qwen3ForCausalLM) -> None:
     for request in requests:
-        ids = torch.tensor([*request.token_ids, *request.tokens])
-        logits = model(input_ids=ids[None]).logits[0, len(request.prompt) - 1 : -1].double()
-        expected = torch.log_softmax(logits, -1).gather(1, ids[len(request.prompt) :, None])[:, 0]
-        assert torch.tensor(request.logprobs, dtype=torch.float64) == pytest.approx(expected, abs=1e-5)
+        check(model, request, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 40])

@@ -1,8 +1,6 @@
 """Rounded weights: equal to torch's own fake quantisation, and a server that computes with them."""
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
 from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
-from agentfactory.rollout.inference.http_transport import authorization
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
+from tests.engine_runs import make_adapter
 from tests.forked import ENGINE, Forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
@@ -92,37 +91,16 @@ def test_a_model_that_would_be_rounded_in_part_is_refused() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model and a non-trivial adapter for it."""
     folder = tmp_path_factory.mktemp("quantised") / "model"
-    model = make_model(eos_token_id=96)
-    model.save_pretrained(folder)
-    torch.manual_seed(1)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    adapted.save_pretrained(folder.parent / "adapter")
+    make_model(eos_token_id=96).save_pretrained(folder)
+    make_adapter(make_model(eos_token_id=96), folder.parent / "adapter", 1, 0.1)
     return folder
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[str]:
+def server(folder: Path) -> Iterator[ServerControl]:
     flags = ("--quantization", "int4", "--adapter", f"tuned={folder.parent / 'adapter'}")
     with embedded_server(folder, "--max-model-len", "128", "--max-num-seqs", "4", *flags) as url:
-        yield url
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    headers = {"Content-Type": "application/json", **authorization(url, None)}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
-
-
-def served_logprobs(url: str, name: str) -> tuple[list[int], Tensor]:
-    params = {"temperature": 1.0, "max_tokens": 30, "logprobs": 0, "ignore_eos": True, "seed": 1}
-    answer = post(f"{url}/inference/v1/generate", {"token_ids": PROMPT, "model": name, "sampling_params": params})
-    content = answer["choices"][0]["logprobs"]["content"]
-    return [entry["token_id"] for entry in content], torch.tensor([entry["logprob"] for entry in content])
+        yield ServerControl(url)
 
 
 @torch.no_grad()
@@ -133,9 +111,9 @@ def expected_logprobs(model: nn.Module, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("name", ["policy", "tuned"])
 def test_the_server_computes_with_rounded_weights_under_adapters_that_are_not(
-    server: str, folder: Path, name: str
+    server: ServerControl, folder: Path, name: str
 ) -> None:
-    def load() -> nn.Module:
+    def load(rounds: bool) -> nn.Module:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             for key, weight in model.named_parameters():
@@ -143,21 +121,18 @@ def test_the_server_computes_with_rounded_weights_under_adapters_that_are_not(
                     weight.copy_(rounded(weight, "int4"))
         return model if name == "policy" else peft.PeftModel.from_pretrained(model, folder.parent / "adapter")
 
-    tokens, given = served_logprobs(server, name)
-    rounds = True
-    torch.testing.assert_close(given, expected_logprobs(load(), tokens), atol=2e-3, rtol=0)
-    rounds = False
-    assert (given - expected_logprobs(load(), tokens)).abs().mean() > 0.02
+    params = {"temperature": 1.0, "max_tokens": 30, "logprobs": 0, "ignore_eos": True, "seed": 1}
+    answer = server.post("/inference/v1/generate", {"token_ids": PROMPT, "model": name, "sampling_params": params})
+    content = answer["choices"][0]["logprobs"]["content"]
+    tokens, given = [entry["token_id"] for entry in content], torch.tensor([entry["logprob"] for entry in content])
+    torch.testing.assert_close(given, expected_logprobs(load(True), tokens), atol=2e-3, rtol=0)
+    assert (given - expected_logprobs(load(False), tokens)).abs().mean() > 0.02
 
 
-def test_full_weights_are_refused_with_the_fix(server: str) -> None:
+def test_full_weights_are_refused_with_the_fix(server: ServerControl) -> None:
     for path in ("/init_weight_transfer_engine", "/start_weight_update"):
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            post(server + path, {})
-        assert caught.value.code == 400
-        message = json.load(caught.value)["error"]["message"]
-        assert "(--quantization int4)" in message
-        assert "train an adapter (model.lora.rank)" in message
+        with pytest.raises(SyncError, match=r"\(--quantization int4\).*train an adapter \(model\.lora\.rank\)"):
+            server.post(path, {})
 
 
 @pytest.mark.parametrize(

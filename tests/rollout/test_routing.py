@@ -60,10 +60,10 @@ def test_a_lost_server_gets_nothing_and_comes_back_only_when_proven() -> None:
     router.lost(A, now=5.0)
     assert router.silent_since is None, "the other one serves"
     assert send(router, "chain") == B
-    router.answers(A)
+    router.answers(A, ServerState.UNPROVEN)
     assert router.states[A] is ServerState.UNPROVEN
     assert [send(router, f"c{i}") for i in range(4)] == [B] * 4
-    router.proven(A)
+    router.answers(A, ServerState.SERVING)
     assert send(router, "new") == A
     assert send(router, "chain") == B, "its prefix is there now"
 
@@ -75,7 +75,7 @@ def test_silence_is_counted_from_the_last_servers_loss() -> None:
     router.lost(A, now=9.0)
     assert router.silent_since == 7.0
     assert router.choose("c", "p") is None
-    router.answers(B)
+    router.answers(B, ServerState.UNPROVEN)
     assert router.silent_since is None, "a server that waits for its weights is not silence"
     assert router.choose("c", "p") is None
     router.lost(B, now=20.0)
@@ -113,7 +113,7 @@ def test_replicas_of_several_servers_are_served_and_lost_together() -> None:
     router.lost(home.url, now=1.0)
     assert send_to_replica(router, "chain").url != home.url
     router.has_replicas(home.url, 1)
-    router.proven(home.url)
+    router.answers(home.url, ServerState.SERVING)
     assert send_to_replica(router, "new") == Replica(home.url), "it came back with one"
 
 

@@ -5,8 +5,6 @@ Behind SGLang's front is a stand-in for SGLang, tests/sglang_server.py.
 """
 
 import asyncio
-import base64
-import io
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -15,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 import peft
 import pytest
 import pytest_asyncio
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -32,16 +27,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentfactory.rollout.images.families import load_vision
-from agentfactory.rollout.images.features import PixelMaker, join
-from agentfactory.rollout.images.image_tokens import Vision
-from agentfactory.rollout.images.store import digest_of
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
+from tests import engine_runs
 from tests.chat_tokenizers import make_tokenizer
 from tests.server_process import VLLM_PYTHON, busy, serve, sglang_stand_in
 from tests.trainers.test_time_share import (
@@ -54,7 +46,8 @@ from tests.trainers.test_time_share import (
     recording,
     take_turns,
 )
-from tests.vision_models import KINDS, make_vision_model
+from tests.vision_models import KINDS
+from tests.vllm import vllm_vision
 
 MAX_MODEL_LEN = 2000
 KEY_VARIABLE, KEY = "CONTRACT_TEST_KEY", "s3cret"
@@ -83,25 +76,14 @@ def make_model(folder: Path, tied: bool) -> Path:
     """A random model that is far from uniform, so that a wrong key, position or weight shows."""
     tokenizer = make_tokenizer()
     sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.15,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "pad_token_id": None,
+        **{"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048},
+        **{"initializer_range": 0.15, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None},
+        **{"pad_token_id": None, "tie_word_embeddings": tied},
     }
     torch.manual_seed(0)
-    model: PreTrainedModel
-    if tied:
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=False))
-    model.save_pretrained(folder)
+    kinds: Any = (Qwen3ForCausalLM, Qwen3Config) if tied else (LlamaForCausalLM, LlamaConfig)
+    kinds[0](kinds[1](**sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -114,12 +96,6 @@ class Served:
     model: Path
     key: str | None = None
     engine: str = ""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: make_model(folder / name, name == "tied") for name in ("tied", "untied")}
 
 
 @contextmanager
@@ -147,30 +123,30 @@ def skip_what_sglang_lacks(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module", params=TEXT_ENGINES)
-def untied(
-    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    with start(request.param, models["untied"], tmp_path_factory.mktemp("server")) as url:
-        yield Served(url, models["untied"], engine=request.param)
+def untied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    model = make_model(folder / "model", tied=False)
+    with start(request.param, model, folder) as url:
+        yield Served(url, model, engine=request.param)
 
 
 @pytest.fixture(scope="module", params=TEXT_ENGINES)
-def tied(
-    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    with start(request.param, models["tied"], tmp_path_factory.mktemp("server")) as url:
-        yield Served(url, models["tied"])
+def tied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    model = make_model(folder / "model", tied=True)
+    with start(request.param, model, folder) as url:
+        yield Served(url, model)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def adapting(
-    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def adapting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that accepts adapters and requires a key."""
+    folder = tmp_path_factory.mktemp("server")
+    model = make_model(folder / "model", tied=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, KEY)
-        with start(request.param, models["tied"], tmp_path_factory.mktemp("server"), lora=True) as url:
-            yield Served(url, models["tied"], KEY)
+        with start(request.param, model, folder, lora=True) as url:
+            yield Served(url, model, KEY)
 
 
 class Client:
@@ -250,10 +226,8 @@ def some_ids(count: int, seed: int = 0) -> list[int]:
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, eos_token_id=-1
-    )
-    return out[0, len(prompt) :].tolist()
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": -1}
+    return model.generate(ids, max_new_tokens=count, **options)[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()
@@ -276,18 +250,19 @@ def check_logprobs(
 
 def shifted(model: Path, target: Path) -> Path:
     """The model's weights, all multiplied by 1.1."""
-    save_file(
-        {n: t * 1.1 for n, t in load_file(model / "model.safetensors").items()}, target, metadata={"format": "pt"}
-    )
+    weights = {name: value * 1.1 for name, value in load_file(model / "model.safetensors").items()}
+    save_file(weights, target, metadata={"format": "pt"})
     return target
 
 
 @pytest.mark.processes
-async def test_routes_are_described(client: Client) -> None:
+async def test_routes_are_described_and_an_unknown_model_is_refused(client: Client) -> None:
     needed = ROUTES - {"/sleep", "/wake_up"} if client.server.engine == "sglang" else ROUTES
     assert (await client.get("/openapi.json"))["paths"].keys() >= needed
     async with InferenceClient(client.server.url) as ours:
         await ours.check_routes()
+        with pytest.raises(InferenceError, match=r"404.*nobody"):
+            await ours.generate([5, 6], "nobody", {"max_tokens": 8, "temperature": 1.0})
 
 
 async def test_greedy_tokens_are_transformers(client: Client) -> None:
@@ -437,12 +412,6 @@ async def test_a_turn_ends_at_the_context_length(client: Client) -> None:
             await ours.generate(some_ids(MAX_MODEL_LEN), "policy", {"max_tokens": 8, "temperature": 1.0})
 
 
-async def test_an_unknown_model_is_refused(client: Client) -> None:
-    async with InferenceClient(client.server.url) as ours:
-        with pytest.raises(InferenceError, match=r"404.*nobody"):
-            await ours.generate([5, 6], "nobody", {"max_tokens": 8, "temperature": 1.0})
-
-
 def check_full_updates(server: Served, tmp_path: Path) -> None:
     """Send three versions through the trainer's own sync; the server must sample with each."""
     control = ServerControl(server.url)
@@ -548,14 +517,7 @@ async def test_pause_waits(client: Client) -> None:
 
 
 def make_adapter(model: Path, folder: Path, seed: int, **config: Any) -> Path:
-    torch.manual_seed(seed)
-    config = {"r": 8, "lora_alpha": 8, "target_modules": "all-linear", **config}
-    wrapped = peft.get_peft_model(reference(model), peft.LoraConfig(**config))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    wrapped.save_pretrained(folder)
-    return folder
+    return engine_runs.make_adapter(reference(model), folder, seed, 0.1, **{"r": 8, **config})
 
 
 async def test_adapters_are_loaded_by_name_and_share_a_batch(adapting: Served, tmp_path: Path) -> None:
@@ -608,118 +570,19 @@ async def test_the_key_guards_generation_and_models(adapting: Served) -> None:
             await stranger.get("/health")
 
 
-# ---- images
+# ---- images: the tests of tests/vllm/vllm_vision.py, on the embedded engine
 
 
-@dataclass
-class Seeing:
-    """A client of a server with a vision model, and that model."""
-
-    client: Client
-    vision: Vision
-    maker: PixelMaker
-    network: Any
-
-    def picture(self, seed: int, width: int = 150, height: int = 100) -> Image.Image:
-        """An image at the size that the model gets."""
-        small = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (7, 9, 3), dtype=np.uint8))
-        return self.vision.fit(small.resize((width, height), Image.Resampling.BICUBIC))
-
-    async def generate(
-        self, ids: list[int], parts: list[Any], status: int = 200, ban: bool = True, **params: Any
-    ) -> Any:
-        """The answer to a request with an image for each image token in `ids`."""
-        bias = {str(token): -100.0 for token in self.vision.banned_token_ids} if ban else {}
-        params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, "logit_bias": bias, **params}
-        body = {"token_ids": ids, "sampling_params": params, "model": "policy"}
-        body |= {"content_parts": parts, "return_token_ids": True}
-        answer = await self.client.post("/inference/v1/generate", body, status)
-        return answer if status == 200 else answer["error"]["message"]
-
-    @torch.no_grad()
-    def check(self, ids: list[int], images: list[Image.Image], answer: Any, network: Any = None) -> None:
-        """Assert that ids, places and log-probabilities are those of transformers."""
-        expanded, spans = self.vision.expand(ids, [(digest_of(image), self.vision.grid(image)) for image in images])
-        assert answer["prompt_token_ids"] == expanded
-        places = [{"offset": span.offset, "length": span.length} for span in spans]
-        assert [{"offset": p["offset"], "length": p["length"]} for p in answer["mm_placeholders"]["image"]] == places
-        [choice] = answer["choices"]
-        row = torch.tensor([[*expanded, *choice["token_ids"]]])
-        shown = join([self.maker.make(image) for image in images])
-        kinds = (row == self.vision.image_token_id).int()
-        logits = (network or self.network)(input_ids=row, mm_token_type_ids=kinds, **shown).logits[
-            0, len(expanded) - 1 : -1
-        ]
-        logits[:, list(self.vision.banned_token_ids)] -= 100
-        wanted = torch.log_softmax(logits, -1).gather(1, row[0, len(expanded) :, None])[:, 0]
-        got = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
-        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+@pytest.fixture(scope="module", params=[KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.long)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[vllm_vision.Served]:
+    with vllm_vision.serving(request.param, tmp_path_factory.mktemp("seeing"), {"engine": "embedded"}) as served:
+        yield served
 
 
-def part(image: Image.Image) -> dict[str, Any]:
-    """The content part with an image's data."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "url": url, "uuid": digest_of(image)}
-
-
-def named(image: Image.Image) -> dict[str, Any]:
-    """The content part that refers to an image already on the server."""
-    return {"type": "image_url", "url": None, "uuid": digest_of(image)}
-
-
-def seeing_network(folder: Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def of_ci(engine: str, kind: str) -> Any:
-    """CI has other kinds in test_embedded_images.py and tests/vllm/vllm_vision_training.py."""
-    marks = [pytest.mark.long] if kind != KINDS[0] else []
-    return pytest.param((engine, kind), marks=marks, id=f"{engine}-{kind}")
-
-
-@pytest.fixture(scope="module", params=[of_ci(engine, kind) for engine in ENGINES for kind in KINDS])
-def seeing_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    engine, kind = request.param
-    model = make_vision_model(tmp_path_factory.mktemp("vision") / kind, kind)
-    with start(engine, model, tmp_path_factory.mktemp("server")) as url:
-        yield Served(url, model)
-
-
-@pytest_asyncio.fixture
-async def seeing(seeing_server: Served) -> AsyncIterator[Seeing]:
-    async with connect(seeing_server) as client:
-        path = str(seeing_server.model)
-        vision = load_vision(path)
-        assert vision is not None
-        yield Seeing(client, vision, PixelMaker(path, vision), seeing_network(seeing_server.model))
-
-
-async def test_two_turns_with_two_images_each(seeing: Seeing) -> None:
-    pad = seeing.vision.image_token_id
-    a, b, c = seeing.picture(1), seeing.picture(2, 5, 990), seeing.picture(3, 700, 20)
-    first = [*some_ids(20, 1), pad, *some_ids(3, 2), pad, *some_ids(10, 3)]
-    answer = await seeing.generate(first, [part(a), part(b)])
-    seeing.check(first, [a, b], answer)
-    # the second turn shows an image of the first again, and names what the server has
-    second = [*first, *answer["choices"][0]["token_ids"], *some_ids(5, 4), pad, *some_ids(2, 5), pad, *some_ids(6, 6)]
-    for bring in (part, named):  # in the second round all images are cached
-        answers = await asyncio.gather(
-            *[seeing.generate(second, [named(a), named(b), bring(c), named(a)]) for _ in range(3)]
-        )
-        for answer in answers:
-            seeing.check(second, [a, b, c, a], answer)
-
-
-async def test_images_that_cannot_be_used_are_refused(seeing: Seeing) -> None:
-    pad = seeing.vision.image_token_id
-    ids = [*some_ids(9, 9), pad, 30]
-    assert "Cache miss" in await seeing.generate(ids, [named(seeing.picture(99))], status=400)
-    broken = {**part(seeing.picture(98)), "url": "data:image/png;base64,iVBORw0KGgo="}
-    await seeing.generate(ids, [broken], status=400)
-    narrow = Image.new("RGB", (5, 1100))
-    await seeing.generate(ids, [part(narrow)], status=400)
+test_two_turns_with_two_images_each = vllm_vision.test_two_turns_with_two_images_each
+test_images_of_any_size_are_read_as_the_row_has_them = vllm_vision.test_images_of_any_size_are_read_as_the_row_has_them
+test_images_that_the_server_does_not_know_are_sent_again = vllm_vision.test_images_it_does_not_know_are_sent_again
+test_images_that_cannot_be_used_are_refused = vllm_vision.test_images_that_cannot_be_used_are_refused
 
 
 # ---- time sharing with a trainer; on a CPU, vLLM reports that it sleeps, holds requests, but keeps its memory

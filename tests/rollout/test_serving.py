@@ -87,6 +87,8 @@ SAID = {
     "RuntimeError: operator torchvision::nms does not exist": "pip uninstall torchvision torchaudio torchcodec",
     "(APIServer pid=1) ERROR 1 ModuleNotFoundError: No module named 'torchvision'": "vision-language models need it",
     "error: vLLM cannot be imported by /v/bin/python: No module named 'vllm'": "server.options.python",
+    "/v/bin/python: Error while finding module specification for 'agentfactory.rollout.inference.vllm.vllm_server' "
+    "(ModuleNotFoundError: No module named 'agentfactory')": "AgentFactory is not installed where vLLM is",
 }
 
 
@@ -123,11 +125,10 @@ def test_what_a_python_lacks_is_found_without_importing_it() -> None:
 
 
 def test_a_warning_is_no_reason() -> None:
-    warning = "WARNING 11-23 05:11:57 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase "
-    warning += (
-        "with error current limit exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] "
+    warning = (
+        "WARNING 11-23 05:11:57 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase. "
     )
-    warning += "Too many open files`. Consider increasing with ulimit -n"
+    warning += "This can cause fd limit errors like `OSError: [Errno 24] Too many open files`."
     assert explain([f"(APIServer pid=1) {warning}"]) is None
     assert explain([f"(APIServer pid=1) {warning}", "ValueError: the reason"]) == "ValueError: the reason"
 

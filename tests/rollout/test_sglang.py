@@ -23,27 +23,23 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.sglang import __main__ as front_main
 from agentfactory.rollout.inference.sglang.front import read_load
 from agentfactory.rollout.inference.sglang.translation import (
-    ON_CPU,
-    ON_GPU,
     RESERVED_TOKENS,
-    UNKNOWN,
     WeightUpdates,
     cut,
     from_sglang,
     to_sglang,
 )
 from agentfactory.rollout.inference.sglang.upstream import ApiError, Served, Sglang, attach
-from agentfactory.rollout.inference.weight_digest import UNKNOWN as UNKNOWN_THERE
-from agentfactory.rollout.inference.weight_digest import sglang_hash
+from agentfactory.rollout.inference.weight_digest import ON_CPU, ON_GPU, UNKNOWN, sglang_hash
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.policy import load_policy
+from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.nccl_sync import NcclSync, group_for, packed
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import serve, sglang_stand_in
 from tests.sglang_api import load_table
-from tests.sglang_hashes import weights
+from tests.sglang_itself import weights
 
 API = load_table()
 SERVED = Served("model", 100, 1, False)
@@ -73,12 +69,8 @@ def turn(**params: Any) -> dict[str, Any]:
 
 
 def answer(finish: dict[str, Any], **meta: Any) -> dict[str, Any]:
-    spans = [{"version": "v1", "start": 0, "end": 2}]
-    known = {
-        "finish_reason": finish,
-        "weight_versions": spans,
-        "output_token_logprobs": [[-0.5, 8, None], [-1, 9, None]],
-    }
+    known = {"finish_reason": finish, "weight_versions": [{"version": "v1", "start": 0, "end": 2}]}
+    known["output_token_logprobs"] = [[-0.5, 8, None], [-1, 9, None]]
     return {"text": "", "output_ids": [8, 9], "meta_info": {**known, **meta}}
 
 
@@ -168,9 +160,8 @@ def test_answers_that_cannot_be_trained_on(response: dict[str, Any], status: int
 
 
 def test_answers_are_read_from_keys_that_sglang_has() -> None:
-    assert {"output_token_logprobs", "output_token_ids_logprobs", "finish_reason", "weight_versions"} <= set(
-        API["meta"]
-    )
+    read = {"output_token_logprobs", "output_token_ids_logprobs", "finish_reason", "weight_versions"}
+    assert read <= set(API["meta"])
     assert {"output_ids", "meta_info"} <= set(API["turn"])
     assert set(API["span"]) == {"version", "start", "end"}
 
@@ -180,7 +171,7 @@ def test_answers_are_read_from_keys_that_sglang_has() -> None:
 
 async def test_an_update_from_files() -> None:
     sglang = Recorded()
-    updates = WeightUpdates(sglang, 1, on_gpu=True)
+    updates = WeightUpdates(sglang, on_gpu=True)
     await updates.join({})
     await updates.start()
     await updates.load({"path": str(Path(__file__).parent)})
@@ -193,15 +184,12 @@ async def test_an_update_from_files() -> None:
 
 async def test_an_update_by_broadcast() -> None:
     sglang = Recorded()
-    updates = WeightUpdates(sglang, 1, on_gpu=True)
+    updates = WeightUpdates(sglang, on_gpu=True)
     info = {"master_address": "10.0.0.1", "master_port": 4, "rank_offset": 1, "world_size": 2}
     for port in (4, 5):
         await updates.join({**info, "master_port": port, "packed_buffer_size_bytes": 100})
     joined = [body for path, body in sglang.calls if path == "/init_weights_update_group"]
-    assert [(body["group_name"], body["backend"]) for body in joined] == [
-        ("agentfactory-4", "nccl"),
-        ("agentfactory-5", "nccl"),
-    ]
+    assert [(body["group_name"], body["backend"]) for body in joined] == [(f"agentfactory-{n}", "nccl") for n in (4, 5)]
     assert ("/destroy_weights_update_group", {"group_name": "agentfactory-4"}) in sglang.calls
     sglang.calls.clear()
     await updates.start()
@@ -219,7 +207,7 @@ async def test_an_update_by_broadcast() -> None:
 
 
 async def test_updates_that_are_refused(tmp_path: Path) -> None:
-    updates = WeightUpdates(Recorded(), 1, on_gpu=False)
+    updates = WeightUpdates(Recorded(), on_gpu=False)
     for info, named in (
         ({"path": str(tmp_path / "model.safetensors")}, "is not a folder"),
         ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}, "joined no process group"),
@@ -234,22 +222,14 @@ async def test_updates_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_both_ends_cut_the_stream_of_weights_alike() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(1, 400, (40,), generator=generator).tolist()
-    weights = [
-        (str(n), torch.zeros(size, dtype=torch.bfloat16 if n % 2 else torch.float32)) for n, size in enumerate(sizes)
-    ]
-    weights = [
-        (name, value[: value.numel() // 2 * 2] if value.numel() > 1 else value.repeat(2)) for name, value in weights
-    ]
-    names = [name for name, _ in weights]
-    dtypes = [str(value.dtype).removeprefix("torch.") for _, value in weights]
-    shapes = [list(value.shape) for _, value in weights]
+    sizes = 2 * torch.randint(1, 200, (40,), generator=torch.Generator().manual_seed(0))
+    kinds = [torch.float32, torch.bfloat16] * 20
+    weights = {str(n): torch.zeros(size, dtype=kind) for n, (size, kind) in enumerate(zip(sizes, kinds, strict=True))}
+    dtypes = [str(kind).removeprefix("torch.") for kind in kinds]
+    parts = [*weights], dtypes, [list(value.shape) for value in weights.values()]
     for most in (1, 500, 3000, 10**6):
-        theirs = [
-            sum(weights[n][1].nbytes for n in range(len(names))[part]) for part in cut(names, dtypes, shapes, most)
-        ]
-        assert theirs == [buffer.numel() for buffer in packed(iter(weights), most)]
+        theirs = [sum(value.nbytes for value in [*weights.values()][part]) for part in cut(*parts, most)]
+        assert theirs == [buffer.numel() for buffer in packed(iter(weights.items()), most)]
 
 
 def test_weights_that_would_not_be_aligned_are_named() -> None:
@@ -261,16 +241,15 @@ def test_weights_that_would_not_be_aligned_are_named() -> None:
     ("on_gpu", "ranks", "function"), [(False, 1, "sglang_cpu"), (True, 1, "sglang_gpu"), (True, 2, UNKNOWN)]
 )
 async def test_checksums_name_their_function(on_gpu: bool, ranks: int, function: str) -> None:
-    assert UNKNOWN == UNKNOWN_THERE
     places = [dict.fromkeys(API["place"], 0) | {"tp_rank": rank} for rank in range(ranks)]
     told = [{"checksums": {"w": "00ff"}, "per_gpu_checksum": "", "parallelism_info": [place]} for place in places]
     sglang = Recorded({"/weights_checker": {"success": True, "message": "", "ranks": told}})
-    found = await WeightUpdates(sglang, ranks, on_gpu).checksums()
+    found = await WeightUpdates(sglang, on_gpu).checksums()
     assert list(found) == [f"dp0:pp0:pcp0:tp{rank}:w" for rank in range(ranks)]
     assert set(found.values()) == {f"{function}:00ff"}
 
 
-# tests/sglang_hashes.py with SGLang 0.5.23: on a CPU, and its GPU kernel by Triton's interpreter
+# tests/sglang_itself.py with SGLang 0.5.23: on a CPU, and its GPU kernel by Triton's interpreter
 HASHES = [
     ("f595c5bd450f89fb", "8e96e524dcf2ec62"),
     ("2e5dd5028c24dc40", "520181488f8f2ce9"),
@@ -431,17 +410,20 @@ def fronted(model: Path, folder: Path, **environment: str) -> Iterator[ServerCon
         yield ServerControl(stack.enter_context(serve({"model": policy, "server": server}, folder)))
 
 
+def policy_of(model: Path) -> Policy:
+    sections = {"model": {"path": str(model), "dtype": "float32"}, "train": {"steps": 1}}
+    return load_policy(TrainRecipe.model_validate(sections))
+
+
 @pytest.mark.extended
 @pytest.mark.processes
 def test_weights_arrive_by_broadcast_and_are_proven(model: Path, tmp_path: Path) -> None:
-    recipe = TrainRecipe.model_validate({"model": {"path": str(model), "dtype": "float32"}, "train": {"steps": 1}})
-    policy = load_policy(recipe)
+    policy = policy_of(model)
     with fronted(model, tmp_path) as server:
         sync = NcclSync([server], buffer_bytes=200_000)
         for version in (0, 1):
             with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter.mul_(1.1)
+                next(iter(policy.parameters())).mul_(1.1)
             report = sync.push(version, policy, policy.gather())
             assert server.get("/weight_info") == {"weight_version": report.label}
         sync.close()
@@ -450,8 +432,7 @@ def test_weights_arrive_by_broadcast_and_are_proven(model: Path, tmp_path: Path)
 @pytest.mark.extended
 @pytest.mark.processes
 def test_an_update_that_sglang_does_not_apply_is_found(model: Path, tmp_path: Path) -> None:
-    recipe = TrainRecipe.model_validate({"model": {"path": str(model), "dtype": "float32"}, "train": {"steps": 1}})
-    policy = load_policy(recipe)
+    policy = policy_of(model)
     with torch.no_grad():
         next(iter(policy.parameters())).mul_(1.1)
     with fronted(model, tmp_path, SGLANG_STAND_IN_FAULT="deaf") as server:

@@ -41,7 +41,7 @@ def test_the_table_is_the_wheels(tmp_path: Path) -> None:
 async def requests() -> list[tuple[str, Any]]:
     """The bodies of all requests that the front sends, with SGLang's names of their classes."""
     sglang = Recorded()
-    updates = WeightUpdates(sglang, 1, on_gpu=True)
+    updates = WeightUpdates(sglang, on_gpu=True)
     group = {"master_address": "10.0.0.1", "rank_offset": 1, "world_size": 2, "packed_buffer_size_bytes": 100}
     for port in (4, 5):
         await updates.join({**group, "master_port": port})
@@ -63,19 +63,14 @@ async def requests() -> list[tuple[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.skipif(SGLANG_PYTHON is None, reason="needs SGLang: AGENTFACTORY_SGLANG_PYTHON")
-def test_sglangs_own_classes_take_every_request() -> None:
+def test_sglangs_own_classes_take_every_request_and_the_hashes_are_sglangs(tmp_path: Path) -> None:
     lines = [json.dumps(each) for each in asyncio.run(requests())]
-    command = [str(SGLANG_PYTHON), "-m", "tests.sglang_classes"]
-    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=600)
+    command, env = (
+        [str(SGLANG_PYTHON), "-m", "tests.sglang_itself"],
+        {**os.environ, "SGLANG_HASH_FOLDER": str(tmp_path)},
+    )
+    done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-1] == str(len(lines))
-
-
-@pytest.mark.long
-@pytest.mark.skipif(SGLANG_PYTHON is None, reason="needs SGLang: AGENTFACTORY_SGLANG_PYTHON")
-def test_the_hashes_are_sglangs(tmp_path: Path) -> None:
-    command = [str(SGLANG_PYTHON), "-m", "tests.sglang_hashes"]
-    env = {**os.environ, "SGLANG_HASH_FOLDER": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [tuple(pair) for pair in json.loads(done.stdout.splitlines()[-1])] == HASHES
+    count, hashes = json.loads(done.stdout.splitlines()[-1])
+    assert count == len(lines)
+    assert [tuple(pair) for pair in hashes] == HASHES

@@ -4,22 +4,21 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import repeat
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from agentfactory.rollout.inference import stalls
-from agentfactory.rollout.inference.http_transport import ServerUnreachableError, authorization
-from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
-from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, write_load
+from agentfactory.rollout.inference.http_transport import ServerUnreachableError
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.server_metrics import Load, write_load
 from agentfactory.rollout.inference.stalls import Stall
+from tests.rollout.test_client import Server, connected, hang
 from tests.rollout.test_embedded_server import Running
-from tests.rollout.test_server_contract import Client, make_model
+from tests.rollout.test_server_contract import make_model
 from tests.waiting import until
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 4}
@@ -51,32 +50,16 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def silent(metrics: Any) -> AsyncIterator[str]:
-    """The address of a server that never answers a request for tokens."""
-
-    async def wait(request: web.Request) -> web.Response:
-        await asyncio.sleep(3600)
-        return web.Response()
-
-    async def report(request: web.Request) -> web.Response:
-        return web.Response(text=metrics())
-
-    app = web.Application()
-    app.router.add_post(GENERATE, wait)
-    app.router.add_get(METRICS_ROUTE, report)
-    app.router.add_get("/health", report)
-    runner = web.AppRunner(app, shutdown_timeout=0.05)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+async def silent(page: Callable[[], str], seconds: float) -> AsyncIterator[tuple[Server, InferenceClient]]:
+    """A server that never answers a request for tokens, with this page of metrics, and a client."""
+    server = Server(hang)
+    server.page = page
+    async with connected(server, retry_seconds=seconds) as client:
+        yield server, client
 
 
 async def test_a_server_that_computes_nothing_is_told_of_and_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        silent(lambda: write_load(Load(1, 0, 0.0, 7, 7))) as url,
-        InferenceClient(url, retry_seconds=1.0) as client,
-    ):
+    async with silent(lambda: write_load(Load(1, 0, 0.0, 7, 7)), 1.0) as (_, client):
         with pytest.raises(ServerUnreachableError, match=r"completed a request for 1 s.*gave no token for 1 s"):
             await client.generate([1], "policy", SAMPLING)
     told = [text for text in caplog.messages if "has given no token" in text]
@@ -92,8 +75,8 @@ async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
         lines = write_load(Load(0, 1, 0.0, 7, next(computed))), write_load(Load(0, 1, 0.0, 7, 7))
         return "".join(text.replace(" ", f'{{engine="{rank}"}} ') for rank, text in enumerate(lines))
 
-    async with silent(page) as url, InferenceClient(url, retry_seconds=1.0) as client:
-        await client._recovery.count_replicas(url)
+    async with silent(page, 1.0) as (server, client):
+        await client.recovery.count_replicas(server.url)
         turns = [asyncio.create_task(client.generate([n], "policy", SAMPLING, chain=f"c{n}")) for n in range(2)]
         await until(lambda: any(turn.done() for turn in turns))
         for turn in turns:
@@ -101,38 +84,35 @@ async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
         await asyncio.gather(*turns, return_exceptions=True)
     told = [text for text in caplog.messages if "has given no token" in text]
     assert told
-    assert [text for text in told if f"server {url}, replica 1, has given" not in text] == []
+    assert [text for text in told if f"server {server.url}, replica 1, has given" not in text] == []
 
 
-async def test_a_long_answer_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
-    computed = iter(range(10**6))
-    async with (
-        silent(lambda: write_load(Load(0, 1, 0.0, 7, next(computed)))) as url,
-        InferenceClient(url, retry_seconds=0.6) as client,
-    ):
+@pytest.mark.parametrize(
+    ("counts", "paused", "told"),
+    [
+        pytest.param(iter(range(10**6)), False, None, id="a long answer"),
+        pytest.param(None, False, None, id="a server without counts"),
+        pytest.param(repeat(7), True, "1 request waits, and it is paused or asleep", id="a paused server"),
+    ],
+)
+async def test_a_turn_that_is_not_given_up(
+    counts: Iterator[int] | None, paused: bool, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def page() -> str:
+        return "nothing here" if counts is None else write_load(Load(0, 1, 0.0, 7, next(counts)))
+
+    async with silent(page, 0.6) as (server, client):
+        server.held = "is_paused" if paused else None
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
-    assert "no token" not in caplog.text
-
-
-async def test_a_server_without_counts_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    async with silent(lambda: "nothing here") as url, InferenceClient(url, retry_seconds=0.6) as client:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
-    assert "no token" not in caplog.text
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    model = make_model(tmp_path_factory.mktemp("stalls") / "model", tied=True)
-    running = Running(model, "--max-model-len", "64", "--max-num-seqs", "4")
-    yield running
-    running.stop()
+    assert ("no token" in caplog.text) == (told is not None)
+    assert told is None or told in caplog.text
 
 
 @pytest.mark.processes
-async def test_a_stopped_process_is_told_of_and_goes_on(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stopped_process_is_told_of_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
+    server = Running(make_model(tmp_path / "model", tied=True), "--max-model-len", "64", "--max-num-seqs", "4")
     async with InferenceClient(server.url) as client:
         await client.generate([1, 2], "policy", SAMPLING)
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -146,28 +126,4 @@ async def test_a_stopped_process_is_told_of_and_goes_on(server: Running, caplog:
     told = [text for text in caplog.messages if "has given no token" in text]
     assert len(told) == 1
     assert told[0].endswith("3 requests wait, and it does not answer")
-
-
-@pytest.mark.processes
-async def test_an_update_that_is_not_finished_holds_the_server_and_is_told_of(
-    server: Running, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """`finish_weight_update` is refused, then the server is resumed: nothing runs, and the server reports it."""
-    async with (
-        aiohttp.ClientSession(headers=authorization(server.url, None)) as session,
-        InferenceClient(server.url, retry_seconds=1.0) as client,
-    ):
-        control = Client(server, session)
-        await control.post("/pause?mode=keep")
-        await control.post("/start_weight_update")
-        await control.post("/finish_weight_update", {"weight_version": "1"}, 400)
-        await control.post("/resume", status=409)
-        assert await control.get("/is_paused") == {"is_paused": True}
-        turn = asyncio.create_task(client.generate([1, 2], "policy", SAMPLING))
-        await until(lambda: "has given no token" in caplog.text)
-        assert "1 request waits, and it is paused or asleep" in caplog.text
-        await asyncio.sleep(1.0)
-        assert not turn.done(), "a server that is paused is not lost"
-        await control.post("/finish_weight_update")
-        await control.post("/resume")
-        await turn
+    server.stop()

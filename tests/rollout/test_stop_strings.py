@@ -1,24 +1,19 @@
-"""Stop strings of text formats: a turn ends with the token that completes one, on every engine, and no other token is
-sampled after it or trained."""
+"""Stop strings of text formats: a turn ends with the token that completes one, and nothing after it is trained. On
+engines: test_server_contract.py; with a trained habit: tests/vllm/vllm_text_format.py."""
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
+from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.stop_strings import StopWatch, find_stop, tokens_of
 from agentfactory.rollout.trajectory import Trajectory
 from tests.chat_tokenizers import make_tokenizer, trl_template
-from tests.learn import runs
-from tests.recording_proxy import Recording
-from tests.rollout.test_token_exactness import check_rows, play_chains
+from tests.rollout.test_token_exactness import check_rows
 from tests.scripted_chains import ZERO, scripted_chains
-from tests.server_process import serve
 
 LEARN = Path(__file__).parents[1] / "learn"
 KEEPS, DROPS = LEARN / "thinks_and_keeps.jinja", LEARN / "thinks_and_drops.jinja"
@@ -199,55 +194,3 @@ def join_continued(exchanges: list[Exchange]) -> tuple[list[tuple[list[int], lis
         else:
             waiting[(*prompt, *sampled)].append((first, said))
     return whole + [left for lefts in waiting.values() for left in lefts], continued
-
-
-# ---- a network with a base model's habit of hallucinating observations, on the engines
-
-
-def learn_habit(folder: Path) -> Path:
-    """The run folder of a network that learned to make up observations; see tests/learn/text_format.py."""
-    prepare, template = f"prepare={LEARN}/text_format.py:prepare", f"model.chat_template={KEEPS}"
-    runs.train(
-        "sft.yaml", 0, folder, prepare, template, "rollout.parser=" + f"{LEARN}/text_format.py:Habit", "train.steps=150"
-    )
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def habit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return learn_habit(tmp_path_factory.mktemp("habit"))
-
-
-def play_habit(habit: Path, server: dict, url: str, template: Path, count: int) -> dict[str, int]:
-    """Play chains of the network on the server at `url`, and return the counts of `check_stops`."""
-    (model,) = (habit / "checkpoints").glob("step-*")
-    tasks = habit / "prepared" / "train.jsonl"
-    chains, recording = play_chains(model, tasks, server, url, count, template, parser="react")
-    assert not any(chain.outcome.failed for chain in chains), {chain.error for chain in chains}
-    config = RolloutRecipe.model_validate({"model": {"path": str(model), "chat_template": str(template)}}).model
-    renderer = load_renderer(config, "react")
-    assert renderer.info["choice"] == ("append" if template is KEEPS else "fork")
-    counts = check_stops(renderer, chains, exchanges_of(recording))
-    assert min(counts["stopped"], counts["continued"]) > count
-    calls = sum(chain.metrics.get("tool/move/calls", 0) for chain in chains)
-    assert calls > count
-    forks = sum(len(chain.rows) > 1 for chain in chains)
-    assert (forks == 0) if template is KEEPS else (forks > count / 4)
-    return {**counts, "calls": int(calls), "forked": forks}
-
-
-def exchanges_of(recording: Recording) -> Iterator[Exchange]:
-    for request, answer in recording.exchanges:
-        choice = answer["choices"][0]
-        stop = choice["stop_reason"]
-        yield request["token_ids"], choice["token_ids"], stop if isinstance(stop, str) else None
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-def test_the_embedded_engine_stops(habit: Path, tmp_path: Path) -> None:
-    server = {"engine": "embedded", "max_model_len": 1024}
-    (model,) = (habit / "checkpoints").glob("step-*")
-    with serve({"model": {"path": str(model), "dtype": "float32"}, "server": server}, tmp_path) as url:
-        for template in (KEEPS, DROPS):
-            print(template.name, play_habit(habit, server, url, template, 12))  # real vLLM plays 200

@@ -133,10 +133,8 @@ async def test_each_source_is_graded_by_its_own_teacher(
         sources.append({"name": "own", "path": str(tasks), "teacher_url": teacher.url})
         with distilling(tmp_path, warm_start, tasks, policy, weak.url, data={"sources": sources}) as run:
             await check_whole(run)
-        assert {file.name for file in (run.output / "trajectories").glob("teacher*")} == {
-            "teacher.json",
-            "teacher-own.json",
-        }
+        files = (run.output / "trajectories").glob("teacher*")
+        assert {file.name for file in files} == {"teacher.json", "teacher-own.json"}
     networks = {"others": warm_start, "own": strong}
     for name, folder in networks.items():
         network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -152,7 +152,7 @@ def test_glm_has_transformers_sizes_and_positions(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="at most 200 times"):
                 vision.check(width, height)
         else:
-            assert vision.fitted(width, height) == expected
+            assert vision.sizes.fitted(width, height) == expected
     network = AutoModelForImageTextToText.from_pretrained(path)
     grids = [(1, 4, 6), (1, 2, 8)]
     ids = [20, vision.image_token_id, 21, 22, vision.image_token_id, 23]

@@ -1,8 +1,5 @@
 """Other architectures on real vLLM, trained, synced and proven: stacked projections in the checkpoint, experts, Gemma,
-and a server of two tensor-parallel workers.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+and a server of two tensor-parallel workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,17 +67,14 @@ def make_model(kind: str, folder: Path) -> Path:
     network, config, own = MODELS[kind]
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "initializer_range": 0.1,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "pad_token_id": None,
+        **{"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024},
+        **{
+            "initializer_range": 0.1,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+            "pad_token_id": None,
+        },
     }
     network(config(**sizes, **own)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -102,13 +96,11 @@ class Run:
         update_policy(self.learner, self.learner.deal(rows), self.recipe)
 
 
-CI = {"qwen3"}
-"""Experts, and tensor parallelism."""
+# of tensor parallelism; the others are long
+PARAMS = ["qwen3", *(pytest.param(kind, marks=pytest.mark.long) for kind in MODELS if kind != "qwen3")]
 
 
-@pytest.fixture(
-    scope="module", params=[kind if kind in CI else pytest.param(kind, marks=pytest.mark.long) for kind in MODELS]
-)
+@pytest.fixture(scope="module", params=PARAMS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp(request.param)
     model = {"path": str(make_model(request.param, folder / "model")), "dtype": "float32"}
@@ -145,13 +137,10 @@ def test_vllm_with_a_wrong_weight_is_caught(run: Run) -> None:
         wrong = {**state, name: state[name].clone()}
         wrong[name].view(-1)[-1] += 1e-3
         save_file(wrong, file)
-        for path, body in (
-            ("/init_weight_transfer_engine", {"init_info": {}}),
-            ("/start_weight_update", {}),
-            ("/update_weights", {"update_info": {"path": str(file)}}),
-            ("/finish_weight_update", {"weight_version": part}),
-        ):
-            run.server.post(path, body)
+        run.server.post("/init_weight_transfer_engine", {"init_info": {}})
+        run.server.post("/start_weight_update", {})
+        run.server.post("/update_weights", {"update_info": {"path": str(file)}})
+        run.server.post("/finish_weight_update", {"weight_version": part})
         with pytest.raises(SyncError, match=r"server's dp0:\S+ differs from the trainer's"):
             Content(state).prove(run.server, part)
         Content(wrong).prove(run.server, part)

@@ -1,7 +1,4 @@
-"""Evaluation against vLLM's own OpenAI-compatible chat API, with tools: a baseline by messages.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""Evaluation against vLLM's own OpenAI-compatible chat API, with tools: a baseline by messages."""
 
 from pathlib import Path
 from typing import Any
@@ -24,16 +21,12 @@ TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 
 def recipe(model: Path, data: Path, args: list[str]) -> dict[str, Any]:
+    options = {"python": VLLM_PYTHON, "args": args}
     return {
         "model": {"path": str(model), "dtype": "float32"},
         "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
         "rollout": {"max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
-        "server": {
-            "engine": "vllm",
-            "options": {"python": VLLM_PYTHON, "args": args},
-            "max_model_len": 1024,
-            "retry_seconds": 10,
-        },
+        "server": {"engine": "vllm", "max_model_len": 1024, "retry_seconds": 10, "options": options},
         "eval": {"data": {"path": str(data), "limit": TASKS}, "samples": 2},
     }
 

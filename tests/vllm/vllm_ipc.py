@@ -1,7 +1,4 @@
-"""The ipc backend and vLLM itself: its own engine reads what is sent, but for the CUDA calls; its server on a CPU.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""The ipc backend and vLLM itself: its own engine reads what is sent, but for the CUDA calls; its server on a CPU."""
 
 import base64
 import json
@@ -76,18 +73,11 @@ def test_vllms_engine_reads_what_is_sent(allowed: str) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A real server that was started for ipc, behind a key."""
     folder = tmp_path_factory.mktemp("ipc")
-    recipe = {
-        "model": {"path": str(make_model(folder / "model", tied=True)), "dtype": "float32"},
-        "server": {
-            "engine": "vllm",
-            "options": {"python": VLLM_PYTHON},
-            "max_model_len": 512,
-            "api_key_env": "IPC_TEST_KEY",
-        },
-    }
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON}, "max_model_len": 512, "api_key_env": "IPC_TEST_KEY"}
+    model = {"path": str(make_model(folder / "model", tied=True)), "dtype": "float32"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPC_TEST_KEY", KEY)
-        with serve(recipe, folder, "ipc") as url:
+        with serve({"model": model, "server": server}, folder, "ipc") as url:
             yield url, folder / "model"
 
 

@@ -76,19 +76,19 @@ class Turn(NamedTuple):
     calls: Calls
 
 
+def with_values(turn: Turn, change: Callable[[Any], Any]) -> Turn:
+    """Change the values of all arguments."""
+    return turn._replace(calls=[(name, {k: change(v) for k, v in given.items()}) for name, given in turn.calls])
+
+
 def null_is_text(turn: Turn) -> Turn:
     """Templates write Python's None for null."""
-    calls = [(name, {k: "None" if v is None else v for k, v in given.items()}) for name, given in turn.calls]
-    return turn._replace(calls=calls)
+    return with_values(turn, lambda value: "None" if value is None else value)
 
 
 def python_values_are_text(turn: Turn) -> Turn:
     """The template writes lists and objects as Python does."""
-
-    def as_written(value: Any) -> Any:
-        return value if not isinstance(value, list | dict) or not value else str(value)
-
-    return turn._replace(calls=[(name, {k: as_written(v) for k, v in given.items()}) for name, given in turn.calls])
+    return with_values(turn, lambda value: str(value) if isinstance(value, list | dict) and value else value)
 
 
 def words_are_reasoning(turn: Turn) -> Turn:
@@ -113,10 +113,7 @@ def nested_values_are_text(turn: Turn) -> Turn:
             return [within(inner) for inner in value]
         return value if isinstance(value, str) else json.dumps(value)
 
-    def outer(value: Any) -> Any:
-        return within(value) if isinstance(value, dict | list) else value
-
-    return turn._replace(calls=[(name, {k: outer(v) for k, v in given.items()}) for name, given in turn.calls])
+    return with_values(turn, lambda value: within(value) if isinstance(value, dict | list) else value)
 
 
 def only_text_is_read(turn: Turn) -> Turn:

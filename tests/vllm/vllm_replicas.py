@@ -1,7 +1,4 @@
-"""Two replicas of a model behind one address, on real vLLM: synced and proven, with chains that keep their caches.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""Two replicas of a model behind one address, on real vLLM: synced and proven, with chains that keep their caches."""
 
 import asyncio
 import json
@@ -17,7 +14,6 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.reach_early import check_servers_answer
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.inference.server_metrics import Load
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
@@ -76,11 +72,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 def checksums(url: str) -> list[dict[str, str]]:
     """Of the weights of each replica, by name."""
-    found = ServerControl(url).post("/weight_checker", {"action": "checksum"})["checksums"]
-    return [
-        {key.partition(":")[2]: value for key, value in found.items() if key.startswith(f"dp{replica}:")}
-        for replica in range(2)
-    ]
+    found = ServerControl(url).post("/weight_checker", {"action": "checksum"})["checksums"].items()
+    return [{key.partition(":")[2]: value for key, value in found if key.startswith(f"dp{n}:")} for n in range(2)]
 
 
 def test_an_engine_that_does_not_answer_there_is_named(server: str, model: Path) -> None:
@@ -94,16 +87,13 @@ async def test_a_run_is_synced_and_its_chains_keep_their_caches(server: str, mod
     (tmp_path / "code.py").write_text(USER_CODE)
     tasks = [{"question": f"{number}: " + "Say something new about the sea. " * 30} for number in range(2 * STEPS)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    before = checksums(server)
+    before, limits = checksums(server), {"max_tokens": 16, "max_total_tokens": 1500}
     async with record(server) as proxy:
         recipe = {
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"path": "tasks.jsonl"},
             "rewards": ["code.py:evenness"],
-            "rollout": {
-                **{"agent": "code.py:KeepsGoing", "group_size": CHAINS // 2, "max_turns": TURNS},
-                **{"max_tokens": 16, "max_total_tokens": 1500},
-            },
+            "rollout": {"agent": "code.py:KeepsGoing", "group_size": CHAINS // 2, "max_turns": TURNS, **limits},
             "train": {"steps": STEPS, "batch_size": 2, "learning_rate": 1e-4, "warmup_steps": 0},
             "server": {"engine": "vllm", "url": proxy.url, "options": {"data_parallel_size": 2}},
             "output": "run",
@@ -125,12 +115,9 @@ async def test_a_run_is_synced_and_its_chains_keep_their_caches(server: str, mod
     assert len(later) == STEPS * CHAINS * (TURNS - 1)
     assert cold == 0
     assert cached / tokens >= 0.9
-    assert min(load.prompt_tokens for load in await loads(server)) > 0.25 * tokens, "both replicas work"
-
-
-async def loads(url: str) -> list[Load]:
-    async with InferenceClient(url) as client:
-        return await client._connection.loads(url)
+    async with InferenceClient(server) as client:
+        loads = await client.connection.loads(server)
+    assert min(load.prompt_tokens for load in loads) > 0.25 * tokens, "both replicas work"
 
 
 def prompts_after_the_first(

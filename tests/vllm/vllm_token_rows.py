@@ -1,7 +1,4 @@
-"""Rows of tokens, trained beside an adapter, on real vLLM: as an adapter of embedding and head, proven by the canary.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""Rows of tokens, trained beside an adapter, on real vLLM: an adapter of embedding and head, proven by the canary."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""The quickstart on real vLLM, by the user's own commands: full weights by file, an adapter, and exact tokens.
-
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
+"""The quickstart on real vLLM, by the user's own commands: full weights by file, an adapter, and exact tokens."""
 
 import json
 import subprocess
@@ -65,19 +62,9 @@ def test_full_weights_are_trained_and_brought_back(full_run: Path) -> None:
 
 
 def test_an_adapter_is_trained_and_brought_back(full_run: Path, tmp_path: Path) -> None:
-    data = [
-        f"{key}={full_run}/prepared/{file}.jsonl"
-        for key, file in (("data.path", "train"), ("eval.data.path", "heldout"))
-    ]
-    train(
-        QUICKSTART / "grpo-lora.yaml",
-        *VLLM,
-        *SHORT,
-        *data,
-        "prepare=null",
-        f"model.path={checkpoint(full_run)}",
-        f"output={tmp_path / 'run'}",
-    )
+    own = [f"data.path={full_run}/prepared/train.jsonl", f"eval.data.path={full_run}/prepared/heldout.jsonl"]
+    own += ["prepare=null", f"model.path={checkpoint(full_run)}", f"output={tmp_path / 'run'}"]
+    train(QUICKSTART / "grpo-lora.yaml", *VLLM, *SHORT, *own)
     model = (full_run / "prepared" / "model" / "model.safetensors").stat().st_size
     for line in steps(tmp_path / "run"):
         assert 0 < line["sync/bytes"] < model / 4

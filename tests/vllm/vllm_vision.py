@@ -1,10 +1,9 @@
-"""Chains with images on real vLLM: the server's log-probabilities are transformers' own, and what it is sent is what
-the rows hold.
+"""Chains with images on real vLLM, and on the embedded engine (test_server_contract.py): the server's log-probabilities
+are transformers' own, and it is sent what the rows hold."""
 
-The names of the files here keep them out of `make test`; `make test-vllm` runs them.
-"""
-
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.features import PixelMaker, join
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS
-from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.inference.inference_client import GENERATE, InferenceClient
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
@@ -42,26 +41,12 @@ class Served(NamedTuple):
     network: Any
 
 
-@pytest.fixture(
-    scope="module",
-    params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.long), *params_of(FAMILIES, pytest.mark.long)],
-)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("vllm-vision")
-    make = make_vision_model if request.param in KINDS else make_family
-    path = make(folder / request.param, request.param)
-    patch = 32 if request.param == "qwen3_vl" else 28
-    # more than the model's own processor allows, if it leaves sizes to us
-    limit = {} if request.param in OWN else {"max_image_pixels": 100 * patch**2}
+@contextmanager
+def serving(kind: str, folder: Path, server: dict[str, Any], limit: int | None = None) -> Iterator[Served]:
+    path = (make_vision_model if kind in KINDS else make_family)(folder / kind, kind)
     sections: dict[str, Any] = {
-        "model": {"path": str(path), "dtype": "float32", **limit},
-        "server": {
-            **{"engine": "vllm", "max_model_len": 2048, "max_num_seqs": 8},
-            "options": {
-                "python": VLLM_PYTHON,
-                "args": ["--enforce-eager", "--enable-prefix-caching", "--served-model-name", "policy"],
-            },
-        },
+        "model": {"path": str(path), "dtype": "float32", "max_image_pixels": limit},
+        "server": {"max_model_len": 2048, "max_num_seqs": 8, **server},
         "limits": {"images": 8},
     }
     recipe = RolloutRecipe.model_validate(sections)
@@ -76,6 +61,19 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     network = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     with serve(sections, folder) as url:
         yield Served(recipe, url, renderer, renderer.images, network)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.long), *params_of(FAMILIES, pytest.mark.long)],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    args = ["--enforce-eager", "--enable-prefix-caching", "--served-model-name", "policy"]
+    server = {"engine": "vllm", "options": {"python": VLLM_PYTHON, "args": args}}
+    # more than the model's own processor allows, if it leaves sizes to us
+    limit = None if request.param in OWN else 100 * (32 if request.param == "qwen3_vl" else 28) ** 2
+    with serving(request.param, tmp_path_factory.mktemp("vllm-vision"), server, limit) as served:
+        yield served
 
 
 def picture(seed: int, size: tuple[int, int]) -> Image.Image:
@@ -135,7 +133,7 @@ async def take(served: Served, images: list[Any], text: str = "What is shown?") 
     return task["messages"]
 
 
-async def test_vllm_samples_two_turns_with_two_images_each(served: Served, tmp_path: Path) -> None:
+async def test_two_turns_with_two_images_each(served: Served, tmp_path: Path) -> None:
     clear = picture(0, (300, 200)).convert("RGBA")
     clear.putalpha(Image.linear_gradient("L").resize(clear.size))
     turned = Image.Exif()
@@ -159,7 +157,7 @@ async def test_vllm_samples_two_turns_with_two_images_each(served: Served, tmp_p
 
 
 @pytest.mark.parametrize("size", [(20, 700), (700, 20), (1, 1), (60, 60)])
-async def test_vllm_reads_images_of_any_size_as_the_row_has_them(served: Served, size: tuple[int, int]) -> None:
+async def test_images_of_any_size_are_read_as_the_row_has_them(served: Served, size: tuple[int, int]) -> None:
     async with InferenceClient(served.url) as client:
         messages = await take(served, [picture(4, size)])
         row = Row()
@@ -168,7 +166,7 @@ async def test_vllm_reads_images_of_any_size_as_the_row_has_them(served: Served,
         check_logprobs(served, row)
 
 
-async def test_vllm_is_sent_images_again_that_it_does_not_know(served: Served) -> None:
+async def test_images_it_does_not_know_are_sent_again(served: Served) -> None:
     async with InferenceClient(served.url) as client:
         messages = await take(served, [picture(50, (128, 128)), picture(51, (128, 96))])
         row = Row()
@@ -176,9 +174,31 @@ async def test_vllm_is_sent_images_again_that_it_does_not_know(served: Served) -
         client._sent_to(served.url, None).note(row.images)
         await sample(served, client, row, 0)
         check_logprobs(served, row)
+        parts = [{"type": "image_url", "url": None, "uuid": span.digest} for span in row.images]
+        status, answer = await ask(served, client, served.images.collapse(row), parts)
+    assert (status, answer["prompt_token_ids"]) == (200, row.token_ids)
+    if served.images.vision.sizes is not None:
+        places = [(place["offset"], place["length"]) for place in answer["mm_placeholders"]["image"]]
+        assert places == [(span.offset, span.length) for span in row.images]
 
 
-async def test_vllm_applies_the_bias_without_images(served: Served) -> None:
+async def ask(served: Served, client: InferenceClient, ids: list[int], parts: list[Any]) -> tuple[int, Any]:
+    """Send a request by hand, and return the status and the answer."""
+    body = {"token_ids": ids, "content_parts": parts, "return_token_ids": True, "model": "policy"}
+    body["sampling_params"] = {"max_tokens": 1}
+    status, text = await client.connection.request("POST", served.url + GENERATE, json.dumps(body).encode())
+    return status, json.loads(text)
+
+
+async def test_images_that_cannot_be_used_are_refused(served: Served) -> None:
+    async with InferenceClient(served.url) as client:
+        for url in (None, "data:image/png;base64,iVBORw0KGgo="):
+            part = {"type": "image_url", "url": url, "uuid": "unknown"}
+            status, answer = await ask(served, client, [20, served.images.vision.image_token_id, 30], [part])
+            assert (status, url is None) == (400, "Cache miss" in str(answer))
+
+
+async def test_the_bias_holds_without_images(served: Served) -> None:
     pad = served.renderer.tokenizer.convert_ids_to_tokens(served.images.vision.image_token_id)
     async with InferenceClient(served.url) as client:
         messages: list[Message] = [{"role": "user", "content": f"No image {pad} here."}]
@@ -188,7 +208,7 @@ async def test_vllm_applies_the_bias_without_images(served: Served) -> None:
         check_logprobs(served, row)
 
 
-async def test_vllm_reads_images_of_tools(served: Served) -> None:
+async def test_images_of_tools_are_read(served: Served) -> None:
     [crop] = await take(served, [picture(6, (90, 60))], "a crop")
     result = ToolResult(crop["content"])
     call = ToolCall("call_0", "zoom", {})

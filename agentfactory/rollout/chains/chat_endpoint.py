@@ -75,13 +75,13 @@ class ChatEndpoint(InferenceClient):
         if root == self.urls[0]:
             return None
         try:
-            status, text = await self._connection.request("GET", root + "/openapi.json")
+            status, text = await self.connection.request("GET", root + "/openapi.json")
             paths = set(json.loads(text)["paths"]) if status == 200 else set()
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
         except (ValueError, KeyError, TypeError):
             return None  # a web page, not an API
-        return await self.models(root) if set(NEEDED_ROUTES) <= paths else None
+        return await self.connection.models(root) if set(NEEDED_ROUTES) <= paths else None
 
     async def check_routes(self) -> None:
         """Look up the model's name if none was given. Raise ChatEndpointError unless the endpoint lists exactly one
@@ -90,7 +90,7 @@ class ChatEndpoint(InferenceClient):
             return
         url = self.urls[0] + "/models"
         try:
-            status, text = await self._connection.request("GET", url)
+            status, text = await self.connection.request("GET", url)
             cards = json.loads(text)["data"] if status == 200 else []
             names = [str(card["id"]) for card in cards if not card.get("parent")]
         except LostError as error:
@@ -124,7 +124,7 @@ class ChatEndpoint(InferenceClient):
 
     async def _try(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
         try:
-            return await self._connection.request("POST", url, json.dumps(body).encode())
+            return await self.connection.request("POST", url, json.dumps(body).encode())
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
 
@@ -171,7 +171,7 @@ class ChatEndpoint(InferenceClient):
         while True:
             body, asked = self._body(messages, specs, temperature, max_tokens), 0.0
             try:
-                status, text, headers = await self._connection.exchange("POST", url, json.dumps(body).encode())
+                status, text, headers = await self.connection.exchange("POST", url, json.dumps(body).encode())
             except LostError as error:
                 problem = str(error)
             else:

@@ -1,8 +1,6 @@
-"""Families of multimodal models, and the image processing of each.
-
-There are two kinds. Families of `patches` share one rule for image sizes, and images are resized once, here. All others
-use the model's own processor (OwnProcessor), which the server also runs.
-"""
+"""Families of multimodal models, and the image processing of each. Families of `patches` share one rule for image
+sizes, and images are resized once, here. All others use the model's own processor (OwnProcessor), which the server also
+runs."""
 
 import json
 import os
@@ -23,17 +21,7 @@ BY_PATCHES = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
 )
 """Values of model_type with image sizes and positions as in Qwen2-VL (arXiv:2409.12191, section 2.1)."""
-STATED = {
-    "qwen2_vl": Coordinates.RELATIVE1000,
-    "qwen2_5_vl": Coordinates.RESIZED,
-    "qwen3_vl": Coordinates.RELATIVE1000,
-    "qwen3_vl_moe": Coordinates.RELATIVE1000,
-    "qwen3_5": Coordinates.RELATIVE1000,
-    "qwen3_5_moe": Coordinates.RELATIVE1000,
-    "glm4v": Coordinates.RELATIVE1000,
-    "glm4v_moe": Coordinates.RELATIVE1000,
-    "internvl": Coordinates.RELATIVE1000,
-}
+STATED = {**dict.fromkeys([*BY_PATCHES, "internvl"], Coordinates.RELATIVE1000), "qwen2_5_vl": Coordinates.RESIZED}
 """Value of model_type -> the coordinate system that its models learned. Other models learned none, or several."""
 BY_OWN_PROCESSOR = frozenset({"internvl", "mistral3", "idefics3", "smolvlm"})
 """Values of model_type whose images their own processor converts. Positions are one-dimensional, and images do not
@@ -68,12 +56,9 @@ def why_no_images(path: str) -> str:
 
 
 def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Vision | None:
-    """Return the image processing of the model at `path`, a folder or hub name; None if it accepts only text, or if its
-    images are not supported (see why_no_images), so that its chains are text only.
-
-    `min_pixels` and `max_pixels` are the recipe's limits. Raise SettingError if the model has no processor, or if the
-    limits contradict each other.
-    """
+    """Return the image processing of the model at `path`, a folder or hub name, with the recipe's limits; None if it
+    accepts only text, or if its images are not supported (see why_no_images), so that its chains are text only. Raise
+    SettingError if the model has no processor, or if the limits contradict each other."""
     config = _read(path, "config.json")
     kind = config.get("model_type", "")
     if "vision_config" not in config or not supports_images(kind):
@@ -96,9 +81,7 @@ def model_type(path: str) -> str:
 def view_of(path: str, vision: Vision | None, coordinates: str = "auto") -> ModelView | None:
     """Return the coordinate system of the model at `path` with image processing `vision`: that of its family if
     `coordinates` is auto, otherwise `coordinates`. None if the model accepts only text, or if the family's is unknown.
-
-    Raise SettingError if coordinates are pixels of the resized image, but the model's own processor resizes it.
-    """
+    Raise SettingError if coordinates are pixels of the resized image, but the model's own processor resizes it."""
     if vision is None:
         return None
     stated = STATED.get(model_type(path)) if coordinates == "auto" else Coordinates(coordinates)
@@ -120,8 +103,6 @@ def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
 
 
 def _downloaded(name: str) -> str:
-    """Return the folder with the configuration and processor files of a hub model. Raise FileNotFoundError if they are
-    not on this machine."""
     config, *processors = (
         try_to_load_from_cache(name, file)
         for file in ("config.json", "preprocessor_config.json", "processor_config.json")

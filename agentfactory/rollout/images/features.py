@@ -31,7 +31,6 @@ class PixelMaker:
     """A converter of stored images to a network's inputs."""
 
     def __init__(self, path: str, vision: Vision) -> None:
-        """Create a converter for the model at `path`."""
         self._vision = vision
         # the Pillow backend needs no torchvision; it does not resize here
         own = isinstance(vision, OwnProcessor)
@@ -62,7 +61,6 @@ def join(images: Sequence[Inputs]) -> dict[str, Tensor]:
 
 
 def _padded(part: Tensor, sizes: list[int]) -> Tensor:
-    """Pad a tensor with zeros at the end of all dimensions except the first."""
     missing = [most - size for size, most in zip(part.shape[1:], sizes, strict=True)]
     if not any(missing):
         return part

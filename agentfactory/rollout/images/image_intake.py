@@ -13,18 +13,9 @@ from PIL import Image
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, text_of
+from agentfactory.rollout.images import parts
 from agentfactory.rollout.images.image_tokens import Grid, Vision
-from agentfactory.rollout.images.parts import (
-    data_url,
-    has_images,
-    image_part,
-    image_urls,
-    images_of_row,
-    map_parts,
-    place_images,
-    show_in_user_turns,
-    text_part,
-)
+from agentfactory.rollout.images.parts import has_images, image_part, image_urls, map_parts
 from agentfactory.rollout.images.store import ImageStore, is_file, stored_digest, url_of
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.images.decode import content_of, decode, size_of
@@ -51,35 +42,23 @@ class ShownImages:
     # ---- intake
 
     async def take_task(self, task: dict[str, Any], source: str, row: int | None = None) -> dict[str, Any]:
-        """Return a row of data whose `messages` refer to stored images. `images` become paths of files for tools and
-        rewards: paths in the data stay, and images given as data become lossless files.
-
-        Raise SettingError, with the field `source` and the number of the `row`, if it is given, for an unusable image.
-        """
-        if not has_images(task):
-            return task
-        try:
-            return await asyncio.to_thread(self._take_task, task)
-        except ValueError as error:
-            where = "an image cannot be used" if row is None else f"row {row}"
-            raise SettingError(source, f"{where}: {error}", "correct it, or remove it") from error
+        """Return a row with images whose `messages` refer to stored images. `images` become paths of files for tools
+        and rewards: paths in the data stay, and images given as data become lossless files. Raise SettingError, with
+        the field `source` and the number of the `row`, if it is given, for an unusable image."""
+        return await asyncio.to_thread(self._take_task, task, source, row)
 
     def take_tasks(self, tasks: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
-        """Take many rows, as `take_task` does. Blocking. Raise SettingError with the row's number."""
-        taken = []
-        for number, task in enumerate(tasks, 1):
-            try:
-                taken.append(self._take_task(task) if has_images(task) else task)
-            except ValueError as error:
-                raise SettingError(source, f"row {number}: {error}", "correct it") from error
-        return taken
+        """Take many rows, with or without images, as `take_task` does. Blocking."""
+        return [
+            self._take_task(task, source, number) if has_images(task) else task for number, task in enumerate(tasks, 1)
+        ]
 
     def check_tasks(self, tasks: Sequence[dict[str, Any]], most: int | None, source: str) -> None:
         """Check that each row has at most `most` images, and that all are usable: decode images for _CHECK_SECONDS, and
         read only the headers of the rest. Blocking. Raise SettingError with the row's number."""
         until = time.monotonic() + _CHECK_SECONDS
         for number, task in enumerate(tasks, 1):
-            images = images_of_row(task)
+            images = parts.images_of_row(task)
             if most is not None and len(images) > most:
                 problem = f"row {number} has {len(images)} images, but limits.images={most}"
                 raise SettingError(source, problem, "raise it")
@@ -91,7 +70,7 @@ class ShownImages:
 
     def _check(self, image: Any, decodes: bool) -> None:
         """Raise ValueError if an image is unusable. Check only its header unless `decodes`."""
-        if (digest := _stored(image)) is not None:
+        if (digest := stored_digest(image)) is not None:
             self.grid(digest)
         else:
             self.vision.check(*(decode(image).size if decodes else size_of(image)))
@@ -103,18 +82,21 @@ class ShownImages:
             return list(messages)
         return await asyncio.to_thread(map_parts, messages, self._take_part)
 
-    def _take_task(self, task: dict[str, Any]) -> dict[str, Any]:
-        messages = place_images(task, lambda image: url_of(self._take(image)))
-        taken = {**task, "messages": messages}
-        if "images" in task:
-            taken["images"] = [self._file(image) for image in task["images"]]
+    def _take_task(self, task: dict[str, Any], source: str, row: int | None) -> dict[str, Any]:
+        try:
+            taken = {**task, "messages": parts.place_images(task, lambda image: url_of(self._take(image)))}
+            if "images" in task:
+                taken["images"] = [self._file(image) for image in task["images"]]
+        except ValueError as error:
+            where = "an image cannot be used" if row is None else f"row {row}"
+            raise SettingError(source, f"{where}: {error}", "correct it, or remove it") from error
         return taken
 
     def _file(self, image: Any) -> str:
         """Return the path of a file with an image in its full size."""
         if is_file(image):
             return str(image)
-        return str(self.store.path(_stored(image) or self._take(image, fits=False)).absolute())
+        return str(self.store.path(stored_digest(image) or self._take(image, fits=False)).absolute())
 
     def _take_part(self, part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] != "image_url":
@@ -125,11 +107,11 @@ class ShownImages:
                 raise ValueError(f"{url[:200]} is an address, which is not fetched")
             return image_part(url_of(self._take(url)))
         except ValueError as error:
-            return text_part(f"[image not shown: {error}]")
+            return parts.text_part(f"[image not shown: {error}]")
 
     def _take(self, image: Any, fits: bool = True) -> str:
         """Store an image, resized for the model if `fits`, and return its digest. Raise ValueError for a bad image."""
-        if (digest := _stored(image)) is not None:
+        if (digest := stored_digest(image)) is not None:
             self.grid(digest)
             return digest
         if isinstance(image, Image.Image):
@@ -161,8 +143,7 @@ class ShownImages:
         """Return (digest, grid) of the stored images in messages, in order. Raise ValueError if one is not stored."""
         found: list[tuple[str, Grid]] = []
         for url in image_urls(messages) if self.shows else ():
-            digest = _stored(url)
-            if digest is None:
+            if (digest := stored_digest(url)) is None:
                 raise ValueError(f"a message has the image {url!r:.100}, which was not stored")
             found.append((digest, self.grid(digest)))
         return found
@@ -195,12 +176,12 @@ class ShownImages:
 
     def files_of(self, messages: Sequence[Message]) -> list[str]:
         """Return the files of the stored images in messages, in order, resized for the model."""
-        digests = filter(None, map(_stored, image_urls(messages)))
+        digests = filter(None, map(stored_digest, image_urls(messages)))
         return [str(self.store.path(digest).absolute()) for digest in digests]
 
     async def for_endpoint(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages for a chat endpoint, with images as data, in user messages."""
-        return await self._with_images(show_in_user_turns(messages))
+        return await self._with_images(parts.show_in_user_turns(messages))
 
     async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
         """Return a row for a program without access to its files, with images as data in its messages."""
@@ -210,50 +191,39 @@ class ShownImages:
         return {**rest, "messages": await self._with_images(task["messages"])}
 
     async def _with_images(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with stored images as `data:` addresses."""
         if not image_urls(messages):
             return list(messages)
         return await asyncio.to_thread(map_parts, messages, self._with_data)
 
     def _with_data(self, part: dict[str, Any]) -> dict[str, Any]:
         digest = stored_digest(part["image_url"]["url"]) if part["type"] == "image_url" else None
-        return part if digest is None else image_part(data_url(self.store.png(digest)))
+        return part if digest is None else image_part(parts.data_url(self.store.png(digest)))
 
 
 class TextOnly:
-    """The counterpart of ShownImages for a model that accepts only text."""
+    """The counterpart of ShownImages for a model that accepts only text: the chat template gets text for images."""
 
     vision = None
     shows = False
 
     async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return tool messages unchanged: their images become text for the chat template."""
         return list(messages)
 
     def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
-        """Return `ids` unchanged, without images."""
         return ids, []
 
     def collapse(self, row: Row) -> list[int]:
-        """Return the ids of a row."""
         return row.token_ids
 
     def files_of(self, messages: Sequence[Message]) -> list[str]:
-        """Return no files."""
         return []
 
     async def for_endpoint(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages for a chat endpoint, with text instead of images."""
         return [{**message, "content": text_of(message.get("content") or "")} for message in messages]
 
     async def without_files(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Return a row unchanged."""
         return task
 
 
 Images = ShownImages | TextOnly
 """The image intake of a run's model."""
-
-
-def _stored(image: Any) -> str | None:
-    return stored_digest(image) if isinstance(image, str) else None

@@ -27,8 +27,7 @@ class RequestImages:
         return self.shown.vision.collapse(self.ids, self.spans)
 
     async def parts(self, sent: "SentImages") -> list[dict[str, Any]]:
-        """Return the request's `content_parts`: the data of images that are not in `sent`, and only the digest of
-        others."""
+        """Return the request's `content_parts`: the data of images that are not in `sent`, only digests of others."""
         digests = [span.digest for span in self.spans]
         new = [digest for digest in dict.fromkeys(digests) if digest not in sent]
         read = await asyncio.to_thread(self._data, new) if new else {}
@@ -38,8 +37,7 @@ class RequestImages:
         return {digest: data_url(self.shown.store.png(digest)) for digest in digests}
 
     def fault(self, prompt_ids: Any) -> str | None:
-        """Compare the prompt ids that the server reports with the request's. Return the problem if they differ, else
-        None."""
+        """Return the problem if the prompt ids that the server reports differ from the request's, else None."""
         if prompt_ids == list(self.ids):
             return None
         told = f"{len(prompt_ids)} other tokens" if isinstance(prompt_ids, list) else "none"

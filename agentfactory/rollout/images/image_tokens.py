@@ -130,27 +130,20 @@ class PatchVision(Vision):
 
     @property
     def sizes(self) -> SizeRule:
-        """The rule by which images are resized."""
         return SizeRule(self.patch_size * self.merge_size, self.min_pixels, self.max_pixels, self.grows)
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize an RGB image as the model's own processor does, which then leaves it unchanged. Raise ValueError if it
-        is too narrow."""
+        # as the model's own processor does, which then leaves it unchanged
         return self.sizes.fit(image)
 
     def check(self, width: int, height: int) -> None:
-        self.fitted(width, height)
-
-    def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return the (width, height) of an image after resizing; see SizeRule."""
-        return self.sizes.fitted(width, height)
+        self.sizes.fitted(width, height)
 
     def grid(self, image: Image.Image) -> Grid:
-        """Return the grid of an image that `fit` returned, in patches."""
         return 1, image.height // self.patch_size, image.width // self.patch_size
 
     def ids(self, grid: Grid) -> Sequence[int]:
-        """Return only image tokens: the chat template writes the tokens around an image."""
+        # the chat template writes the tokens around an image
         return [self.image_token_id] * (math.prod(grid) // self.merge_size**2)
 
     def server_options(self) -> dict[str, Any]:
@@ -159,15 +152,14 @@ class PatchVision(Vision):
         return {"size": {"shortest_edge": self.frames * self.min_pixels, "longest_edge": self.frames * self.max_pixels}}
 
     def smallest(self) -> Grid:
-        """Return the grid of an image with one token, regardless of the limits."""
         return 1, self.merge_size, self.merge_size
 
     def blank(self, grid: Grid) -> Image.Image:
         return Image.new("RGB", (grid[2] * self.patch_size, grid[1] * self.patch_size))
 
     def positions(self, length: int, spans: Sequence[ImageSpan]) -> Int[np.ndarray, "3 length"]:
-        """Return the rotary positions in time, height and width of a row's tokens. A text token has the same position
-        in all three; text after an image continues at the largest position plus one."""
+        """A text token has the same position in all three; text after an image continues at the largest position plus
+        one."""
         positions = np.empty((3, length), dtype=np.int64)
         place = start = 0
         for span in spans:
@@ -251,7 +243,6 @@ class OwnProcessor(Vision):
         object.__setattr__(self, "_ids", lru_cache(1024)(self._expansion))
 
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize an image to the limits, if there are any. Raise ValueError if the processor refuses the size."""
         area = image.width * image.height
         scale = 1.0
         if self.max_pixels is not None and area > self.max_pixels:
@@ -270,11 +261,9 @@ class OwnProcessor(Vision):
         self.ids((1, height, width))
 
     def grid(self, image: Image.Image) -> Grid:
-        """Return the height and width of an image in pixels, as Grid."""
         return 1, image.height, image.width
 
     def ids(self, grid: Grid) -> Sequence[int]:
-        """Raise ValueError if the processor refuses the size."""
         return self._ids(grid)
 
     def _expansion(self, grid: Grid) -> tuple[int, ...]:
@@ -300,7 +289,6 @@ class OwnProcessor(Vision):
         return Image.new("RGB", (grid[2], grid[1]))
 
     def positions(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray | None:
-        """Return None: positions are one-dimensional."""
         return None
 
 

@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,10 @@ MARK = "<image>"
 """Placeholder of an image in the text of a row with `images` (ms-swift, verl)."""
 _SOURCES = ("image", "url", "path", "base64", "bytes")
 """Keys of a part `{"type": "image"}` that may contain the image itself."""
-
-
 _OTHER_COLUMNS = ("image", "video", "videos", "audio", "audios")
 _MEDIA = (
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".webp",
-    ".gif",
-    ".bmp",
-    ".tif",
-    ".tiff",
-    ".mp4",
-    ".webm",
-    ".mov",
-    ".mkv",
-    ".wav",
-    ".mp3",
-    ".flac",
-    ".ogg",
+    *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".mp4", ".webm", ".mov", ".mkv", ".wav", ".mp3", ".flac", ".ogg"),
 )
 
 
@@ -70,10 +55,10 @@ def parts_of(message: Message) -> list[dict[str, Any]]:
 
 
 def map_parts(messages: Sequence[Message], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Message]:
-    """Return messages with each part of their contents changed."""
+    """Return messages with each part of their contents changed; what is no message stays as it is."""
     return [
         {**message, "content": [change(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
@@ -86,13 +71,8 @@ def for_template(messages: Sequence[Message]) -> list[Message]:
 
 def image_urls(messages: Sequence[Message]) -> list[Any]:
     """Return the addresses of the images in messages, in order, or the values given in place of addresses."""
-    return [
-        part["image_url"]["url"]
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if part["type"] == "image_url"
-    ]
+    parts = (part for message in messages for part in parts_of(message))
+    return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
 
 
 def images_of_row(task: dict[str, Any]) -> list[Any]:
@@ -108,11 +88,8 @@ def has_images(task: dict[str, Any]) -> bool:
 
 def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
     """Normalize the images of a row of data: `images` becomes a list, and content has parts of the types `text`,
-    `image_url`, and `image` (one of `images`), without the None values of tables. Paths are relative to `base`.
-
-    Raise ValueError if the number of images differs from the number of placeholders, or if a column that is not read
-    has images, videos or sounds.
-    """
+    `image_url`, and `image` (one of `images`), without the None values of tables. Paths are relative to `base`. Raise
+    ValueError if the numbers of images and placeholders differ, or if a column that is not read has media."""
     row = dict(row)
     for name in _OTHER_COLUMNS:
         if _is_media(row.get(name)):
@@ -120,7 +97,7 @@ def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
             other = f"if only tools or rewards read it, give it another name: data.columns: {{NAME: {name}}}"
             raise ValueError(f"its column {name!r} is not read; {fix}; {other}")
     if isinstance(row.get("messages"), list):
-        row["messages"] = [_clean_message(message, base) for message in row["messages"]]
+        row["messages"] = map_parts(row["messages"], partial(_clean_part, base=base))
         if any(message.get("role") == "assistant" and image_urls([message]) for message in _dicts(row["messages"])):
             raise ValueError("an assistant message has an image, but models here write only text")
     if "images" not in row:
@@ -162,20 +139,10 @@ def show_in_user_turns(messages: Sequence[Message]) -> list[Message]:
             waiting = []
         if message["role"] == "tool" and (images := [p for p in parts_of(message) if p["type"] == "image_url"]):
             waiting += images
-            message = {**message, "content": _as_text(message)}
+            told = [p["text"] if p["type"] == "text" else "[image: see below]" for p in parts_of(message)]
+            message = {**message, "content": "\n".join(told)}
         shown.append(message)
     return [*shown, {"role": "user", "content": waiting}] if waiting else shown
-
-
-def _as_text(message: Message) -> str:
-    told = [part["text"] if part["type"] == "text" else "[image: see below]" for part in parts_of(message)]
-    return "\n".join(told)
-
-
-def _clean_message(message: Any, base: Path) -> Any:
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    return {**message, "content": [_clean_part(part, base) for part in message["content"]]}
 
 
 def _clean_part(part: Any, base: Path) -> dict[str, Any]:
@@ -197,20 +164,19 @@ def _clean_part(part: Any, base: Path) -> dict[str, Any]:
 
 
 def _rooted(image: Any, base: Path) -> Any:
-    """Return an image; a relative path is made absolute."""
     if isinstance(image, dict) and not image.get("bytes") and image.get("path"):
         image = image["path"]
     return str(base / str(image).removeprefix("file://")) if is_path(image) else image
 
 
-def _texts(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts that may contain placeholders: all except assistant messages."""
+def texts_of(row: dict[str, Any], with_turns: bool = False) -> Iterator[str]:
+    """Yield the texts of a row's question or messages; those of assistant messages only if `with_turns`."""
     messages = row.get("messages")
     if messages is None:
         yield str(row.get("question", ""))
         return
     for message in _dicts(messages):
-        if message.get("role") != "assistant":
+        if with_turns or message.get("role") != "assistant":
             yield from (part["text"] for part in parts_of(message) if part["type"] == "text")
 
 
@@ -220,7 +186,7 @@ def _dicts(messages: Sequence[Any]) -> list[Message]:
 
 
 def _marks(row: dict[str, Any]) -> int:
-    return sum(text.count(MARK) for text in _texts(row))
+    return sum(text.count(MARK) for text in texts_of(row))
 
 
 def _places(row: dict[str, Any]) -> int:

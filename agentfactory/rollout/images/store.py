@@ -14,7 +14,7 @@ from agentfactory.base.files.disk import writing
 from agentfactory.base.files.untrusted_files import open_file, read_file
 from agentfactory.tools.images.decode import decode, is_path
 
-_SCHEME = "image:"
+_ADDRESS = re.compile("image:([0-9a-f]{32})")
 _IMAGE_BYTES = 256 << 20
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -84,13 +84,12 @@ def digest_of(image: Image.Image) -> str:
 
 def url_of(digest: str) -> str:
     """Return the address by which messages refer to a stored image."""
-    return _SCHEME + digest
+    return f"image:{digest}"
 
 
-def stored_digest(url: str) -> str | None:
-    """Return the digest in an address that `url_of` returned; None for any other address."""
-    digest = url.removeprefix(_SCHEME)
-    return digest if digest != url and _DIGEST.fullmatch(digest) else None
+def stored_digest(image: Any) -> str | None:
+    """Return the digest in an address that `url_of` returned; None for anything else."""
+    return found[1] if isinstance(image, str) and (found := _ADDRESS.fullmatch(image)) else None
 
 
 def is_file(image: Any) -> bool:

@@ -9,7 +9,7 @@ from agentfactory.base.messages import ToolSpec, is_finite_number
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import view_of, why_no_images
 from agentfactory.rollout.images.image_intake import Images, ShownImages
-from agentfactory.rollout.images.parts import has_images, parts_of
+from agentfactory.rollout.images.parts import has_images, texts_of
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView, stating
 from agentfactory.tools.images.decode import size_of
 
@@ -37,7 +37,7 @@ class TaskImages:
         if any(map(has_images, tasks)):
             await asyncio.to_thread(self._seeing(section).check_tasks, tasks, self._recipe.limits.images, section)
         for number, task in enumerate(tasks, 1):
-            self._stated(task, section, number)
+            state_places(task, self.view, self._recipe.model.path, section, number)
         if self.view is None and rewards_take(VIEW_FIELD):
             raise unknown_way(self._recipe.model.path, "its rewards convert")
 
@@ -45,7 +45,7 @@ class TaskImages:
         """Prepare a row of `section`, with number `row` if it is given, for its chains: store its images once, and
         convert boxes and points in its text to the model's coordinates. Raise SettingError for an unusable image or an
         invalid box or point."""
-        task = self._stated(task, section, row)
+        task = state_places(task, self.view, self._recipe.model.path, section, row)
         return await self._seeing(section).take_task(task, section, row) if has_images(task) else task
 
     def for_tools(self, task: Task, tools_take: Takes) -> Task:
@@ -56,9 +56,6 @@ class TaskImages:
         if self.view is None:
             raise unknown_way(self._recipe.model.path, "its tools convert")
         return {**task, VIEW_FIELD: self.view.to_json()}
-
-    def _stated(self, task: Task, section: str, row: int | None) -> Task:
-        return state_places(task, self.view, self._recipe.model.path, section, row)
 
     def _seeing(self, section: str) -> ShownImages:
         """Return the image intake. Raise SettingError if the model cannot get the images of `section`."""
@@ -78,20 +75,18 @@ MARK = "<bbox>"
 def has_places(task: dict[str, Any]) -> bool:
     """Return whether a row's text has placeholders of boxes or points."""
     objects = task.get("objects")
-    return isinstance(objects, dict) and objects.get("bbox") is not None and any(map(_count, _texts(task)))
+    if not isinstance(objects, dict) or objects.get("bbox") is None:
+        return False
+    return any(MARK in text for text in texts_of(task, with_turns=True))
 
 
 def state_places(
     task: dict[str, Any], view: ModelView | None, model: str, section: str, row: int | None = None
 ) -> dict[str, Any]:
     """Return a row of `section` with each MARK in its text replaced by the next of `objects.bbox`, in the model's
-    coordinates. An entry is a box or point in pixels of an image: the one whose number is at the same index in
-    `objects.image_id`, by default the first. With `objects.bbox_type: norm1`, entries are fractions of the image's
-    sides.
-
-    Raise SettingError, with the number of the `row`, if the numbers of marks and entries differ, if an entry is not a
-    box or point of an image of the row, or if the coordinate system of `model` is unknown.
-    """
+    coordinates. An entry is a box or point in pixels (with `objects.bbox_type: norm1`, fractions of the sides) of the
+    image whose number is at the same index in `objects.image_id`, by default the first. Raise SettingError, with the
+    number of the `row`, for an invalid entry, or if the coordinate system of `model` is unknown."""
     if not has_places(task):
         return task
     if view is None:
@@ -120,9 +115,9 @@ def _stated(task: dict[str, Any], view: ModelView) -> dict[str, Any]:
         raise ValueError(f"objects.image_id has {len(numbers)} numbers, but objects.bbox has {len(places)} places")
     given = ModelView(Coordinates.PIXELS if kind == "real" else Coordinates.RELATIVE1)
     said = [_said(place, number, images, given, view) for place, number in zip(places, numbers, strict=True)]
-    if (marks := sum(map(_count, _texts(task)))) != len(said):
+    if (marks := sum(text.count(MARK) for text in texts_of(task, with_turns=True))) != len(said):
         raise ValueError(f"objects.bbox has {len(said)} places, but its text has {MARK} {marks} times")
-    field = _field(task)
+    field = "question" if task.get("messages") is None else "messages"
     return {**task, field: _filled(task[field], iter(said))}
 
 
@@ -139,7 +134,6 @@ def _said(place: Any, number: Any, images: list[Any], given: ModelView, view: Mo
 
 
 def _filled(value: Any, said: Iterator[str]) -> Any:
-    """Return a text, or messages, with each MARK replaced."""
     if isinstance(value, str):
         first, *rest = value.split(MARK)
         return first + "".join(next(said) + text for text in rest)
@@ -154,21 +148,3 @@ def _filled_message(message: Any, said: Iterator[str]) -> Any:
         return message
     parts = [{**part, "text": _filled(part["text"], said)} if part["type"] == "text" else part for part in content]
     return {**message, "content": parts}
-
-
-def _field(task: dict[str, Any]) -> str:
-    """Return the name of the field with the chain's opening text."""
-    return "question" if task.get("messages") is None else "messages"
-
-
-def _texts(task: dict[str, Any]) -> Iterator[str]:
-    if _field(task) == "question":
-        yield str(task.get("question", ""))
-        return
-    for message in task["messages"]:
-        if isinstance(message, dict):
-            yield from (part["text"] for part in parts_of(message) if part["type"] == "text")
-
-
-def _count(text: str) -> int:
-    return text.count(MARK)

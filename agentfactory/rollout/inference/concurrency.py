@@ -1,7 +1,6 @@
-"""A resizable limit on the number of live chains, and its controller, driven by the server's load."""
+"""A resizable limit on the number of live chains, and the rule that sets it by the server's load."""
 
 import asyncio
-from dataclasses import dataclass
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.connections import raise_open_files
@@ -47,23 +46,14 @@ FULL_CACHE = 0.9
 """KV cache usage above which the server will soon evict some requests' blocks to serve others."""
 
 
-@dataclass
-class ConcurrencyControl:
-    """Additive-increase, multiplicative-decrease control of the number of live chains (Chiu and Jain, 1989), which
-    spend much of their time in tools. While requests wait in the server or its cache is nearly full, the limit falls by
-    a fifth. Otherwise, while every place is taken, it rises by `step`, below which it never falls."""
-
-    limit: int
-    step: int
-
-    def observe(self, load: Load, alive: int) -> int:
-        """Return the new limit after one load measurement, taken with `alive` live chains."""
-        if load.waiting > 0 or load.cache > FULL_CACHE:
-            # start from the actual number: lowering a limit far above it would have no effect for many measurements
-            self.limit = max(self.step, min(self.limit, alive) * 4 // 5)
-        elif alive >= self.limit:
-            self.limit += self.step
-        return self.limit
+def next_limit(limit: int, step: int, load: Load, alive: int) -> int:
+    """Return the new limit of live chains after one load measurement, taken with `alive` of them, by additive increase
+    and multiplicative decrease (Chiu and Jain, 1989). While requests wait in the server or its cache is nearly full, it
+    falls by a fifth. Otherwise, while every place is taken, it rises by `step`, below which it never falls."""
+    if load.waiting > 0 or load.cache > FULL_CACHE:
+        # start from the actual number: lowering a limit far above it would have no effect for many measurements
+        return max(step, min(limit, alive) * 4 // 5)
+    return limit + step if alive >= limit else limit
 
 
 def check_open_files(chains: int) -> None:

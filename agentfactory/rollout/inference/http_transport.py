@@ -38,11 +38,9 @@ class LostError(Exception):
 
 
 def authorization(url: str, api_key_env: str | None, section: str = "server") -> dict[str, str]:
-    """Return the HTTP header with the key of the server at `url`; empty if there is no key. `section` is the recipe's.
-
-    The key comes from the environment variable `api_key_env`; if that is None, from the key file that this user's
-    server has written on this machine. Raises SettingError, a ValueError, if the variable is named but not set.
-    """
+    """Return the HTTP header with the key of the server at `url`: that in the environment variable `api_key_env`, or if
+    that is None, in the key file that this user's server has written on this machine; empty if there is no key.
+    `section` is the recipe's. Raises SettingError, a ValueError, if the variable is named but not set."""
     key = find_key(url) if api_key_env is None else key_of_environment(f"{section}.api_key_env", api_key_env)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -58,11 +56,8 @@ def lacking_key(url: str, api_key_env: str | None, section: str = "server") -> s
 
 
 class Connection:
-    """Connections to the servers; use it as an async context manager. Requests raise LostError.
-
-    It uses aiohttp, which takes 125 us of CPU per turn (512 tokens in, 64 out), 48 of them for JSON, with 16 to 256
-    chains. httpx2 takes 420 to 900 us, and bare asyncio streams take 80 us.
-    """
+    """Connections to the servers; use it as an async context manager. Requests raise LostError. aiohttp takes 125 us of
+    CPU per turn (512 tokens in, 64 out); httpx2 takes 420 to 900 us, and bare asyncio streams take 80 us."""
 
     def __init__(self, api_key_env: str | None = None, proxy: Proxy | None = None, section: str = "server"):
         self._proxy = proxy
@@ -103,7 +98,7 @@ class Connection:
         seconds: float | None = None,
         replica: int | None = None,
     ) -> tuple[int, str, Mapping[str, str]]:
-        """Send a request; return the response's status, text and headers."""
+        """Send a request; return the response's status, text and headers. For the arguments see `request`."""
         chosen = {} if replica is None else {REPLICA_HEADER: str(replica)}
         if not with_key:
             return await self._send(method, url, body, chosen, seconds)
@@ -128,10 +123,14 @@ class Connection:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError((str(error) or repr(error)) + through(self._proxy)) from error
 
+    async def _state(self, url: str, route: str) -> dict[str, Any] | None:
+        """Return the JSON object at a route; None if the server answers with another status than 200."""
+        status, text = await self.request("GET", url + route, seconds=_STATE_SECONDS)
+        return _object(text) if status == 200 else None
+
     async def is_healthy(self, url: str) -> bool:
         """Return whether the server accepts requests."""
-        status, _ = await self.request("GET", url + "/health", seconds=_STATE_SECONDS)
-        return status == 200
+        return (await self.request("GET", url + "/health", seconds=_STATE_SECONDS))[0] == 200
 
     def lacking_key(self, url: str) -> str:
         """Return why the server at `url` rejected the key or its absence, and the fix."""
@@ -141,15 +140,13 @@ class Connection:
         """Return whether the server requires a key, even on routes that change its weights. vLLM's own key does not
         protect these routes."""
         for route in ("/v1/models", "/is_paused"):
-            status, _, _ = await self.exchange("GET", url + route, with_key=False, seconds=_STATE_SECONDS)
-            if status == 200:
+            if (await self.exchange("GET", url + route, with_key=False, seconds=_STATE_SECONDS))[0] == 200:
                 return False
         return True
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return the cards of the server's models and adapters; an adapter's card has a `parent`."""
-        status, text = await self.request("GET", url + "/v1/models", seconds=_STATE_SECONDS)
-        return _object(text).get("data", []) if status == 200 else []
+        return (await self._state(url, "/v1/models") or {}).get("data", [])
 
     async def loads(self, url: str, seconds: float = _STATE_SECONDS) -> list[Load]:
         """Return the load of each replica behind `url`. Raises ValueError if the server does not report it."""
@@ -160,14 +157,13 @@ class Connection:
 
     async def weight_version(self, url: str) -> str:
         """Return the version label of the server's base weights; empty if there is none."""
-        status, text = await self.request("GET", url + "/weight_info", seconds=_STATE_SECONDS)
-        return str(_object(text).get("weight_version")) if status == 200 else ""
+        state = await self._state(url, "/weight_info")
+        return "" if state is None else str(state.get("weight_version"))
 
     async def holds_requests(self, url: str) -> bool:
         """Return whether the server reports that it is paused or asleep."""
-        for route, key in (("/is_sleeping", "is_sleeping"), ("/is_paused", "is_paused")):
-            status, text = await self.request("GET", url + route, seconds=_STATE_SECONDS)
-            if status == 200 and _object(text).get(key):
+        for key in ("is_sleeping", "is_paused"):
+            if (await self._state(url, f"/{key}") or {}).get(key):
                 return True
         return False
 
@@ -175,12 +171,9 @@ class Connection:
 def _object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises LostError for anything else, such as a proxy's error page."""
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise LostError(f"its response is not JSON: {text[:200]}") from error
-    if not isinstance(found, dict):
-        raise LostError(f"its response is not a JSON object: {text[:200]}")
-    return found
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise LostError(f"its response is not a JSON object: {text[:200]}") from error
 
 
 _OVERFLOW = (

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -95,63 +95,51 @@ class InferenceClient:
         section: str = "server",
     ):
         """Recoverable failures are retried for `retry_seconds`. Without `proxy`, the servers are reached directly,
-        whatever the environment says: they are this machine's, or those of its cluster. `section` is the section of the
-        recipe that errors name."""
+        whatever the environment says. `section` is the section of the recipe that errors name."""
         self.urls = [pinned(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
         self._limit = retry_seconds
         self._router = Router(self.urls)
-        self._connection = Connection(api_key_env, proxy, section)
+        self.connection = Connection(api_key_env, proxy, section)
         self._section = section
-        self._recovery = Recovery(self._connection, self._router, retry_seconds)
-        self._stalls = StallWatch(self._connection, retry_seconds)
+        self.recovery = Recovery(self.connection, self._router, retry_seconds)
+        self._stalls = StallWatch(self.connection, retry_seconds)
         self._sent: dict[tuple[str, int | None], SentImages] = {}
         """Server and replica -> images that it holds."""
 
     async def __aenter__(self) -> Self:
-        await self._connection.__aenter__()
+        await self.connection.__aenter__()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self._stalls.close()
-        await self._recovery.close()
-        await self._connection.__aexit__(*exception)
-
-    def restore_by(self, restore: Callable[[str], Awaitable[bool]]) -> None:
-        """Set the callback that loads the current weights into a server that lacks them; False if it has gone
-        meanwhile."""
-        self._recovery.restore = restore
+        await self.recovery.close()
+        await self.connection.__aexit__(*exception)
 
     def published(self, published: Published) -> None:
         """Note which weights are live. Turns requested from now on must come from these weights or newer ones; tokens
         sampled from older ones are discarded."""
-        self._recovery.published = published
-
-    async def models(self, url: str) -> list[dict[str, Any]]:
-        """Return the cards of a server's models and adapters."""
-        return await self._connection.models(url)
+        self.recovery.published = published
 
     async def check_routes(self) -> None:
         """Check that each server describes the routes that rollouts need. Raises ServerUnreachableError."""
         for url in self.urls:
             try:
-                status, text = await self._connection.request("GET", url + "/openapi.json")
+                status, text = await self.connection.request("GET", url + "/openapi.json")
                 if status == 401:
-                    raise ServerUnreachableError(f"server {url} answered 401: {self._connection.lacking_key(url)}")
+                    raise ServerUnreachableError(f"server {url} answered 401: {self.connection.lacking_key(url)}")
                 if status != 200:
                     raise ServerUnreachableError(
                         f"server {url} answered {status} to /openapi.json; is it an inference server?"
                     )
-                problem = missing_routes(url, _paths(text), NEEDED_ROUTES)
-                if problem:
+                if problem := missing_routes(url, _paths(text), NEEDED_ROUTES):
                     raise ServerUnreachableError("; ".join(problem))
-                self._recovery.base_models |= {
-                    card["id"] for card in await self._connection.models(url) if not card.get("parent")
-                }
-                if not await self._connection.is_guarded(url):
+                cards = await self.connection.models(url)
+                self.recovery.base_models |= {card["id"] for card in cards if not card.get("parent")}
+                if not await self.connection.is_guarded(url):
                     text = f"server {url} accepts requests without a key: anyone who reaches it can change its weights"
                     notify(logger, f"{url} has no key", f"{text}; start it with `agentfactory serve`", see=_PAGE)
                 try:
-                    await self._recovery.count_replicas(url)
+                    await self.recovery.count_replicas(url)
                 except ValueError as error:
                     text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
                     notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
@@ -172,13 +160,11 @@ class InferenceClient:
         images: "RequestImages | None" = None,
         encoded: EncodedIds | None = None,
     ) -> Completion:
-        """Sample one turn of `chain` after `token_ids` with the weights called `model`.
-
-        Requests with different `cache_salt` share no cache. `images` are the images in `token_ids`; `encoded` has the
-        JSON of earlier requests, whose ids `token_ids` begin with. A lost turn is sampled again from the same ids, on
-        another server if necessary; a paused or sleeping server is waited for. Raises ContextOverflowError or
-        InferenceError for a refused request, ServerUnreachableError if no server has answered for `retry_seconds`.
-        """
+        """Sample one turn of `chain` after `token_ids` with the weights called `model`. Requests with different
+        `cache_salt` share no cache. `images` are the images in `token_ids`; `encoded` has the JSON of earlier requests,
+        whose ids `token_ids` begin with. A lost turn is sampled again from the same ids, on another server if
+        necessary; a paused or sleeping server is waited for. Raises ContextOverflowError or InferenceError for a
+        refused request, ServerUnreachableError if no server has answered for `retry_seconds`."""
         request: dict[str, Any] = {"model": model, "sampling_params": {"logprobs": 0, **sampling}}
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
@@ -187,11 +173,11 @@ class InferenceClient:
         else:
             ids = (encoded or EncodedIds()).of(token_ids)
             body = b"".join((b'{"token_ids":[', ids, b"],", msgspec.json.encode(request)[1:]))
-        oldest = self._recovery.published
+        oldest = self.recovery.published
         retries = Retries(self._limit)
         failed_at = set[str]()
         while True:
-            replica = await self._recovery.take(chain, token_ids, failed_at)
+            replica = await self.recovery.take(chain, token_ids, failed_at)
             url = replica.url
             if images is not None:
                 parts = await images.parts(self._sent_to(url, replica.rank))
@@ -200,13 +186,13 @@ class InferenceClient:
             lost = None
             try:
                 async with self._stalls.request(replica):
-                    status, text = await self._connection.request("POST", url + GENERATE, body, replica=replica.rank)
+                    status, text = await self.connection.request("POST", url + GENERATE, body, replica=replica.rank)
             except LostError as error:
                 lost = str(error)
             finally:
                 self._router.load[replica] -= 1
             if lost is not None:
-                self._recovery.lose(url, lost)
+                self.recovery.lose(url, lost)
                 # a healthy server that drops every turn counts as back immediately
                 await self._wait_to_retry(retries, url, lost)
                 continue
@@ -218,27 +204,27 @@ class InferenceClient:
                     self._sent_to(url, replica.rank).note(images.spans)
                     if completion and (fault := images.fault(_decoded(text).get("prompt_token_ids"))):
                         raise InferenceError(fault)
-            if (status == 503 or (status == 200 and completion is None)) and await self._recovery.held_back(url):
+            if (status == 503 or (status == 200 and completion is None)) and await self.recovery.held_back(url):
                 # waiting is not a failure, however long it took
                 retries = Retries(self._limit)
                 continue
             if status == 200:
                 if completion is None:
                     problem = "the server aborted the request"
-                elif self._recovery.is_current(completion.versions, model, oldest):
+                elif self.recovery.is_current(completion.versions, model, oldest):
                     return completion
                 else:
                     problem = f"it sampled with {completion.versions[0].version}, not with {oldest and oldest.label}"
-                    self._recovery.distrust(url, problem)
-            elif status == 404 and self._recovery.is_published(model):
+                    self.recovery.distrust(url, problem)
+            elif status == 404 and self.recovery.published is not None and model == self.recovery.published.model:
                 problem = f"it does not know {model}"
-                self._recovery.distrust(url, problem)
+                self.recovery.distrust(url, problem)
             elif status == 429 or status >= 500:
                 problem = f"the server answered {status}: {text[:500]}"
                 failed_at.add(url)
+            elif status == 401:
+                raise RefusedError(f"the server answered 401: {self.connection.lacking_key(url)}")
             else:
-                if status == 401:
-                    raise RefusedError(f"the server answered 401: {self._connection.lacking_key(url)}")
                 refused = refusal(status, text)
                 # a restarted server, or one that received many images since, no longer holds some
                 if images is None or isinstance(refused, ContextOverflowError) or all(p["url"] for p in parts):
@@ -258,7 +244,7 @@ class InferenceClient:
         for url, state in self._router.states.items():
             if state is ServerState.SERVING:
                 try:
-                    loads += await self._connection.loads(url, LOAD_SECONDS)
+                    loads += await self.connection.loads(url, LOAD_SECONDS)
                 except (LostError, ValueError) as error:
                     raise InferenceError(f"cannot read the load of {url}: {error}") from error
         if not loads:
@@ -266,8 +252,7 @@ class InferenceClient:
         return combined(loads)
 
     async def _wait_to_retry(self, retries: Retries, url: str, problem: str, asked: float = 0.0) -> None:
-        delay = retries.delay(time.monotonic(), asked=asked)
-        if delay is not None:
+        if (delay := retries.delay(time.monotonic(), asked=asked)) is not None:
             logger.info("%s: %s; trying again in %.1f s", url, problem, delay)
             await asyncio.sleep(delay)
             return

@@ -30,12 +30,11 @@ class ServerState(StrEnum):
 
 
 class Replica(NamedTuple):
-    """One copy of the model, with its own KV cache."""
+    """One copy of the model, with its own KV cache: the address of its server, and its data parallel rank among the
+    replicas there; None for a single replica."""
 
     url: str
-    """Address of its server."""
     rank: int | None = None
-    """The data parallel rank among the replicas behind the address; None for a single replica."""
 
 
 class Router:
@@ -93,14 +92,9 @@ class Router:
         if self.silent_since is None and set(self.states.values()) == {ServerState.DOWN}:
             self.silent_since = now
 
-    def answers(self, url: str) -> None:
-        """Note that `url` answers but may not have the current weights."""
-        self.states[url] = ServerState.UNPROVEN
-        self.silent_since = None
-
-    def proven(self, url: str) -> None:
-        """Note that `url` has the current weights."""
-        self.states[url] = ServerState.SERVING
+    def answers(self, url: str, state: ServerState) -> None:
+        """Note that `url` answers, and whether it has the current weights."""
+        self.states[url] = state
         self.silent_since = None
 
 
@@ -120,7 +114,7 @@ class Recovery:
     def __init__(self, connection: Connection, router: Router, retry_seconds: float):
         self.restore: Callable[[str], Awaitable[bool]] | None = None
         """Callback that loads the current weights into a server that lacks them, and returns False if the server has
-        gone meanwhile. None if no weights are published."""
+        gone meanwhile; None if no weights are published."""
         self.base_models: set[str] = set()
         """Names of base weights; any other model is an adapter."""
         self.published: Published | None = None
@@ -141,10 +135,6 @@ class Recovery:
             task.cancel()
         await asyncio.gather(*self._returning, return_exceptions=True)
 
-    def is_published(self, model: str) -> bool:
-        """Return whether every server should know `model`."""
-        return self.published is not None and model == self.published.model
-
     def is_current(self, versions: Sequence[Span], model: str, oldest: Published | None) -> bool:
         """Return whether the base weights of a turn are `oldest` or newer ones of the same run. Always True for turns
         with an adapter, because each version of an adapter has its own name."""
@@ -162,8 +152,7 @@ class Recovery:
         while True:
             if self._failure is not None:
                 raise self._failure
-            replica = self._router.choose(chain, prompt, avoid)
-            if replica is not None:
+            if (replica := self._router.choose(chain, prompt, avoid)) is not None:
                 return replica
             silent = self._router.silent_since
             left = None if silent is None else silent + self._limit - time.monotonic()
@@ -172,11 +161,9 @@ class Recovery:
                     f"no server answers at {', '.join(self._router.states)} for {self._limit:g} s: {self._last_words}"
                 )
             self._changed.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._changed.wait()
-            except TimeoutError:
-                continue
 
     async def held_back(self, url: str) -> bool:
         """Wait while the server is paused or asleep; return whether it was. The caller must not send a turn meanwhile:
@@ -202,7 +189,7 @@ class Recovery:
         """Note that `url` answers with weights other than the published ones, and start to bring it back."""
         if self._router.states[url] is ServerState.SERVING:
             logger.warning("server %s lost its weights: %s; requesting them", url, problem)
-            self._router.answers(url)
+            self._router.answers(url, ServerState.UNPROVEN)
             self._bring_back(url)
 
     def _bring_back(self, url: str) -> None:
@@ -224,7 +211,7 @@ class Recovery:
             tries += 1
             try:
                 if await self._connection.is_healthy(url):
-                    self._router.answers(url)
+                    self._router.answers(url, ServerState.UNPROVEN)
                     self._changed.set()
                     with suppress(ValueError):  # the client has reported it
                         await self.count_replicas(url)
@@ -236,7 +223,7 @@ class Recovery:
                 self._router.lost(url, time.monotonic())
             await asyncio.sleep(Retries.pause(tries))
         logger.warning("server %s is back", url)
-        self._router.proven(url)
+        self._router.answers(url, ServerState.SERVING)
         self._changed.set()
 
     async def _has_weights(self, url: str) -> bool:

@@ -1,5 +1,6 @@
 """The command line of an inference server, and the parsing of its log into progress and one-line errors."""
 
+import errno
 import json
 import re
 import socket
@@ -31,9 +32,8 @@ def server_command(
     `adapters` (name -> folder) are loaded at startup; `weight_transfer` is the backend for full weights; `sleeps`
     enables vLLM's sleep mode. Raises SettingError for adapters that the engine cannot serve."""
     server, adapters = recipe.server, adapters or {}
-    command = own_python(
-        "-m", _MODULES[server.engine], server.model or recipe.model.path, executable=server.vllm.python
-    )
+    model = server.model or recipe.model.path
+    command = own_python("-m", _MODULES[server.engine], model, executable=server.vllm.python)
     command += ["--host", server.host, "--port", str(server.port), "--dtype", recipe.model.dtype]
     command += ["--max-model-len", str(server.max_model_len), "--max-num-seqs", str(server.max_num_seqs)]
     if server.api_key_env:
@@ -60,10 +60,8 @@ _PACKAGES = {"vllm": ("vllm", "agentfactory"), "sglang": ("sglang",)}
 def missing_from(python: str | None, engine: str = "vllm") -> str | None:
     """Return the first package that `python` (None: the current one) lacks to run `engine`: the engine's own, or
     "agentfactory"; None if it has all. Imports none. Raises SettingError if `python` is no Python."""
-    code = (
-        "from importlib.util import find_spec\n"
-        f"print('lacks', *[name for name in {_PACKAGES[engine]} if not find_spec(name)])"
-    )
+    lacking = f"[name for name in {_PACKAGES[engine]} if not find_spec(name)]"
+    code = f"from importlib.util import find_spec\nprint('lacks', *{lacking})"
     try:
         done = subprocess.run(own_python("-c", code, executable=python), capture_output=True, text=True)
         status, told, problem = done.returncode, done.stdout.split(), done.stderr.strip().rpartition("\n")[2]
@@ -83,41 +81,36 @@ def ready_url(log: Sequence[str]) -> str | None:
 def address_fault(recipe: RolloutRecipe) -> SettingError | None:
     """Return the error if a server started here could not listen; None if it could."""
     host, port = recipe.server.host, recipe.server.port
-    if (problem := _listening_problem(host, port)) is None:
-        return None
     field, fix = ("port", "server.port=0 takes a free one") if port else ("host", "server.host=127.0.0.1")
-    return SettingError(f"server.{field}", problem, fix)
+    return _listening_fault(host, port, f"server.{field}", fix)
 
 
 def outside_fault(recipe: RolloutRecipe) -> SettingError | None:
     """Return the error if external agents could not fetch tasks because their port is unavailable; None otherwise."""
     for part in recipe.parts() or [Part("data", recipe)]:
-        agent = part.recipe.rollout.agent
-        if agent is None or agent.outside is None:
-            continue
-        if problem := _listening_problem("127.0.0.1", agent.outside.port):
-            fix = "name a free port, and give it to the external agents"
-            return SettingError(part.field("rollout.agent.options.port"), problem, fix)
+        agent, fix = part.recipe.rollout.agent, "name a free port, and give it to the external agents"
+        if agent is not None and agent.outside is not None:
+            field = part.field("rollout.agent.options.port")
+            if fault := _listening_fault("127.0.0.1", agent.outside.port, field, fix):
+                return fault
     return None
 
 
 def chat_fault(port: int) -> SettingError | None:
     """Return the error if the chat endpoint could not listen on this port; None if it could."""
-    if (problem := _listening_problem("127.0.0.1", port)) is None:
-        return None
-    return SettingError("--chat", problem, "name a free port, or none")
+    return _listening_fault("127.0.0.1", port, "--chat", "name a free port, or none")
 
 
-def _listening_problem(host: str, port: int) -> str | None:
-    if not 0 <= port <= 65535:  # getaddrinfo would wrap it to another port
-        return f"nothing can listen on {host}:{port}: ports are numbers up to 65535"
+def _listening_fault(host: str, port: int, field: str, fix: str) -> SettingError | None:
     try:
+        if not 0 <= port <= 65535:  # getaddrinfo would wrap it to another port
+            raise OSError(errno.EINVAL, "ports are numbers up to 65535")
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        return f"nothing can listen on {host}:{port}: {error.strerror}"
+        return SettingError(field, f"nothing can listen on {host}:{port}: {error.strerror}", fix)
     return None
 
 
@@ -159,7 +152,7 @@ _FAILURES: tuple[tuple[str, str], ...] = (
         "vLLM cannot be imported by {0} ({1}); fix: name the Python that has it, as server.options.python",
     ),
     (
-        r"(?:No module named|find module specification for) '?rollout",
+        r"No module named '?agentfactory",
         "AgentFactory is not installed where vLLM is; fix: run `pip install --no-deps .` with that Python",
     ),
     (
@@ -207,8 +200,7 @@ def explain(log: Sequence[str]) -> str | None:
                 return message.format(*found.groups())
     # a warning may quote an error that was not fatal
     lines = (line for line in log if " WARNING " not in line and not _FOLLOWS.search(line))
-    errors = (found[1] for line in lines if (found := _ERROR.search(line)))
-    return next(errors, None)
+    return next((found[1] for line in lines if (found := _ERROR.search(line))), None)
 
 
 AUTO_TOKENS = 16
@@ -301,5 +293,4 @@ def sglang_arguments(recipe: RolloutRecipe) -> list[str]:
 
 def refused_flag(args: list[str]) -> tuple[str, str] | None:
     """Return the first of `server.options.args` that the front cannot pass on, and the fix; None if there is none."""
-    names = (flag.partition("=")[0] for flag in args)
-    return next(((name, _OURS[name]) for name in names if name in _OURS), None)
+    return next(((name, _OURS[name]) for flag in args if (name := flag.partition("=")[0]) in _OURS), None)

@@ -24,10 +24,9 @@ _HELD = "and it is paused or asleep"
 
 @dataclass
 class Stall:
-    """The progress of one replica on its pending requests. A pure state machine."""
+    """The progress of one replica on its pending requests, which have `deadlines`. A pure state machine."""
 
     deadlines: list[asyncio.Timeout] = field(default_factory=list)
-    """One per pending request."""
     reported_at: float | None = None
     """Start of the stall that the user was informed of; None if there is none."""
     _since: float = 0.0

@@ -4,11 +4,10 @@ cache."""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -19,12 +18,8 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.config.server import TeacherServer
-from agentfactory.rollout.inference.http_transport import (
-    ContextOverflowError,
-    InferenceError,
-    RefusedError,
-    ServerUnreachableError,
-)
+from agentfactory.rollout.inference import http_transport
+from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.text.tokenizer import load_tokenizer, tokens_missing
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB
@@ -43,8 +38,6 @@ LEAST_DRIFT = 0.02
 much between batches."""
 _NOISES = 10.0
 """Multiple of the noise, measured at the start, below which they count as equal."""
-
-
 _ENGINES = "serve it by vLLM >= 0.32, or by `agentfactory serve` with server.engine=embedded"
 _MOST_MASS = 1.01
 """Largest sum of the probabilities of a token's alternatives, rounded in half precision."""
@@ -56,8 +49,7 @@ class _Canary(msgspec.Struct):
     tolerance: float
 
 
-@dataclass(frozen=True)
-class _Grades:
+class _Grades(NamedTuple):
     """The log-probabilities of tokens, and for top_k the k most likely tokens there (-1: missing) and theirs."""
 
     own: Float[np.ndarray, "places"]
@@ -75,7 +67,6 @@ class TeacherClient:
         self._longest = longest
         self._client = InferenceClient(server.url, server.api_key_env, retry_seconds, section="teacher")
         self._model = ""
-        self._limit: int | None = None
         self._missing: dict[int, str] = {}
         self._label: str | None = None
         self._canary: _Canary | None = None
@@ -98,10 +89,9 @@ class TeacherClient:
         try:
             async with asyncio.timeout(ANSWERS_WITHIN):
                 await self._client.check_routes()
-                cards = await self._client.models(self._client.urls[0])
+                cards = await self._client.connection.models(self._client.urls[0])
         except TimeoutError:
-            problem = f"{url} has not answered within {ANSWERS_WITHIN:g} s"
-            raise self._fault(problem, "restart the server") from None
+            raise self._fault(f"{url} has not answered within {ANSWERS_WITHIN:g} s", "restart the server") from None
         except ServerUnreachableError as error:
             problem, _, fix = str(error).rpartition("; ")
             if not problem:
@@ -114,10 +104,9 @@ class TeacherClient:
         if card is None:
             raise self._fault(f"{url} lists no model at /v1/models", "start a server with a model")
         self._model = card["id"]
-        self._limit = card.get("max_model_len")
         # the server also samples a token
-        if self._limit is not None and self._limit <= self._longest:
-            problem = f"{url} reads {self._limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
+        if (limit := card.get("max_model_len")) is not None and limit <= self._longest:
+            problem = f"{url} reads {limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
             fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
             raise self._fault(problem, fix)
         return card
@@ -166,16 +155,12 @@ class TeacherClient:
 
     async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
         """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
-        alone = [(await self._ask_all(ids)).own for ids in contexts]
-        noise = _drift(alone, await self._canary_values(contexts))
+        alone = [await self._ask_all(ids) for ids in contexts]
+        noise = _drift(alone, await asyncio.gather(*map(self._ask_all, contexts)))
         return _Canary(contexts, [values.tolist() for values in alone], max(LEAST_DRIFT, _NOISES * noise))
 
-    async def _canary_values(self, contexts: list[list[int]]) -> list[np.ndarray]:
-        asked = (self._ask_all(ids) for ids in contexts)
-        return [grades.own for grades in await asyncio.gather(*asked)]
-
-    def _ask_all(self, ids: list[int]) -> Awaitable[_Grades]:
-        return self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")
+    async def _ask_all(self, ids: list[int]) -> np.ndarray:
+        return (await self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")).own
 
     async def remember(self, file: Path, writes: bool = True) -> None:
         """Compare the server's weights with those that this run began with, by `file`, or write it (`writes`) if this
@@ -195,7 +180,7 @@ class TeacherClient:
         canary = self._canary
         assert canary is not None
         try:
-            found = await self._canary_values(canary.contexts)
+            found = await asyncio.gather(*map(self._ask_all, canary.contexts))
         except InferenceError as error:
             raise self._fault(f"its fixed contexts fail: {error}", "restart the server") from error
         drift = _drift([np.asarray(values) for values in canary.logprobs], found)
@@ -248,23 +233,21 @@ class TeacherClient:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self.server.top_k or 0}
         try:
             completion = await self._client.generate(ids, self._model, sampling, chain=chain)
-        except ContextOverflowError as error:
+        except http_transport.ContextOverflowError as error:
             problem = f"a chain of {len(ids)} tokens does not fit into its context: {error}"
             raise self._fault(problem, "serve it with a longer one, or lower rollout.max_total_tokens") from error
-        except RefusedError as error:
+        except http_transport.RefusedError as error:
             reason, _, fix = str(error).partition("; fix: ")
             problem = f"{self.server.url} refuses to grade {len(ids)} tokens: {reason}"
             raise self._fault(problem, fix or self._remedy(reason)) from error
         except ServerUnreachableError as error:
-            raise ServerUnreachableError(
-                f"{self.server.field}: {error}; fix: start it again, and resume the run"
-            ) from error
+            told = f"{self.server.field}: {error}; fix: start it again, and resume the run"
+            raise ServerUnreachableError(told) from error
         for span in completion.versions:
-            self._label = self._label or span.version
-            if span.version != self._label:
-                problem = f"{self.server.url} graded with weights called {span.version!r}, and before with "
-                fix = "name a server whose weights nobody updates, and begin again"
-                raise self._fault(f"{problem}{self._label!r}", fix)
+            self._label = before = self._label or span.version
+            if span.version != before:
+                problem = f"{self.server.url} graded with weights called {span.version!r}, and before with {before!r}"
+                raise self._fault(problem, "name a server whose weights nobody updates, and begin again")
         return _grades(completion.prompt_logprobs, ids, places, self.server.top_k)
 
 
@@ -297,14 +280,12 @@ def _grades(scores: Any, ids: Sequence[int], places: np.ndarray, top_k: int | No
     """Read vLLM's prompt_logprobs: for each token but the first, {id: {logprob, rank}} of the token itself and of the
     most likely ones. Raise InferenceError for values that no teacher can have."""
     if not isinstance(scores, list) or len(scores) != len(ids):
-        what = f"{len(scores)} prompt_logprobs" if isinstance(scores, list) else "no prompt_logprobs"
-        raise InferenceError(f"the teacher's server sent {what} for {len(ids)} tokens")
+        count = len(scores) if isinstance(scores, list) else "no"
+        raise InferenceError(f"the teacher's server sent {count} prompt_logprobs for {len(ids)} tokens")
     try:
-        for place in range(1, len(ids)):
-            if str(ids[place]) not in scores[place]:
-                raise InferenceError(
-                    f"the teacher's server graded other ids: token {place} is {ids[place]}, not listed"
-                )
+        for place, token in enumerate(ids[1:], 1):
+            if str(token) not in scores[place]:
+                raise InferenceError(f"the teacher's server graded other ids: token {place} is {token}, not listed")
         listed = [scores[place] for place in places.tolist()]
         own = np.array([entry[str(ids[place])]["logprob"] for place, entry in zip(places, listed, strict=True)], float)
         _check_values(own)

@@ -20,10 +20,9 @@ class Published:
 
 @dataclass
 class WeightVersions:
-    """A mapping of span labels to policy versions."""
+    """A mapping of the span labels of all published weights to policy versions."""
 
     numbers: dict[str, int] = field(default_factory=dict)
-    """Label -> version, for all published weights."""
 
     def note(self, published: Published) -> None:
         """Note that these weights are live."""
@@ -87,10 +86,7 @@ class Cancellations:
 
     def take_figures(self) -> dict[str, float]:
         """Return the counts since the last call, by metric name."""
-        metrics = {
-            "cancelled/groups": float(self.groups),
-            "cancelled/chains": float(self.chains),
-            "cancelled/tokens": float(self.tokens),
-        }
+        counts = {"groups": self.groups, "chains": self.chains, "tokens": self.tokens}
+        metrics = {f"cancelled/{name}": float(count) for name, count in counts.items()}
         self.groups = self.chains = self.tokens = 0
         return metrics

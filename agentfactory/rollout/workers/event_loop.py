@@ -6,17 +6,14 @@ import select
 import selectors
 
 _EVENTS = 1
-"""Number of sockets that the loop serves between two checks of its timers. Handling a socket takes 1 to 3 ms, and a
-timer waits for several rounds. With four sockets per round, timers were three times as late; one per round costs 1 to
-12 % more time."""
+"""Number of sockets that the loop serves between two checks of its timers. With four, timers were three times as late;
+one costs 1 to 12 % more time."""
 
 
 class _FewEvents(selectors.EpollSelector):
     """A selector that returns at most `_EVENTS` sockets per call; the kernel returns the others first next time.
-
     asyncio runs the callbacks of all ready sockets before it checks a timer: with 4,096 chains, a timeout of one second
-    may fire five seconds late.
-    """
+    may fire five seconds late."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         wait = -1.0 if timeout is None else max(timeout, 0.0)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from agentfactory.base.files.disk import append
@@ -23,7 +22,6 @@ from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
 from agentfactory.rollout.config import Part, RolloutRecipe
-from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.evaluation.advice import PAGE, Alarms, advise
 from agentfactory.rollout.evaluation.evaluate import evaluate, looks_at, offer_of, open_sources
@@ -33,7 +31,7 @@ from agentfactory.rollout.groups.producer import GroupProducer
 from agentfactory.rollout.groups.resumed_positions import Resumed
 from agentfactory.rollout.groups.staleness import Admission
 from agentfactory.rollout.groups.teacher_context import TeacherContext
-from agentfactory.rollout.inference.concurrency import ConcurrencyControl
+from agentfactory.rollout.inference.concurrency import next_limit
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.teacher_client import TeacherClient, canary_file, open_teachers
 from agentfactory.rollout.inference.weight_versions import Published
@@ -41,7 +39,7 @@ from agentfactory.rollout.sources import Source, load_all, mix_of, tell_shared_t
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.trajectory import Group
 from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
-from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, connect, encode, encode_delivered, receive
+from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, JOBS, connect, encode, encode_delivered, receive
 
 # the module runs as __main__; under its real name, its notices are forwarded like those of other modules
 logger = logging.getLogger("agentfactory.rollout.workers.rollout_worker")
@@ -69,20 +67,10 @@ class Worker:
         self.reader = reader
         self.writer = writer
         self.share = Share(*start["share"])
-        kind = RolloutRecipe if start["needs_rewards"] else _UnjudgedRecipe
-        self.recipe = kind(**start["recipe"])
+        self.job = job = JOBS.validate_python(start["job"])
+        self.recipe = job.recipe if start["needs_rewards"] else _UnjudgedRecipe(**start["job"]["recipe"])
         append_folders(self.recipe.import_path)
-        self.base = Path(start["base"])
-        self.urls: list[str] = start["urls"]
         self._restored: dict[str, asyncio.Future[bool]] = {}
-        self.trajectories = Path(start["trajectories"])
-        self.images = Path(start["images"])
-        self.teachers = {source: TeacherServer(**server) for source, server in start["teachers"].items()}
-        self.batch_size: int = start["batch_size"]
-        self.total: int = start["total"]
-        self.trained: list[str] = start["trained"]
-        self.versions: dict[str, int] = start["versions"]
-        self.context: str | None = start["context"]
         self.parts = _parts(self.recipe.parts(), self.share)
         if not self.parts:
             raise ValueError("data: rollouts need tasks; name a file, such as data.path=tasks.jsonl")
@@ -94,8 +82,8 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until rank 0 closes the socket; then raise TrainerGoneError."""
-        loaded = [*self.loaded, *self.held_out]
-        opened = open_sources(self.recipe, loaded, self.base, self.urls, processes=self.share.of, images=self.images)
+        job, loaded = self.job, [*self.loaded, *self.held_out]
+        opened = open_sources(self.recipe, loaded, job.base, job.urls, processes=self.share.of, images=job.images)
         async with opened as every, self._open_teachers() as teachers:
             sources, held_out = every[: len(self.loaded)], every[len(self.loaded) :]
             for source in [*held_out, *sources]:
@@ -108,19 +96,18 @@ class Worker:
             await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
             collect_rarely()
             messages = self._messages()
-            first = await anext(messages, None)
-            if first is None:
+            if (first := await anext(messages, None)) is None:
                 raise TrainerGoneError
             published = _published(first)
             version = published.version
-            saved = self.trajectories / train_file(self.share.number)
+            saved = job.trajectories / train_file(self.share.number)
             # created before the first line, because a checkpoint records the sizes of both files
             arrays_file(saved).touch()
             # each version consumed one batch, so a resumed run continues after `version` batches
             admission = Admission(
-                self.batch_size, self.recipe.rollout.max_staleness, self.total, version, version * self.batch_size
+                job.batch_size, self.recipe.rollout.max_staleness, job.total, version, version * job.batch_size
             )
-            runner.client.restore_by(self._restore)
+            runner.client.recovery.restore = self._restore
             runner.client.published(published)
             resumed = self._resume(version)
             async with asyncio.TaskGroup() as tasks:
@@ -141,7 +128,7 @@ class Worker:
                     resumed,
                     self.share,
                     self._watch(sources, first=version == 0),
-                    self.versions,
+                    dict(job.versions),
                     None if self.recipe.data is None else self.recipe.data.curriculum,
                 )
                 tasks.create_task(producer.run())
@@ -165,20 +152,19 @@ class Worker:
 
     def _prepared(self, source: Source[ChainRunner], teacher: TeacherClient | None) -> Source[ChainRunner]:
         """Return a source whose groups the teacher grades."""
-        if self.context is not None:
-            context = TeacherContext(self.context, source.runner, source.tasks, self.base)
+        if self.job.context is not None:
+            context = TeacherContext(self.job.context, source.runner, source.tasks, self.job.base)
             source = replace(source, context=context)
         return source if teacher is None else replace(source, runner=source.runner.graded_by(teacher.grade))
 
     @asynccontextmanager
     async def _open_teachers(self) -> AsyncIterator[dict[str, TeacherClient]]:
-        """Connect to the teachers' servers, and check that they have the weights that this run began with. Yields the
-        clients by source."""
-        async with open_teachers(self.teachers, self.recipe) as found:
+        """Yield the clients of the teachers' servers by source, which have the weights that this run began with."""
+        async with open_teachers(self.job.teachers, self.recipe) as found:
             files = {teacher: canary_file(teacher.server, source) for source, teacher in found.items()}
             for teacher, file in files.items():
                 await teacher.check()
-                await teacher.remember(self.trajectories / file, writes=self.share.number == 0)
+                await teacher.remember(self.job.trajectories / file, writes=self.share.number == 0)
             yield found
 
     async def _messages(self) -> AsyncIterator[dict[str, Any]]:
@@ -188,32 +174,26 @@ class Worker:
     def _resume(self, version: int) -> Resumed | None:
         """Return the state that the previous attempt had reached in this share by the checkpoint of `version`, or None
         if there was no attempt. Its number of workers may differ."""
-        files = train_files(self.trajectories)
-        if not files:
+        if not (files := train_files(self.job.trajectories)):
             return None
         if self.share.number == 0:
             # the file may name groups of later checkpoints, which this run does not resume from
-            (self.trajectories / "acknowledged.txt").unlink(missing_ok=True)
-            self._note_acknowledged(self.trained)
+            (self.job.trajectories / "acknowledged.txt").unlink(missing_ok=True)
+            self._note_acknowledged(sorted(self.job.trained))
         saved = (group for file in files for group in read_groups(file))
         observes = self.recipe.data is not None and self.recipe.data.curriculum is not None
         configs = {part.name: part.recipe.rollout for part in self.parts}
-        resumed = Resumed.from_saved(
-            saved, self.trained, self.versions, version, self.recipe.rollout, observes, self.share, configs
-        )
-        logger.info(
-            "resuming after version %d: %d positions are settled, %d groups wait to be trained",
-            version,
-            len(resumed.done),
-            len(resumed.pending),
-        )
+        of_run = self.job.trained, self.job.versions, version, self.recipe.rollout
+        resumed = Resumed.from_saved(saved, *of_run, observes, self.share, configs)
+        told = "resuming after version %d: %d positions are settled, %d groups wait to be trained"
+        logger.info(told, version, len(resumed.done), len(resumed.pending))
         return resumed
 
     def _watch(self, sources: Sequence[Source[ChainRunner]], first: bool) -> Callable[[Group], None]:
         """Return a function that receives each complete group, and gives alarms. If the run begins (`first`) without
         held-out tasks, it also shows the look of the first batch, and of the first group of each source that it
         lacks."""
-        batch = self.share.part(self.batch_size)
+        batch = self.share.part(self.job.batch_size)
         named = {source.name: source for source in sources}
         alarms = {name: Alarms(offer_of(source.runner), batch) for name, source in named.items()}
         unseen = named if first and not self.held_out and self.share.number == 0 else ()
@@ -230,11 +210,11 @@ class Worker:
 
     def _show(self, looks: dict[str, Look]) -> None:
         """Show the first look at the model, by source, which was taken while the first batches ran."""
-        rollout, step = self.recipe.rollout, self.batch_size * self.recipe.largest_group
+        rollout, step = self.recipe.rollout, self.job.batch_size * self.recipe.largest_group
         most = self._places.limit * self.share.of
         running = step * (rollout.max_staleness + 1)
         # a step's chains are those of all sources
-        schedule = Schedule(step, self.total // self.batch_size, min(most, running), most)
+        schedule = Schedule(step, self.job.total // self.job.batch_size, min(most, running), most)
         for name, look in looks.items():
             of = f" on source {name}" if name else ""
             lines = describe(look, None if name else schedule)
@@ -243,7 +223,7 @@ class Worker:
                 notify(logger, f"first look{of}: {advice.topic}", f"first look{of}: {advice}", times=0, see=PAGE)
 
     def _note_acknowledged(self, groups: list[str]) -> None:
-        append(self.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
+        append(self.job.trajectories / "acknowledged.txt", "".join(f"{group}\n" for group in groups))
 
     async def _live(self) -> None:
         while True:
@@ -252,7 +232,6 @@ class Worker:
 
     async def _follow_load(self, runner: ChainRunner) -> None:
         places = runner.places
-        control = ConcurrencyControl(places.limit, step=self.recipe.largest_group)
         while True:
             await asyncio.sleep(LOAD_SECONDS)
             try:
@@ -262,14 +241,14 @@ class Worker:
                 logger.warning("cannot measure the server's load: %s", error)
                 continue
             before = places.limit
-            places.resize(control.observe(load, places.taken))
+            places.resize(next_limit(before, self.recipe.largest_group, load, places.taken))
             if places.limit != before:
                 logger.info("concurrent chains: limit %d, was %d: %s", places.limit, before, load)
 
     async def _evaluate(
         self, held_out: Sequence[Source[ChainRunner]], published: Published, cache_salt: str | None
     ) -> None:
-        name, folder = f"{published.version:06d}", self.trajectories / "eval"
+        name, folder = f"{published.version:06d}", self.job.trajectories / "eval"
         metrics, failures, looks = await evaluate(held_out, self.recipe, published.model, folder, name, cache_salt)
         if published.version == 0:
             self._show(looks)
@@ -358,9 +337,7 @@ EXPECTED = (ServerUnreachableError, RolloutStoppedError, ToolInfrastructureError
 
 async def main(descriptor: int, stacks: int) -> int:
     """Connect to rank 0 through its socket and work. On failure, send rank 0 the reason. Return the exit status.
-
-    `stacks` is the descriptor of the pipe through which rank 0 sees this process while user code holds it up.
-    """
+    `stacks` is the descriptor of the pipe through which rank 0 sees this process while user code holds it up."""
     parent_watch.follow_parent()
     os.set_inheritable(stacks, False)
     watch.say_by(logger.info)

@@ -23,11 +23,9 @@ _LOOK_SECONDS = 5.0
 
 
 class RolloutWorkers:
-    """A pool of `rollout.workers` processes, each of which produces an equal share of every batch.
-
-    Its methods block, and raise WorkerDiedError if a worker ends. For `restore` see WorkerProcess. The workers log to
-    `worker.log`, `worker-1.log`, ... in `logs`.
-    """
+    """A pool of `rollout.workers` processes, each of which produces an equal share of every batch. Its methods block,
+    and raise WorkerDiedError if a worker ends. For `restore` see WorkerProcess. The workers log to `worker.log`,
+    `worker-1.log`, ... in `logs`."""
 
     def __init__(self, job: Job, logs: Path, restore: Callable[[str], bool]) -> None:
         count = job.recipe.rollout.workers
@@ -46,7 +44,7 @@ class RolloutWorkers:
     def next_batch(self, groups: int) -> list[Group]:
         """Wait for the batch that the published weights will train: `groups` groups, or fewer if the recipe drops
         groups with equal rewards."""
-        self._hear_until(lambda: all(worker.has_batch for worker in self._workers))
+        self._hear_until(lambda: all(worker.batches for worker in self._workers))
         batch: list[Group] = []
         figures: Counter[str] = Counter()
         for worker in self._workers:

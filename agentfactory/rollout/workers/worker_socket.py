@@ -1,6 +1,5 @@
-"""The connection between trainer rank 0 and a rollout worker: a socket pair that carries messages.
-
-A message consists of the lengths of its parts (_LENGTHS), then the parts: JSON and, for a group, the saved bytes.
+"""The connection between trainer rank 0 and a rollout worker: a socket pair that carries messages. A message consists
+of the lengths of its parts (_LENGTHS), then the parts: JSON and, for a group, the saved bytes.
 
 Rank 0 starts the worker with one end of the pair, to which no other process can connect, and sends `start`. The worker
 answers `ready`, then sends the groups of each batch, followed by `batch`. It sends a batch only once the weights that
@@ -18,10 +17,12 @@ import struct
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from agentfactory.base.processes import environment, parent_watch
 from agentfactory.base.processes.supervised import HOLDS_LOCK, Inside, ended_by
@@ -94,8 +95,8 @@ class Messages:
         self._filled = 0
 
     def receive(self) -> None:
-        """Wait for the next piece of a message, or the end. Call it only while `has_message` is False. Raise
-        WorkerDiedError if the bytes are not a worker's message."""
+        """Wait for the next piece of a message, or the end; only while `has_message` is False. Raise WorkerDiedError if
+        the bytes are not a worker's message."""
         try:
             count = self.source.recv_into(memoryview(self._buffer)[self._filled :])
         except ConnectionError:
@@ -140,9 +141,9 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a run's workers. `batch_size` and `total` count groups of all workers. For a resumed run, `trained`
-    has the ids of the groups already trained, and `versions` maps the labels in the spans of saved groups to policy
-    versions. `teachers` are the teachers behind servers, by source, and `context` is the recipe's teacher.context."""
+    """The job of a run's workers, or one worker's share. `batch_size` and `total` count groups. For a resumed run,
+    `trained` has the ids of the groups already trained, and `versions` maps the labels in the spans of saved groups to
+    policy versions. `teachers` are the teachers behind servers, by source, `context` the recipe's teacher.context."""
 
     recipe: RolloutRecipe
     base: Path
@@ -152,9 +153,13 @@ class Job:
     batch_size: int
     total: int
     teachers: Mapping[str, TeacherServer] = field(default_factory=dict)
-    trained: Collection[str] = ()
+    trained: set[str] = field(default_factory=set)
     versions: Mapping[str, int] = field(default_factory=dict)
     context: str | None = None
+
+
+JOBS = TypeAdapter(Job)
+"""The form of a job in the message `start`."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +172,9 @@ class Ready:
 
 
 class WorkerProcess:
-    """Rank 0's handle of one worker process. Its methods raise WorkerDiedError.
-
-    The worker does `share` of the job. If the server at an address restarts without the published weights,
-    `restore(address)` loads them and returns whether the server has proven that it has them.
-    """
+    """Rank 0's handle of one worker process, which does `share` of the job. Its methods raise WorkerDiedError. If the
+    server at an address restarts without the published weights, `restore(address)` loads them and returns whether the
+    server has proven that it has them."""
 
     def __init__(self, job: Job, share: Share, log_file: Path, restore: Callable[[str], bool]) -> None:
         """Start the process; call `wait_until_ready` next."""
@@ -182,7 +185,8 @@ class WorkerProcess:
         self.started = False
         """True once the first weights are published, so that chains run."""
         self._groups: list[Group] = []
-        self._batches: deque[tuple[list[Group], dict[str, float]]] = deque()
+        self.batches: deque[tuple[list[Group], dict[str, float]]] = deque()
+        """Batches not yet taken, with the worker's metrics of their production by name."""
         self.evaluations: deque[dict[str, float]] = deque()
         """Results of evaluations not yet taken."""
         self._longest_call = job.recipe.longest_call()
@@ -205,22 +209,9 @@ class WorkerProcess:
         os.close(stacks)
         self._inside = Inside(self._process.pid, reader)
         self.messages = Messages(ours)
-        self.send(
-            "start",
-            recipe=job.recipe.model_dump(mode="json", include=set(RolloutRecipe.model_fields)),
-            base=str(job.base),
-            urls=job.urls,
-            trajectories=str(job.trajectories),
-            images=str(job.images),
-            teachers={source: asdict(server) for source, server in job.teachers.items()},
-            batch_size=job.batch_size // share.of,
-            total=job.total // share.of,
-            trained=sorted(job.trained),
-            versions=dict(job.versions),
-            context=job.context,
-            needs_rewards=job.recipe.needs_rewards,
-            share=[share.number, share.of],
-        )
+        own = replace(job, batch_size=job.batch_size // share.of, total=job.total // share.of)
+        dumped = JOBS.dump_python(own, mode="json")
+        self.send("start", job=dumped, needs_rewards=job.recipe.needs_rewards, share=[share.number, share.of])
 
     def wait_until_ready(self) -> Ready:
         """Wait for the worker's answer to `start`."""
@@ -246,9 +237,8 @@ class WorkerProcess:
         beats = self._inside.beats()
         if (where := self._inside.place(main_only=beats)) is None:
             return None
-        return (
-            (f"{where}, blocks its event loop", BLOCKS_LOOP) if beats else (f"{where}, holds Python's lock", HOLDS_LOCK)
-        )
+        does, fix = ("blocks its event loop", BLOCKS_LOOP) if beats else ("holds Python's lock", HOLDS_LOCK)
+        return f"{where}, {does}", fix
 
     def end_if_held(self, seconds: float) -> None:
         """Kill the worker, and raise WorkerDiedError, if user code has held it up for `seconds`, which is longer than
@@ -259,15 +249,10 @@ class WorkerProcess:
             problem = f"{held[0]}, for longer than {setting}={longest:g}; fix: {held[1]}"
             raise WorkerDiedError(f"the rollout worker was killed: {problem}; its log: {self.log_file}")
 
-    @property
-    def has_batch(self) -> bool:
-        """True if `take_batch` has a batch to return."""
-        return bool(self._batches)
-
     def take_batch(self, groups: int) -> tuple[list[Group], dict[str, float]]:
-        """Return the batch that the published weights will train, and the worker's metrics of its production by name.
-        The batch has `groups` groups, or fewer if the recipe drops groups with equal rewards."""
-        batch, figures = self._batches.popleft()
+        """Return the next of `batches`, which has `groups` groups, or fewer if the recipe drops groups with equal
+        rewards."""
+        batch, figures = self.batches.popleft()
         if len(batch) > groups or len(batch) < (1 if self._may_be_short else groups):
             raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups, expected {groups}")
         ids = [group.id for group in batch]
@@ -291,7 +276,7 @@ class WorkerProcess:
         if message["kind"] == "group":
             self._groups.append(message["group"])
         elif message["kind"] == "batch":
-            self._batches.append((self._groups, message["figures"]))
+            self.batches.append((self._groups, message["figures"]))
             self._groups = []
         elif message["kind"] == "restore":
             # restores the weights published last: rank 0 receives messages only between updates
@@ -313,10 +298,8 @@ class WorkerProcess:
             self._process.wait(timeout=END_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             if isinstance(error, subprocess.TimeoutExpired):
-                text = (
-                    f"the rollout worker had not ended after {END_SECONDS:g} s, and was killed: user code still ran, "
-                )
-                text += "such as the release() or close() of an environment, or the machine is busy"
+                text = f"the rollout worker had not ended after {END_SECONDS:g} s, and was killed: user code still ran,"
+                text += " such as the release() or close() of an environment, or the machine is busy"
                 notify(logger, "end of the rollout worker", text, see=str(self.log_file))
             self._process.kill()
             self._process.wait()

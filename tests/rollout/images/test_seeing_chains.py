@@ -16,11 +16,13 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.images import image_intake, image_requests
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
+from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates
 from agentfactory.tools.sessions.toolset import open_toolset
@@ -60,11 +62,7 @@ async def test_images_of_the_task_and_of_tools_are_seen_where_they_stand(model, 
     [row] = chain.rows
     assert [m["role"] for m in chain.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     kinds = [[part["type"] for part in chain.messages[i]["content"]] for i in (0, 2, 4)]
-    assert kinds == [
-        ["text", "image_url", "text"],
-        ["text", "image_url", "image_url", "text"],
-        ["text", "image_url", "text"],
-    ]
+    assert kinds == [["text", *["image_url"] * count, "text"] for count in (1, 2, 1)]
     shown = image_urls(chain.messages)
     assert shown == [f"image:{span.digest}" for span in row.images]
     # each is sent once
@@ -79,7 +77,7 @@ async def test_a_reward_gets_the_images_of_the_chain(model, tmp_path):
     async with seeing(model, tmp_path, [look(200, 100), "done"], rewards=["looking.py:widths"]) as chains:
         task = await chains.runner.take({"question": "?", "images": [picture(0, (300, 200))]})
         chain = await chains.runner.run("c0", task, Sampling("policy", 1.0, seed="c0"))
-        fit = chains.renderer.images.vision.fitted
+        fit = chains.renderer.images.vision.sizes.fitted
     assert chain.error is None
     # the task's image in full size, and all images in the model's size
     widths = [300, fit(300, 200)[0], fit(200, 100)[0]]
@@ -87,9 +85,8 @@ async def test_a_reward_gets_the_images_of_the_chain(model, tmp_path):
 
 
 async def test_more_images_than_a_row_can_hold_end_the_chain(model, tmp_path):
-    async with seeing(
-        model, tmp_path, [look(200, 200, count=50), "done"], rollout={"max_total_tokens": 2000}
-    ) as chains:
+    texts = [look(200, 200, count=50), "done"]
+    async with seeing(model, tmp_path, texts, rollout={"max_total_tokens": 2000}) as chains:
         chain = await chains.run()
         chains.check(chain)
     assert chain.outcome is Outcome.CONTEXT_OVERFLOW
@@ -130,6 +127,22 @@ async def test_an_image_that_cannot_be_shown_is_told(model, tmp_path):
     assert "image not shown: the image is damaged" in str(chain.messages[2]["content"])
     assert "at most 200 times the other" in str(chain.messages[4]["content"])
     assert not chain.rows[0].images
+
+
+async def test_memory_of_images_is_bounded(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(image_intake, "_REMEMBERED", 4)
+    monkeypatch.setattr(image_requests, "_REMEMBERED", 4)
+    sent = image_requests.SentImages()
+    async with seeing(model, tmp_path, ["done"]) as chains:
+        images = chains.renderer.images
+        for number in [*range(5), 1, 5]:
+            await chains.runner.take({"question": "q", "images": [file_of(picture(number))]})
+            sent.note([ImageSpan(0, 4, str(number), (1, 2, 2))])
+        assert len(images._taken) == 4
+        assert images.grid.cache_info().maxsize == 4
+    assert [str(number) in sent for number in range(6)] == [False, True, False, True, True, True]
+    sent.forget([ImageSpan(0, 4, "5", (1, 2, 2))])
+    assert "5" not in sent
 
 
 class Forgetful(SeeingServer):
@@ -197,11 +210,7 @@ async def test_old_images_are_left_out_with_their_turns(model, tmp_path):
         chain = await chains.run(images=[picture(1)])
         chains.check(chain)
     task, *crops = (url.removeprefix("image:") for url in image_urls(chain.messages))
-    assert [[i.digest for i in row.images] for row in chain.rows] == [
-        [task, *crops[:2]],
-        [task, *crops[1:3]],
-        [task, *crops[2:4]],
-    ]
+    assert [[i.digest for i in row.images] for row in chain.rows] == [[task, *crops[n : n + 2]] for n in range(3)]
 
 
 async def test_images_are_limited(model, tmp_path):
@@ -222,16 +231,14 @@ async def test_tasks_with_images_are_small_and_usable(model, tmp_path):
         forms = [image, file_of(image), {"bytes": file_of(image), "path": None}, b64encode(file_of(image)).decode()]
         forms.append(str(path))
         tasks = [await chains.runner.take({"question": "q", "images": [form]}) for form in forms]
-        with pytest.raises(SettingError, match=r"data: row 1: .* cannot be read"):
-            await chains.runner.check([{"question": "q", "images": [str(tmp_path / "none.png")]}])
         os.mkfifo(tmp_path / "pipe.png")
-        with pytest.raises(SettingError, match=r"data: row 1: .* cannot be read: is a FIFO"):
-            await chains.runner.check([{"question": "q", "images": [str(tmp_path / "pipe.png")]}])
+        for name, reason in (("none.png", "No such file"), ("pipe.png", "is a FIFO")):
+            with pytest.raises(SettingError, match=rf"data: row 1: .* cannot be read: {reason}"):
+                await chains.runner.check([{"question": "q", "images": [str(tmp_path / name)]}])
     assert all(len(json.dumps(task)) < 1000 for task in tasks)
     assert len({task["messages"][0]["content"][0]["image_url"]["url"] for task in tasks}) == 1
-    assert [np.array_equal(np.asarray(Image.open(task["images"][0])), np.asarray(image)) for task in tasks] == [
-        True
-    ] * 5
+    for task in tasks:
+        assert np.array_equal(np.asarray(Image.open(task["images"][0])), np.asarray(image))
 
 
 async def test_a_damaged_body_of_an_image_is_told_with_its_row_before_and_during_a_run(model, tmp_path, monkeypatch):
@@ -314,14 +321,11 @@ async def test_one_box_of_a_task_is_zoomed_and_judged_in_any_coordinates(tmp_pat
         assert view.coordinates == ("resized" if model.endswith("qwen2_5_vl") else "relative1000")
     box = [150, 50, 270, 170]
     places = [round(number, 6) for number in view.from_pixels(box, (300, 200))]
-    fields = {
-        "tools": ["image_tools"],
-        "rewards": ["box_iou"],
-        "rollout": {"max_total_tokens": 9000, "coordinates": coordinates},
-    }
+    fields = {"tools": ["image_tools"], "rewards": ["box_iou"]}
+    fields["rollout"] = {"max_total_tokens": 9000, "coordinates": coordinates}
     async with seeing(model, tmp_path, [call("zoom", bbox_2d=places), f"It is at {places}."], **fields) as seen:
-        await seen.runner.check([{"question": "?", "images": [str(tmp_path / "wide.png")], "box": box}])
         task = {"question": "Where?", "images": [str(tmp_path / "wide.png")], "box": box}
+        await seen.runner.check([task])
         taken = await seen.runner.take(task)
         chain = await seen.runner.run("c0", taken, Sampling("policy", 1.0, seed="c0"))
         seen.check(chain)

@@ -56,9 +56,9 @@ def test_images_get_the_size_that_transformers_gives_them(model):
                 expected = theirs(*expected)
         except ValueError:
             with pytest.raises(ValueError, match="at most 200 times"):
-                vision.fitted(width, height)
+                vision.sizes.fitted(width, height)
         else:
-            assert vision.fitted(width, height) == expected
+            assert vision.sizes.fitted(width, height) == expected
     assert twice
 
 

@@ -16,17 +16,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS, unsupported
+from agentfactory.rollout.inference.http_server import ApiError
 
 _PREFIX = "base_model.model."
 _serial = itertools.count(1)
-
 
 Factors = dict[str, tuple[Tensor, Tensor]]
 """Per module: A [in, rank] and B [rank, out], with B already scaled by alpha / rank."""
 
 
-class AdapterError(ValueError):
+class AdapterError(ApiError):
     """An adapter folder that cannot be served; the message gives the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
 
 
 class Adapter:

@@ -1,7 +1,6 @@
 """An aiohttp server with vLLM's routes for the embedded engine, whose steps run in the event loop's thread."""
 
 import asyncio
-from functools import partial
 
 from aiohttp import web
 
@@ -9,8 +8,8 @@ from agentfactory.rollout.inference.embedded.adapters import Adapter, AdapterErr
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.generate_route import answer, make_request
-from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request
-from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate, checksums
+from agentfactory.rollout.inference.embedded.sampling import HeldImage
+from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate, checksums
 from agentfactory.rollout.inference.http_server import ApiError, Json, ProtocolServer, body_of
 from agentfactory.rollout.inference.server_metrics import Load, write_load
 from agentfactory.rollout.text.stop_strings import Decode
@@ -46,7 +45,7 @@ class Server(ProtocolServer):
         self._open = asyncio.Event()  # set unless paused: admits new requests
         self._open.set()
         self._work = asyncio.Event()
-        self._in_flight: set[asyncio.Future[None]] = set()
+        self._in_flight: set[asyncio.Event] = set()  # one per request, set at its end
 
     # ---- the loop
 
@@ -70,16 +69,14 @@ class Server(ProtocolServer):
             await self._open.wait()
         if self._asleep:
             raise ApiError(503, "the server is asleep; POST /wake_up first")
-        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        request = make_request(
-            *(body, self._adapter(body), self.engine, self.eos_token_ids),
-            *(partial(_finish, finished), held, self._decode),
-        )
+        finished = asyncio.Event()
+        of_model = self._adapter(body), self.engine, self.eos_token_ids
+        request = make_request(body, *of_model, lambda _: finished.set(), held, self._decode)
         self.engine.add(request)
         self._in_flight.add(finished)
         self._work.set()
         try:
-            await finished
+            await finished.wait()
         except asyncio.CancelledError:  # the client has disconnected
             self.engine.abort(request)
             raise
@@ -90,11 +87,12 @@ class Server(ProtocolServer):
         return answer(body, request, self.eos_token_ids)
 
     async def _images(self, body: Json) -> list[HeldImage]:
-        parts = body.get("content_parts")
-        if parts and self.engine.encoder is None:
+        if not (parts := body.get("content_parts")):
+            return []
+        if self.engine.encoder is None:
             raise ApiError(400, f"content_parts: the model `{self.served_model_name}` reads only text")
         try:
-            return await self.engine.encoder.images.receive(parts) if self.engine.encoder and parts else []
+            return await self.engine.encoder.images.receive(parts)
         except ValueError as error:
             raise ApiError(400, f"content_parts: {error}") from error
 
@@ -127,8 +125,7 @@ class Server(ProtocolServer):
         else:
             self._frozen = False
             self._work.set()
-            if self._in_flight:
-                await asyncio.wait(self._in_flight)
+            await asyncio.gather(*(finished.wait() for finished in self._in_flight))
 
     async def resume(self, http: web.BaseRequest) -> Json:
         if self._update is not None:
@@ -166,11 +163,7 @@ class Server(ProtocolServer):
 
     async def update_weights(self, http: web.BaseRequest) -> Json:
         info = (await body_of(http)).get("update_info")
-        update = self._need_update()
-        try:
-            update.load(info)
-        except WeightsError as error:
-            raise ApiError(400, str(error)) from error
+        self._need_update().load(info)
         return {"message": "Weights updated"}
 
     async def finish_weight_update(self, http: web.BaseRequest) -> Json:
@@ -180,10 +173,7 @@ class Server(ProtocolServer):
         if version is not None:
             if not isinstance(version, str):
                 raise ApiError(400, f"weight_version: {version!r} is not a string")
-            try:
-                update.check_whole()
-            except WeightsError as error:
-                raise ApiError(400, f"weight_version: {error}") from error
+            update.check_whole()
             self.engine.weight_version = version
             # vLLM keeps these features until its own /reset_encoder_cache
             self.engine.reset_encoder_cache()
@@ -297,19 +287,10 @@ class Server(ProtocolServer):
         )
 
     async def models(self, http: web.BaseRequest) -> Json:
-        base = {
-            "id": self.served_model_name,
-            "object": "model",
-            "owned_by": "agentfactory",
-            "root": self.engine.model.config.name_or_path,
-            "parent": None,
-            "max_model_len": self.engine.max_model_len,
-        }
-        adapters = [
-            {"id": a.name, "object": "model", "owned_by": "agentfactory", "root": a.path, "parent": base["id"]}
-            for a in self.adapters.values()
-        ]
-        return {"object": "list", "data": [base, *adapters]}
+        engine, of = self.engine, {"object": "model", "owned_by": "agentfactory"}
+        base = {"id": self.served_model_name, **of, "root": engine.model.config.name_or_path, "parent": None}
+        adapters = [{"id": a.name, **of, "root": a.path, "parent": base["id"]} for a in self.adapters.values()]
+        return {"object": "list", "data": [{**base, "max_model_len": engine.max_model_len}, *adapters]}
 
     def load_adapter(self, name: str, path: str) -> None:
         """Serve the adapter in folder `path` under `name`. Raises AdapterError."""
@@ -326,10 +307,7 @@ class Server(ProtocolServer):
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.")
         if unknown := body.keys() - {"lora_name", "lora_path"}:
             raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
-        try:
-            self.load_adapter(name, path)
-        except AdapterError as error:
-            raise ApiError(400, str(error)) from error
+        self.load_adapter(name, path)
         return {"message": f"Success: LoRA adapter '{name}' added successfully."}
 
     async def unload_lora_adapter(self, http: web.BaseRequest) -> Json:
@@ -339,8 +317,3 @@ class Server(ProtocolServer):
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
         del self.adapters[name]
         return {"message": f"Success: LoRA adapter '{name}' removed successfully."}
-
-
-def _finish(finished: "asyncio.Future[None]", request: Request) -> None:
-    if not finished.done():  # done: the client has disconnected
-        finished.set_result(None)

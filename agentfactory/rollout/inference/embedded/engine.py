@@ -40,12 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A decoder of requests with `model`. The caller drives it: `add`, then `step` while `busy`. Not thread-safe.
-
-    The cache holds `max_model_len` tokens for each of `max_num_seqs` concurrent sequences. With `static_decode` (None:
-    on a GPU), steps without new prompts have fixed shapes. With an `encoder`, prompts may contain images. Raises
-    UnsupportedModel if the model cannot be decoded exactly this way.
-    """
+    """A decoder of requests with `model`. The caller drives it: `add`, then `step` while `busy`. Not thread-safe. The
+    cache holds `max_model_len` tokens for each of `max_num_seqs` concurrent sequences. With `static_decode` (None: on a
+    GPU), steps without new prompts have fixed shapes. With an `encoder`, prompts may contain images. Raises
+    UnsupportedModel if the model cannot be decoded exactly this way."""
 
     def __init__(
         self,
@@ -76,12 +74,8 @@ class Engine:
         self.weight_version = weight_version
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.computed_tokens = 0
-        """Prompt tokens computed so far."""
-        self.cached_tokens = 0
-        """Prompt tokens found in the cache so far."""
-        self.generation_tokens = 0
-        """Tokens sampled so far."""
+        # prompt tokens computed, prompt tokens found in the cache, and tokens sampled so far
+        self.computed_tokens = self.cached_tokens = self.generation_tokens = 0
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or self._heads
         self._head_dim = head_width(config)
@@ -119,7 +113,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if any request waits or runs."""
+        """Whether any request waits or runs."""
         return bool(self.running or self.waiting)
 
     @property
@@ -160,7 +154,7 @@ class Engine:
 
     def allocate_cache(self) -> None:
         """Allocate the cache, with empty slots. Raises MemoryError if there is too little memory."""
-        self._forget(np.ones_like(self._held))
+        self._forget()
         gib = np.prod(self.cache_shape) * self.model.dtype.itemsize / 2**30
         cuda = self.device.type == "cuda"
         free = (torch.cuda.mem_get_info(self.device)[0] if cuda else psutil.virtual_memory().available) / 2**30
@@ -190,8 +184,8 @@ class Engine:
                 factors.restore()
                 raise
             self._evicted = [self._weights, factors]
-        self.cache, self._rows, self._plan, self.adapters.segments = None, [], None, []
-        self.adapters.sampled_segments = []
+        self.cache, self._rows, self._plan = None, [], None
+        self.adapters.segments = self.adapters.sampled_segments = []
         if self.static is not None:
             self.static.clear()
         drop_packed(self.model)
@@ -226,7 +220,7 @@ class Engine:
         is set: then they recompute their keys and values with the current weights in the next steps."""
         if self.running and not reset_running_requests:
             return False
-        self._forget(np.ones_like(self._held))
+        self._forget()
         return True
 
     def reset_encoder_cache(self) -> None:
@@ -234,20 +228,17 @@ class Engine:
         if self.encoder is not None:
             self.encoder.clear()
 
-    def _forget(self, slots: np.ndarray) -> None:
-        self._computed[slots] = 0
-        self._used[slots & ~self._held] = 0
+    def _forget(self) -> None:
+        self._computed[:] = 0
+        self._used[~self._held] = 0
 
     # ---- admission
 
     def _admit(self) -> None:
         free = len(self._held) - len(self.running)
         kept: list[Request] = []
-        for index, request in enumerate(self.waiting):
-            if not free:
-                kept += self.waiting[index:]
-                break
-            if self._place(request):
+        for request in self.waiting:
+            if free and self._place(request):
                 self.running.append(request)
                 free -= 1
             else:
@@ -268,7 +259,8 @@ class Engine:
             return False
         # Continue in place if that loses nothing; otherwise copy the shared prefix to the longest idle slot.
         extends = ~self._held & (usable == self._computed) & (usable == usable[best])
-        slot = int(extends.argmax()) if usable[best] and extends.any() else self._oldest_idle()
+        idle = np.where(self._held, np.iinfo(np.int64).max, self._used)
+        slot = int(extends.argmax() if usable[best] and extends.any() else idle.argmin())
         prefix = int(usable[best])
         if slot != best and usable[slot] < prefix:
             assert self.cache is not None
@@ -280,9 +272,6 @@ class Engine:
         request.slot = slot
         self.cached_tokens += prefix
         return True
-
-    def _oldest_idle(self) -> int:
-        return int(np.where(self._held, np.iinfo(np.int64).max, self._used).argmin())
 
     # ---- one step
 
@@ -417,11 +406,10 @@ class Engine:
         self._ids[slots, self._known[slots]] = tokens
         self._known[slots] += 1
         self.generation_tokens += len(tokens)
-        finished = False
-        for row, request in enumerate(requests):
+        sampled = zip(requests, tokens, logprobs, self._known[slots].tolist(), strict=True)
+        for row, (request, token, logprob, known) in enumerate(sampled):
             if request.candidates:
                 request.candidate_logprobs.append(distribution[row, request.candidates].tolist())
-        for request, token, logprob, known in zip(requests, tokens, logprobs, self._known[slots].tolist(), strict=True):
             if logprob != logprob:
                 request.finish_reason = "error"  # NaN: the weights or the adapter have diverged
             else:
@@ -437,11 +425,9 @@ class Engine:
                 elif len(request.tokens) >= request.max_tokens or known >= self.max_model_len:
                     request.finish_reason = "length"
             if request.finish_reason:
-                finished = True
                 self._release(request)
                 request.on_finish(request)
-        if finished:
-            self.running = [r for r in self.running if not r.finish_reason]
+        self.running = [r for r in self.running if not r.finish_reason]
 
     # ---- proof
 

@@ -18,27 +18,18 @@ from agentfactory.rollout.text.stop_strings import Decode, StopWatch
 _SAMPLING = {
     *("temperature", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos", "seed"),
     *("logprob_token_ids", "logit_bias", "skip_reading_prefix_cache", "stop", "prompt_logprobs"),
-    # of routed experts, which are not returned
-    "routed_experts_prompt_start",
+    "routed_experts_prompt_start",  # of routed experts, which are not returned
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "top_p": (1,),
+    **dict.fromkeys(("n", "top_p", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("min_p", "min_tokens", "presence_penalty", "frequency_penalty"), (0,)),
     "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    # no text is returned
-    "skip_special_tokens": (True, False),
+    "skip_special_tokens": (True, False),  # no text is returned
 }
 _REQUEST = {
     *("request_id", "token_ids", "sampling_params", "model", "stream", "cache_salt"),
     *("content_parts", "return_token_ids"),
 }
-
-
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda value: is_finite_number(value) and value >= 0, "a number of at least 0"),
     "max_tokens": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
@@ -63,11 +54,9 @@ def make_request(
         raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
     if body.get("stream"):
         raise ApiError(400, "stream: not supported by the embedded engine")
-    prompt, limit = _token_ids(body.get("token_ids"), "token_ids"), engine.max_model_len
+    prompt, limit = _token_ids(body.get("token_ids"), "token_ids", engine.vocab_size), engine.max_model_len
     if not len(prompt):
         raise ApiError(400, "token_ids: must contain at least one token")
-    if int(prompt.min()) < 0 or int(prompt.max()) >= engine.vocab_size:
-        raise ApiError(400, f"token_ids: must be from 0 to {engine.vocab_size - 1}")
     images = None
     if engine.encoder is not None:
         try:
@@ -91,16 +80,14 @@ def make_request(
         if params.get(key) is not None and not is_valid(params[key]):
             raise ApiError(400, f"sampling_params.{key}: {params[key]!r} is not {what}")
     temperature = params.get("temperature")
-    candidates = _token_ids(params.get("logprob_token_ids") or [], "sampling_params.logprob_token_ids").tolist()
-    if any(not 0 <= token < engine.vocab_size for token in candidates):
-        raise ApiError(400, f"sampling_params.logprob_token_ids: must be from 0 to {engine.vocab_size - 1}")
+    scored_ids = params.get("logprob_token_ids") or []
+    candidates = _token_ids(scored_ids, "sampling_params.logprob_token_ids", engine.vocab_size).tolist()
     if params.get("logprobs") not in (None, len(candidates), len(candidates) or 1):
         raise ApiError(
             400,
             "sampling_params.logprobs: must be 0 or 1 (the sampled token only) or the number of logprob_token_ids",
         )
-    scored = params.get("prompt_logprobs")
-    salt = body.get("cache_salt")
+    scored, salt = params.get("prompt_logprobs"), body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise ApiError(400, f"cache_salt: {salt!r} is not a non-empty string")
     stop = frozenset(_token_ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids").tolist())
@@ -130,7 +117,8 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
         content = [_scored(token, logprob) for token, logprob in zip(tokens, request.logprobs, strict=True)]
         logprobs = {"content": content}
         for entry, candidates in zip(content, request.candidate_logprobs, strict=False):
-            entry["top_logprobs"] = _top_logprobs(entry, request.candidates, candidates)
+            listed = {entry["token_id"]: entry["logprob"], **dict(zip(request.candidates, candidates, strict=True))}
+            entry["top_logprobs"] = [_scored(*pair) for pair in listed.items()][: len(candidates)]
     ends = [start for _, start in request.versions[1:]] + [len(tokens)]
     stopped = request.finish_reason == "stop" and request.stop_string is None and tokens[-1] not in eos_token_ids
     choice = {
@@ -156,8 +144,7 @@ def answer(body: Json, request: Request, eos_token_ids: frozenset[int]) -> Json:
 
 
 def _prompt_logprobs(request: Request) -> list[Json | None]:
-    """Return {id: {logprob, rank}} per prompt token but the first in vLLM's format: the token itself, the likely
-    ones."""
+    """Return {id: {logprob, rank}} per prompt token but the first, as vLLM: of the token itself and the likely ones."""
     listed: list[Json | None] = [None]
     for place, token in enumerate(request.token_ids[1:], 1):
         score = request.prompt_scores.get(place)
@@ -170,11 +157,6 @@ def _prompt_logprobs(request: Request) -> list[Json | None]:
             {str(t): {"logprob": max(p, -9999.0), "rank": r, "decoded_token": None} for t, (p, r) in found.items()}
         )
     return listed
-
-
-def _top_logprobs(sampled: Json, candidates: list[int], logprobs: list[float]) -> list[Json]:
-    listed = {sampled["token_id"]: sampled["logprob"], **dict(zip(candidates, logprobs, strict=True))}
-    return [_scored(token, logprob) for token, logprob in listed.items()][: len(candidates)]
 
 
 def _scored(token: int, logprob: float) -> Json:
@@ -203,7 +185,7 @@ def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
     return StopWatch(stops, decode) if stops and decode else None
 
 
-def _token_ids(value: Any, name: str) -> np.ndarray:
+def _token_ids(value: Any, name: str, vocab_size: int | None = None) -> np.ndarray:
     if isinstance(value, list):
         if not value:
             return np.empty(0, np.int64)
@@ -212,5 +194,7 @@ def _token_ids(value: Any, name: str) -> np.ndarray:
         except ValueError:  # nested lists of different lengths
             array = np.empty((0, 0))
         if array.ndim == 1 and array.dtype.kind == "i":
+            if vocab_size is not None and not (array.min() >= 0 and array.max() < vocab_size):
+                raise ApiError(400, f"{name}: must be from 0 to {vocab_size - 1}")
             return array
     raise ApiError(400, f"{name}: must be a list of integers")

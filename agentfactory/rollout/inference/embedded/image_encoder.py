@@ -52,13 +52,10 @@ class ImageCache:
         if not isinstance(url, str) or not url.startswith("data:"):
             raise ValueError(f"{name}.url: must be a data: URL with the image's bytes, or null for a known uuid")
         try:
-            image = await asyncio.to_thread(self._decode, url)
+            image = await asyncio.to_thread(lambda: self.vision.fit(decode(url)))
         except ValueError as error:
             raise ValueError(f"{name}.url: {error}") from error
         return self.hold(image, uuid)
-
-    def _decode(self, url: str) -> Image.Image:
-        return self.vision.fit(decode(url))
 
     def hold(self, image: Image.Image, uuid: str | None = None) -> HeldImage:
         """Store an image that `Vision.fit` has resized, unless it is already held."""
@@ -152,10 +149,8 @@ class ImageEncoder:
         return encoder_outputs(self._model, [step])
 
     def _compute(self, images: set[HeldImage]) -> dict[HeldImage, Features]:
-        kept = {image: self._features.get(image.first_id) for image in images}
-        missing = [image for image, features in kept.items() if features is None]
-        found = {image: features for image, features in kept.items() if features is not None}
-        if missing:
+        found = {image: features for image in images if (features := self._features.get(image.first_id)) is not None}
+        if missing := [*(images - found.keys())]:
             computed = compute_features(self._model, self.pixels(missing), [image.tokens for image in missing])
             for image, features in zip(missing, computed, strict=True):
                 found[image] = features

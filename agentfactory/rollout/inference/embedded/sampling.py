@@ -3,8 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -67,16 +66,13 @@ class PromptScore(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence to continue: the request, and the tokens sampled so far.
-
-    `stop` are the tokens that end it, `watch` its stop strings, `stop_string` the matched one. `temperature` 0 is
-    greedy. `logprobs` are those of the sampled tokens after bias and temperature (at 0, unscaled), `candidate_logprobs`
-    those of `candidates` at each sampled token. Each image token of the prompt has its own id. `fresh` recomputes a
-    cached prompt; only requests with the same `cache_salt` share a cache. With `prompt_logprobs`, a number of most
-    likely tokens, `prompt_scores` has the score of each prompt token but the first, by position. `versions` lists
-    (label, index of its first token). `on_finish` is called once, when `finish_reason` ("stop", "length", "abort" or
-    "error") is set.
-    """
+    """One sequence to continue, and the tokens sampled so far. `stop` are the tokens that end it, `watch` its stop
+    strings, `stop_string` the matched one. `temperature` 0 is greedy. `logprobs` are those of the sampled tokens after
+    bias and temperature (at 0, unscaled), `candidate_logprobs` those of `candidates` at each sampled token. Each image
+    token of the prompt has its own id. `fresh` recomputes a cached prompt; only requests with the same `cache_salt`
+    share a cache. With `prompt_logprobs`, a number of most likely tokens, `prompt_scores` has the score of each prompt
+    token but the first, by position. `versions` lists (label, index of its first token). `on_finish` is called once,
+    when `finish_reason` ("stop", "length", "abort" or "error") is set."""
 
     prompt: np.ndarray
     max_tokens: int
@@ -120,16 +116,8 @@ def score_prompt(request: Request, start: int, logits: Float[Tensor, "n vocabula
     request.prompt_scores |= {start + 1 + place: PromptScore(*row) for place, row in enumerate(rows)}
 
 
-class Sampling(Protocol):
-    """The sampling parameters of one row."""
-
-    temperature: float
-    generator: Random
-    logit_bias: dict[int, float]
-
-
 def sample(
-    logits: Float[Tensor, "n vocabulary"], requests: Sequence[Sampling]
+    logits: Float[Tensor, "n vocabulary"], requests: Sequence[Request]
 ) -> tuple[list[int], Float[Tensor, "n vocabulary"]]:
     """Return one token per row, and all log-probabilities, after bias and temperature. `logits` may be overwritten. A
     uniform number from the request's own generator decides, so the result does not depend on the rest of the batch."""

@@ -13,8 +13,7 @@ from agentfactory.rollout.inference.embedded.sampling import Request, Unsupporte
 if TYPE_CHECKING:
     from agentfactory.rollout.inference.embedded.image_encoder import ImageEncoder
 
-SAMPLED = 12
-"""Maximum number of tokens that a request samples."""
+SAMPLED = 12  # most tokens that a request samples
 SHORTEST = 48
 """Minimum length of the longest request, so that another one waits for a prefix of its prompt."""
 

@@ -39,12 +39,10 @@ def head_width(config: Any) -> int:
 
 
 class Group(NamedTuple):
-    """Requests of one step whose queries are padded to one length and attend together.
-
-    `gather` [n * queries] indexes the step's tokens; `tokens` [count] are those tokens and `pick` [count] the positions
-    of their results among the n * queries. None means all, in order. Either the slots `first` to `end` are viewed in
-    place, or `slots` are copied. `window_mask` is the mask of sliding-window layers; None without such layers.
-    """
+    """Requests of one step whose queries are padded to one length and attend together. `gather` [n * queries] indexes
+    the step's tokens; `tokens` [count] are those tokens and `pick` [count] the positions of their results among the n *
+    queries. None means all, in order. Either the slots `first` to `end` are viewed in place, or `slots` are copied.
+    `window_mask` is the mask of sliding-window layers; None without such layers."""
 
     queries: int
     keys: int

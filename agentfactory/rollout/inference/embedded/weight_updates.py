@@ -13,14 +13,18 @@ from torch import Tensor, nn
 
 from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
+from agentfactory.rollout.inference.http_server import ApiError
 from agentfactory.rollout.inference.weight_digest import memory_threads, weight_digest
 
 _PACKED = ("names", "dtype_names", "shapes", "tensor_sizes")
 """Lists that describe one part sent through shared memory, with one entry per tensor."""
 
 
-class WeightsError(ValueError):
+class WeightsError(ApiError):
     """Weights that do not fit the model, are unreadable, or incomplete."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
 
 
 class WeightUpdate:
@@ -32,7 +36,8 @@ class WeightUpdate:
         """True if weights have been overwritten: the model then matches no version until an update has replaced all."""
         self._weights = ServedWeights(model)
         self._given: set[str] = set()
-        self._device = _device(model)
+        # packed weights have left their parameters on the meta device
+        self._device = next(weight.device for weight in model.parameters() if weight.device.type != "meta")
         self._buffers = SharedBuffers(self._device)
 
     def load(self, info: Any) -> None:
@@ -55,13 +60,16 @@ class WeightUpdate:
     def check_whole(self) -> None:
         """Raise WeightsError unless every weight was loaded."""
         if not self._given:
-            raise WeightsError("no weights were updated; POST /update_weights first")
-        if missing := [names[0] for names in self._weights.tied if not self._given.intersection(names)]:
-            raise WeightsError(f"the update lacks the tensor {_some(missing)}")
+            raise WeightsError("weight_version: no weights were updated; POST /update_weights first")
+        self._check_whole("weight_version: the update", self._given)
 
     def close(self) -> None:
         """Release the sender's memory."""
         self._buffers.close()
+
+    def _check_whole(self, source: str, given: set[str]) -> None:
+        if missing := [names[0] for names in self._weights.tied if not given.intersection(names)]:
+            raise WeightsError(f"{source} lacks the tensor {_some(missing)}")
 
     def _load_files(self, path: Path) -> None:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -78,8 +86,7 @@ class WeightUpdate:
         given = set(holders)
         if unknown := sorted(given - {*self._weights.names()}):
             raise WeightsError(f"{path}: the model has no tensor {_some(unknown)}")
-        if missing := [names[0] for names in self._weights.tied if not given.intersection(names)]:
-            raise WeightsError(f"{path}: lacks the tensor {_some(missing)}")
+        self._check_whole(f"{path}:", given)
         for name, file in holders.items():
             shape, needed = tuple(file.get_slice(name).get_shape()), self._weights.shape(name)
             if shape != needed:
@@ -152,11 +159,6 @@ def checksums(model: nn.Module) -> dict[str, str]:
     names = [tied[0] for tied in weights.tied]
     with ThreadPoolExecutor(memory_threads()) as pool:
         return dict(zip(names, pool.map(lambda name: weight_digest(weights.read(name)), names), strict=True))
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Return the model's device; packed weights have left their parameters on the meta device."""
-    return next(weight.device for weight in model.parameters() if weight.device.type != "meta")
 
 
 def _some(names: list[str]) -> str:

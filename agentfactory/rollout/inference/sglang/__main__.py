@@ -1,7 +1,5 @@
-"""`python -m agentfactory.rollout.inference.sglang MODEL --port N [FLAG ...]`: serve a model with SGLang.
-
-SGLang is started here, or already runs. Flags that are not listed are passed to it.
-"""
+"""`python -m agentfactory.rollout.inference.sglang MODEL --port N [FLAG ...]`: serve a model with SGLang, which is
+started here, or already runs. Flags that are not listed are passed to it."""
 
 import argparse
 import asyncio
@@ -42,11 +40,10 @@ class SglangProcess:
             self._port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self._port}"
         # as a flag, any process list would show the key
-        descriptor, name = tempfile.mkstemp(prefix="agentfactory-sglang-", suffix=".yaml")
-        self._config = Path(name)
-        with os.fdopen(descriptor, "w") as file:
+        with tempfile.NamedTemporaryFile("w", prefix="agentfactory-sglang-", suffix=".yaml", delete=False) as file:
             json.dump({"api-key": self.api_key}, file)
-        own = ["--host", "127.0.0.1", "--port", str(self._port), "--config", name]
+        self._config = Path(file.name)
+        own = ["--host", "127.0.0.1", "--port", str(self._port), "--config", file.name]
         libc = ctypes.CDLL(None)
         self._process = subprocess.Popen(
             own_python("-m", "sglang.launch_server", *flags, *own, executable=python),
@@ -91,9 +88,8 @@ class SglangProcess:
 
     def _check_running(self) -> None:
         if (status := self._process.poll()) is not None:
-            raise SettingError(
-                "server.engine", f"SGLang ended with status {status}", "its own error is in the log above"
-            )
+            problem = f"SGLang ended with status {status}"
+            raise SettingError("server.engine", problem, "its own error is in the log above")
 
 
 def _arguments() -> tuple[argparse.Namespace, list[str]]:

@@ -24,7 +24,7 @@ class Front(ProtocolServer):
         self._sglang = sglang
         self._served = served
         self._name = served_model_name
-        self._updates = WeightUpdates(sglang, served.workers, served.on_gpu)
+        self._updates = WeightUpdates(sglang, served.on_gpu)
         self._aborts: set[asyncio.Task[Any]] = set()
 
     # ---- generation
@@ -68,7 +68,7 @@ class Front(ProtocolServer):
     async def get_world_size(self, http: web.BaseRequest) -> Json:
         """Return the number of workers, their host, and the kind of process group in which they receive a broadcast."""
         host = urlsplit(self._sglang.url).hostname
-        return {"world_size": self._updates.workers, "host": host, "process_group": self._updates.process_group}
+        return {"world_size": self._served.workers, "host": host, "process_group": self._updates.process_group}
 
     async def start_weight_update(self, http: web.BaseRequest) -> Json:
         await self._updates.start()

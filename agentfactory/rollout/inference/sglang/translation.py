@@ -9,7 +9,7 @@ from typing import Any
 
 from agentfactory.rollout.inference.http_server import ApiError, Json
 from agentfactory.rollout.inference.sglang.upstream import Sglang
-from agentfactory.rollout.inference.weight_digest import ON_CPU, ON_GPU
+from agentfactory.rollout.inference.weight_digest import ON_CPU, ON_GPU, UNKNOWN
 
 RESERVED_TOKENS = 7
 """Tokens at the end of the context that SGLang gives to no prompt (`TpModelWorker.get_worker_info`)."""
@@ -23,8 +23,6 @@ _SAME = {
 _OWN = {"max_tokens", "min_tokens", "logprobs", "logprob_token_ids", "skip_reading_prefix_cache"}
 _NEUTRAL: dict[str, Any] = {"n": 1, "seed": None, "prompt_logprobs": None, "detokenize": None}
 """Sampling parameters that are accepted only with the value that has no effect."""
-UNKNOWN = "unknown"
-"""As in rollout/inference/weight_digest.py, which needs torch."""
 _BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1}
 _BYTES |= {"uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -33,10 +31,8 @@ def to_sglang(body: Json, max_model_len: int) -> Json:
     """Return the body of SGLang's /generate for one of ours. Raises ApiError for what SGLang cannot do."""
     if body.get("content_parts"):
         raise ApiError(400, "content_parts: images are not supported with SGLang")
-    if unknown := body.keys() - _REQUEST - {"content_parts"}:
+    if unknown := (body.keys() - _REQUEST - {"content_parts"}) | ({"stream"} if body.get("stream") else set()):
         raise ApiError(400, f"{min(unknown)}: not supported with SGLang")
-    if body.get("stream"):
-        raise ApiError(400, "stream: not supported with SGLang")
     ids, params = body.get("token_ids"), body.get("sampling_params")
     if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
         raise ApiError(400, "token_ids: must be a list of at least one token id")
@@ -107,7 +103,9 @@ def from_sglang(body: Json, request: Json, response: Json) -> Json:
         content: list[Json] = [{"token_id": token, "logprob": logprob} for logprob, token, *_ in sampled]
         asked = params.get("logprob_token_ids") or []
         for entry, scored in zip(content, meta.get("output_token_ids_logprobs") or [], strict=False):
-            entry["top_logprobs"] = _top_logprobs(entry, scored or [], len(asked))
+            found = {entry["token_id"]: entry["logprob"], **{token: value for value, token, *_ in scored or []}}
+            top = [{"token_id": token, "logprob": value} for token, value in found.items()]
+            entry["top_logprobs"] = top[: len(asked)]
         logprobs = {"content": content}
     choice = {
         "index": 0,
@@ -141,18 +139,11 @@ def _finish(finish: Json, params: Json) -> tuple[str, str | int | None]:
     return kind, token if token in (params.get("stop_token_ids") or []) else None
 
 
-def _top_logprobs(sampled: Json, scored: Sequence[Sequence[Any]], count: int) -> list[Json]:
-    found = {sampled["token_id"]: sampled["logprob"], **{token: logprob for logprob, token, *_ in scored}}
-    return [{"token_id": token, "logprob": logprob} for token, logprob in found.items()][:count]
-
-
 class WeightUpdates:
     """The updates of one SGLang server. Several requests of our protocol make one update."""
 
-    def __init__(self, sglang: Sglang, workers: int, on_gpu: bool) -> None:
-        """`workers` are the processes that hold the model."""
+    def __init__(self, sglang: Sglang, on_gpu: bool) -> None:
         self._sglang = sglang
-        self.workers = workers
         self.process_group = "nccl" if on_gpu else "gloo"
         """The backend of torch.distributed in which the workers receive a broadcast."""
         self._on_gpu = on_gpu

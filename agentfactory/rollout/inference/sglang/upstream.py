@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -64,37 +65,25 @@ class Sglang:
 
 
 def _checked(path: str, status: int, text: str) -> Json:
-    answer = decoded(text)
-    if status != 200 or answer.get("success") is False:
-        raise ApiError(status if status != 200 else 400, f"SGLang's {path} answered {status}: {_message(answer, text)}")
-    return answer
-
-
-def decoded(text: str) -> Json:
-    """Parse a JSON object; return {} for anything else."""
-    try:
+    answer: Any = None
+    with suppress(json.JSONDecodeError):
         answer = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
-
-
-def _message(answer: Json, text: str) -> str:
+    answer = answer if isinstance(answer, dict) else {}
+    if status == 200 and answer.get("success") is not False:
+        return answer
     error = answer.get("error")
-    if isinstance(error, dict):
-        error = error.get("message")
-    return str(error or answer.get("message") or text)[:500]
+    told = (error.get("message") if isinstance(error, dict) else error) or answer.get("message") or text
+    raise ApiError(status if status != 200 else 400, f"SGLang's {path} answered {status}: {str(told)[:500]}")
 
 
 @dataclass(frozen=True)
 class Served:
-    """The properties of an SGLang server that the front needs."""
+    """The properties of an SGLang server that the front needs: the path or name of the model that it has loaded, its
+    context length, the number of processes that hold parts of the model, and their device."""
 
     model: str
-    """The path or name of the model that it has loaded."""
     max_model_len: int
     workers: int
-    """Processes that hold parts of the model."""
     on_gpu: bool
 
 
@@ -125,17 +114,14 @@ async def attach(sglang: Sglang) -> Served:
 
 
 def _check(url: str, info: Json, model: Json) -> None:
-    faults = {
-        "it serves no generation": not model["is_generation"],
-        f"it has {info['dp_size']} data-parallel replicas, whose weights SGLang updates only from disk": (
-            info["dp_size"] != 1
-        ),
-        f"its weights are quantised ({info['quantization']}), and cannot be proven": info["quantization"] is not None,
-        f"it is a {info['disaggregation_mode']} server of several that share turns": (
-            info["disaggregation_mode"] != "null"
-        ),
-    }
-    for fault, found in faults.items():
+    replicas, quantization, mode = info["dp_size"], info["quantization"], info["disaggregation_mode"]
+    faults = (
+        (not model["is_generation"], "it serves no generation"),
+        (replicas != 1, f"it has {replicas} data-parallel replicas, whose weights SGLang updates only from disk"),
+        (quantization is not None, f"its weights are quantised ({quantization}), and cannot be proven"),
+        (mode != "null", f"it is a {mode} server of several that share turns"),
+    )
+    for found, fault in faults:
         if found:
             raise SettingError(FIELD, f"got {url}, but {fault}", "start SGLang without this setting")
 

@@ -1,8 +1,6 @@
 """Middleware that requires the API key on all of vLLM's routes. vLLM itself checks it only on /v1, /v2 and /inference,
-and leaves open the routes that change weights, read memory and run code.
-
-vLLM imports it by `--middleware agentfactory.rollout.inference.vllm.vllm_guard.RequireKey`, in its API servers only.
-"""
+and leaves open the routes that change weights, read memory and run code. vLLM imports it by `--middleware
+agentfactory.rollout.inference.vllm.vllm_guard.RequireKey`, in its API servers only."""
 
 import hmac
 import os

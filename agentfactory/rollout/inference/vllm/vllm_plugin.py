@@ -1,10 +1,7 @@
 """A vLLM plugin that loads full weights from safetensors files, computes digests that prove them, and keeps the
-TCPStores of vLLM's processes on loopback.
-
-vLLM loads it automatically if this package is installed in its environment (entry point group `vllm.general_plugins`).
-A server accepts weights from files if started with `--weight-transfer-config '{"backend": "file"}'`. Only vLLM's
-processes import this module.
-"""
+TCPStores of vLLM's processes on loopback. vLLM loads it if this package is installed in its environment (entry point
+group `vllm.general_plugins`). A server accepts weights from files if started with `--weight-transfer-config
+'{"backend": "file"}'`. Only vLLM's processes import this module."""
 
 import importlib
 import os
@@ -78,11 +75,10 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """`update_info` of one /update_weights request."""
+    """`update_info` of one /update_weights request: a safetensors file with weights under their checkpoint names, or a
+    folder of such files, readable by every worker."""
 
     path: str
-    """A safetensors file with weights under their checkpoint names, or a folder of such files, readable by every
-    worker."""
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -92,7 +88,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Do nothing: the backend needs no initialisation."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -125,7 +121,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             _pack_again(self.model)
 
     def shutdown(self) -> None:
-        """Do nothing: the backend holds no resources."""
+        """Do nothing."""
 
 
 def _tensors_of(files: list[Path]) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,4 @@
 """`python -m agentfactory.rollout.inference.vllm.vllm_server MODEL --port N [FLAG ...]`: a launcher of `vllm serve`.
-
 It ends with its parent process, enables the routes that training needs, warms up, and then prints `ready URL`. It runs
 with vLLM's own Python, possibly in another virtual environment, so it imports only modules of this package without
 further dependencies. Flags that it does not define are passed to vLLM.
@@ -60,9 +59,8 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
         "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a random key)"
     )
     parser.add_argument("--weight-transfer-config", metavar="JSON", help='backend for full weights: {"backend": NAME}')
-    parser.add_argument(
-        TABLE_ADAPTERS, action="store_true", help="accept adapters of embedding and head for all models"
-    )
+    told = "accept adapters of embedding and head for all models"
+    parser.add_argument(TABLE_ADAPTERS, action="store_true", help=told)
     # vLLM also needs these
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N", help="replicas of the model")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices per replica")
@@ -72,6 +70,12 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
 def _fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def _end(message: str) -> NoReturn:
+    """End vLLM, from another thread."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _reserve(host: str, port: int) -> socket.socket:
@@ -120,20 +124,17 @@ def _cores(cores: list[int], workers: int) -> str:
 
 def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
     """Wait until the server answers, warm each replica (seconds of compilation), and print `ready URL`."""
-
     # directly, whatever proxies the environment names
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def ask(path: str, body: object = None, replica: int | None = None) -> str | None:
         """Return the response; None if there is none, or if it is an error."""
         headers = {"Content-Type": "application/json"}
-        if path != _HEALTH:
-            headers["Authorization"] = f"Bearer {api_key}"
-        if replica is not None:
-            headers[REPLICA_HEADER] = str(replica)
+        headers |= {} if path == _HEALTH else {"Authorization": f"Bearer {api_key}"}
+        headers |= {} if replica is None else {REPLICA_HEADER: str(replica)}
         data = None if body is None else json.dumps(body).encode()
-        name = f"[{host}]" if ":" in host else host
-        request = urllib.request.Request(f"http://{name}:{port}{path}", data, headers)
+        request = urllib.request.Request(url + path, data, headers)
         with suppress(OSError, http.client.HTTPException), opener.open(request) as response:
             return str(response.read().decode())
         return None
@@ -146,18 +147,16 @@ def _warm_up(host: str, port: int, model: str, api_key: str) -> None:
         time.sleep(_POLL_SECONDS)
     # until vLLM listens, another user could listen on the reserved port, and would receive the key
     if listeners_users(port) - {os.geteuid()}:
-        print(f"error: another user listens on port {port}; fix: server.port=0 takes a free one", file=sys.stderr)
-        os._exit(1)
+        _end(f"another user listens on port {port}; fix: server.port=0 takes a free one")
     try:
         replicas: list[int | None] = [*range(len(parse_loads(ask(METRICS_ROUTE) or "")))]
     except ValueError:  # --disable-log-stats
         replicas = [None]
     with ThreadPoolExecutor(len(replicas)) as pool:
         if not all(pool.map(warm, replicas)):
-            print("error: the warm-up request failed", file=sys.stderr, flush=True)
-            os._exit(1)
+            _end("the warm-up request failed")
     gc.enable()
-    print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    print(f"ready {url}", flush=True)
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
-"""SGLang's own hashes of weights, on a CPU: its GPU kernel by Triton's interpreter. Run with SGLang's Python.
+"""SGLang's own classes and hashes: a process of SGLang's environment, without a server.
 
-Prints JSON: one [hash on a CPU, hash on a GPU] for each of `weights()`.
+Each line of standard input is [class, body]; it fails at the first body that SGLang's HTTP server would not accept. It
+prints the number of bodies, and for each of `weights()` the hashes on a CPU and, by Triton's interpreter, on a GPU.
 """
 
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,8 +22,22 @@ def weights() -> list[torch.Tensor]:
     return [torch.randint(0, 250, (n,), generator=generator).to(dtype) * 3 for dtype, n in sizes]
 
 
-def main() -> None:
-    """Print the hashes."""
+def check(name: str, body: dict[str, Any]) -> None:
+    from pydantic import TypeAdapter
+    from sglang.srt.entrypoints.api_contract import generate_contract_error
+    from sglang.srt.managers import io_struct
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    request = TypeAdapter(getattr(io_struct, name)).validate_python(body)
+    for field, value in body.items():
+        assert getattr(request, field) == value, (name, field)
+    if name == "GenerateReqInput":
+        assert (problem := generate_contract_error(body)) is None, problem
+        request.normalize_batch_and_arguments()
+        SamplingParams(**request.sampling_params).verify(1000)
+
+
+def hashes() -> list[tuple[str, str]]:
     os.environ["TRITON_INTERPRET"] = "1"
     [root] = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr, misc]
     source = (Path(root) / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py").read_text(encoding="utf-8")
@@ -32,10 +49,13 @@ def main() -> None:
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     from sglang.srt.managers.mm_utils import tensor_hash
 
-    print(
-        json.dumps([[f"{tensor_hash(w):016x}", f"{module.gpu_tensor_hash(w, use_cg=False):016x}"] for w in weights()])
-    )
+    return [(f"{tensor_hash(w):016x}", f"{module.gpu_tensor_hash(w, use_cg=False):016x}") for w in weights()]
 
 
 if __name__ == "__main__":
-    main()
+    # before SGLang's kernels are imported
+    found = hashes()
+    bodies = [json.loads(line) for line in sys.stdin]
+    for each in bodies:
+        check(*each)
+    print(json.dumps([len(bodies), found]))
