@@ -58,17 +58,6 @@ def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) ->
     assert "fix: mcp_servers.pad.isolation: shared if it keeps no state" in at_end
 
 
-def test_groups_that_are_left_out_are_told_before_the_run_gives_up(recipe: str, agentfactory: Command) -> None:
-    """No step ends, so that no metrics show them."""
-    fast = ["mcp_servers.pad.isolation=shared", "rollout.equal_rewards=refill", "rollout.concurrency=32"]
-    result = agentfactory("train", recipe, "output=run", *fast)
-    assert result.returncode == 1
-    assert (
-        "\n  the rewards of all 64 chains in 16 groups are 0: such groups teach nothing; fix: easier" in result.stdout
-    )
-    assert "256 groups in a row had chains of equal rewards" in result.stderr
-
-
 GARBLED = """
 from agentfactory import reward
 

@@ -1,4 +1,4 @@
-"""Unmodified third-party tool servers, driven from a recipe: SFT on scripted calls, then GRPO steps with each."""
+"""An unmodified third-party tool server, driven from a recipe: SFT on scripted calls, then GRPO steps."""
 
 import asyncio
 import json
@@ -19,21 +19,18 @@ from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.conftest import QUICKSTART, embedded_server
 from tests.forked import TRAINER, Forked
-from tests.third_party_servers import everything, time_server
+from tests.third_party_servers import time_server
 
 pytestmark = pytest.mark.long
-
-__all__ = ["everything"]  # a fixture
 
 make_model, write_jsonl = (load_object(f"tiny_model.py:{name}", QUICKSTART) for name in ("make_model", "write_jsonl"))
 
 TRANSCRIPTS = 600
-"""Scripted conversations with each server."""
+"""Scripted conversations."""
 SLIPS = 0.3
 """Fraction of conversations with another task's call, so that the learned behaviour is not always rewarded."""
 STEPS, BATCH, GROUP = 2, 4, 8
 ZONES = ["Asia/Tokyo", "Europe/Paris", "America/New_York", "Africa/Cairo", "Australia/Sydney"]
-WORDS = ["lemon", "Grüße", "two words", "tea & cake"]
 
 REWARD = '''
 from agentfactory import Trajectory, reward
@@ -46,17 +43,6 @@ def told(trajectory: Trajectory, expected: list[str]) -> dict[str, float]:
     right = float(bool(said) and all(part in said[-1] for part in expected))
     return {"reward": right, "success": right}
 '''
-
-
-def task_of_everything(rng: random.Random) -> dict[str, Any]:
-    """A task for server-everything, and the call that solves it."""
-    if rng.random() < 0.5:
-        word = rng.choice(WORDS)
-        call = {"name": "echo", "arguments": {"message": word}}
-        return {"question": f"Echo {word}.", "expected": [f"Echo: {word}"], "call": call}
-    a, b = rng.randint(1, 9), rng.randint(1, 9)
-    call = {"name": "get-sum", "arguments": {"a": a, "b": b}}
-    return {"question": f"Add {a} and {b}.", "expected": [f"The sum of {a} and {b} is {a + b}"], "call": call}
 
 
 def task_of_time(rng: random.Random) -> dict[str, Any]:
@@ -72,29 +58,20 @@ def task_of_time(rng: random.Random) -> dict[str, Any]:
     return {"question": question, "expected": expected, "call": {"name": "convert_time", "arguments": arguments}}
 
 
-TASKS = {"everything": task_of_everything, "time": task_of_time}
-TOOLS = {"everything": ["echo", "get-sum"], "time": ["get_current_time", "convert_time"]}
-"""The tools used in tasks; the schemas of all tools would make long prompts."""
+SERVER = {**time_server(), "allow": ["get_current_time", "convert_time"]}
 
 
-@pytest.fixture(scope="session")
-def servers(everything: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The servers in the form of a recipe's `mcp_servers:`."""
-    found = {"everything": everything, "time": time_server()}
-    return {name: {**entry, "allow": TOOLS[name]} for name, entry in found.items()}
-
-
-async def scripted(name: str, server: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
+async def scripted(rng: random.Random) -> list[dict[str, Any]]:
     """Conversations in which the server answers the calls, as rows for supervised fine-tuning."""
     rows = []
     async with (
-        open_toolset(ToolsRecipe.model_validate({"mcp_servers": {name: server}}), Path.cwd()) as toolset,
+        open_toolset(ToolsRecipe.model_validate({"mcp_servers": {"time": SERVER}}), Path.cwd()) as toolset,
         toolset.chain("script", {}) as session,
     ):
         specs = [spec.to_openai() for spec in toolset.specs]
         for _ in range(TRANSCRIPTS):
-            task = TASKS[name](rng)
-            made = TASKS[name](rng) if rng.random() < SLIPS else task
+            task = task_of_time(rng)
+            made = task_of_time(rng) if rng.random() < SLIPS else task
             call = ToolCall("call_0", **made["call"])
             result = await session.call(call)
             assert result.error is None, result.content
@@ -122,13 +99,12 @@ def checkpoint(run: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def warm_start(servers: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that has learned from scripted calls of both servers."""
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that has learned from scripted calls."""
     folder = tmp_path_factory.mktemp("scripted")
-    rows = [row for name in servers for row in asyncio.run(scripted(name, servers[name], random.Random(name)))]
-    specs = list({spec["function"]["name"]: spec for row in rows for spec in row["tools"]}.values())
+    rows = asyncio.run(scripted(random.Random("time")))
     write_jsonl(folder / "transcripts.jsonl", rows)
-    make_model(folder / "model", random.Random(0).sample([row["messages"] for row in rows], 1000), specs, seed=0)
+    make_model(folder / "model", [row["messages"] for row in rows], rows[0]["tools"], seed=0)
     recipe = {
         "model": {"path": "model", "dtype": "float32"},
         "data": {"path": "transcripts.jsonl"},
@@ -137,15 +113,14 @@ def warm_start(servers: dict[str, dict[str, Any]], tmp_path_factory: pytest.Temp
     return checkpoint(train(recipe, folder))
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_grpo_over_a_server(name: str, servers: dict[str, dict[str, Any]], warm_start: Path, tmp_path: Path) -> None:
-    rng = random.Random(f"tasks of {name}")
-    write_jsonl(tmp_path / "tasks.jsonl", [TASKS[name](rng) for _ in range(STEPS * BATCH)])
+def test_grpo_over_a_server(warm_start: Path, tmp_path: Path) -> None:
+    rng = random.Random("tasks")
+    write_jsonl(tmp_path / "tasks.jsonl", [task_of_time(rng) for _ in range(STEPS * BATCH)])
     (tmp_path / "told.py").write_text(REWARD)
     recipe = {
         "model": {"path": str(warm_start), "dtype": "float32"},
         "data": {"path": "tasks.jsonl"},
-        "mcp_servers": {name: servers[name]},
+        "mcp_servers": {"time": SERVER},
         "rewards": ["told.py:told"],
         "rollout": {"group_size": GROUP, "max_turns": 3, "max_tokens": 64, "max_total_tokens": 512, "temperature": 0.8},
         "server": {"engine": "embedded", "max_model_len": 512},
@@ -173,10 +148,6 @@ def test_grpo_over_a_server(name: str, servers: dict[str, dict[str, Any]], warm_
 def is_answer(text: str, name: str, arguments: dict[str, Any]) -> bool:
     """Return whether `text` is the server's answer to this call."""
     match name, arguments:
-        case "echo", {"message": message}:
-            return text == f"Echo: {message}"
-        case "get-sum", {"a": a, "b": b}:
-            return text == f"The sum of {a} and {b} is {a + b}."
         case "get_current_time", {"timezone": zone}:
             return f'"timezone": "{zone}"' in text
         case "convert_time", {"time": time, "target_timezone": zone}:
