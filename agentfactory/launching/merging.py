@@ -93,10 +93,8 @@ class Merge:
 
 def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     """Merge the LoRA adapter in a folder into its base, and write the model to the existing folder `output`: the sum in
-    float32, rounded once to `dtype`. Return a sentence about the rounding.
-
-    Raises SettingError if no merge reproduces the adapter, and the errors of transformers, peft and safetensors.
-    """
+    float32, rounded once to `dtype`. Return a sentence about the rounding. Raises SettingError if no merge reproduces
+    the adapter, and the errors of transformers, peft and safetensors."""
     import torch
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer

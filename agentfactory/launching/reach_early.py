@@ -118,7 +118,6 @@ def _open_tools(recipe: RolloutRecipe) -> None:
 
 
 def _without_spares(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry without instances and processes that are started ahead, and without kept folders."""
     is_process = config.command is not None or config.container is not None
     starts_ahead = config.pool.warm or (is_process and config.pool.warm is None)
     # a server that all chains share cannot have any, and reports it

@@ -1,6 +1,7 @@
 """The command: what it refuses and how, what it prints, and what it does not import."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,7 +80,7 @@ BROKEN = [
     ),
     (
         "mcp_servers.a={command: python3, url: 'http://127.0.0.1:1'}",
-        r"mcp_servers\.a: .*exactly one of.*'command', 'url'",
+        r"mcp_servers\.a: got \['command', 'url'\]; fix: give exactly one of",
     ),
     ("embedded => vllm", r"server\.engine: .*'vllm'.*server\.url"),
     ("server.max_model_len=4096", r"rollout\.max_total_tokens: .*8192.*server\.max_model_len=4096"),
@@ -124,7 +125,7 @@ def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
     overrides = [] if changes else re.split(r" (?=[a-z_.]+=)", fault) if fault else []
     assert main(["train", "recipe.yaml", *overrides]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n"), "fix: " in err) == ("", 1, True)
+    assert (out, err.count("\n"), "fix: " in err or "; use " in err) == ("", 1, True)
     assert re.search(told, err), err
     assert everything_in(project) == before
 
@@ -260,7 +261,9 @@ def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[st
         assert examples
         for example in examples:
             # without what only a shell reads
-            words = example.partition("#")[0].replace('eval "$(', "").replace(')"', "").replace("| source", "").split()
+            words = shlex.split(
+                example.partition("#")[0].replace('eval "$(', "").replace(')"', "").replace("| source", "")
+            )
             assert words[:2] == ["agentfactory", command]
             if words[1:3] != ["tools", "serve"]:
                 assert parse(words[1:]).command == command

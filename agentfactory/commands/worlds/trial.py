@@ -70,9 +70,8 @@ class RandomCalls:
                 fault = None
             if fault is None:
                 return spec.name, arguments
-        raise NoLegalCall(
-            f"no random call fits the schema of {spec.name}: {fault}; fix: give calls by --calls FILE.jsonl"
-        )
+        fix = "give calls by --calls FILE.jsonl"
+        raise NoLegalCall(f"no random call fits the schema of {spec.name}: {fault}; fix: {fix}")
 
     def _value(self, schema: Any, root: dict[str, Any], depth: int) -> Any:
         chance = self._random
@@ -96,11 +95,11 @@ class RandomCalls:
             kind = chance.choice(kind)
         match kind:
             case "object":
-                required = required_of(schema)
-                names = [
-                    n for n in properties_of(schema) if n in required or (depth < _MOST_DEPTH and chance.random() < 0.5)
-                ]
-                return {name: self._value(properties_of(schema)[name], root, depth + 1) for name in names}
+                return {
+                    name: self._value(value, root, depth + 1)
+                    for name, value in properties_of(schema).items()
+                    if name in required_of(schema) or (depth < _MOST_DEPTH and chance.random() < 0.5)
+                }
             case "array":
                 least = int(schema.get("minItems", 0))
                 most = int(schema.get("maxItems", max(least, 0 if depth >= _MOST_DEPTH else 3)))
@@ -184,12 +183,8 @@ class Episode:
 
 
 async def play(subject: Subject, episode: Episode) -> None:
-    """Play the episode and print it turn by turn.
-
-    Raises:
-        SettingError: the world needs rows and has none, or its rows cannot be made.
-        WorldFailed: the world raises, hangs or prints.
-    """
+    """Play the episode and print it turn by turn. Raises SettingError if the world needs rows and has none, or they
+    cannot be made, and WorldFailed if it raises, hangs or prints."""
     name = subject.name
     with _recorded() as (show, printed), TemporaryDirectory(prefix="agentfactory-images-") as images:
         try:
@@ -242,7 +237,6 @@ def _origin(subject: Subject, episode: Episode, rows: int) -> str:
 async def _take_turns(
     session: ToolSession, specs: Sequence[ToolSpec], episode: Episode, show: Callable[[str], None]
 ) -> None:
-    """Make the calls. Raises WorldFailed."""
     if not specs:
         raise WorldFailed("it has no tool, so no model can act on it; mark methods with @tool")
     source = RandomCalls([*specs], episode.seed)
