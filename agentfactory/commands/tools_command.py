@@ -12,18 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentfactory.base import messages
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import CommandFailed, SettingError
-from agentfactory.base.messages import (
-    Content,
-    EnvironmentReward,
-    ToolCall,
-    ToolInfrastructureError,
-    ToolSpec,
-    properties_of,
-    required_of,
-    text_of,
-)
+from agentfactory.base.messages import Content, EnvironmentReward, ToolCall, ToolInfrastructureError, ToolSpec
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.commands.options import json_object
 from agentfactory.commands.tried_servers import TriedServer, for_tools, model_view, open_each
@@ -44,9 +36,9 @@ from agentfactory.tools.sessions.toolset import open_toolset
 
 def signature_of(spec: ToolSpec) -> str:
     """Return names and types, such as `query: string, limit: integer = 5`."""
-    required = required_of(spec.parameters)
+    required = messages.required_of(spec.parameters)
     shown = []
-    for name, schema in properties_of(spec.parameters).items():
+    for name, schema in messages.properties_of(spec.parameters).items():
         has_default = isinstance(schema, dict) and "default" in schema
         default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if has_default else ""
         optional = "" if name in required or default else "?"
@@ -307,7 +299,7 @@ async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, imag
                 break
     except (ToolInfrastructureError, ValueError, TypeError) as error:
         raise CommandFailed(str(error)) from None
-    print(text_of(result.content))
+    print(messages.text_of(result.content))
     if result.info:
         print(f"info: {json.dumps(result.info, ensure_ascii=False)}")
     if result.finish:
@@ -326,7 +318,7 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
             return json_object(given[0])
         except argparse.ArgumentTypeError as error:
             raise ToolsRefused(f"the arguments {given[0]!r} are {error}") from None
-    known = properties_of(spec.parameters) if spec else {}
+    known = messages.properties_of(spec.parameters) if spec else {}
     arguments: dict[str, Any] = {}
     for pair in given:
         key, equals, value = pair.partition("=")

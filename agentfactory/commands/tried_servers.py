@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentfactory.base import messages
 from agentfactory.base.config import McpServerConfig, ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import (
@@ -20,9 +21,6 @@ from agentfactory.base.messages import (
     ToolCall,
     ToolInfrastructureError,
     ToolSpec,
-    properties_of,
-    required_of,
-    text_of,
 )
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.base.user_code.loading import load_object
@@ -99,7 +97,7 @@ async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
     arguments = _example({"type": "object", **spec.parameters}, spec.parameters, word)
     arguments = arguments if isinstance(arguments, dict) else {}
     result = await session.call(ToolCall("check", spec.name, arguments), _CALL_SECONDS)
-    return _Answer(text_of(result.content), result.error is not None)
+    return _Answer(messages.text_of(result.content), result.error is not None)
 
 
 def _untried(reason: str) -> Seen:
@@ -132,8 +130,8 @@ def _example(schema: Any, root: dict[str, Any], word: str) -> Any:
     kind = schema.get("type")
     match kind[0] if isinstance(kind, list) and kind else kind:
         case "object":
-            properties = properties_of(schema)
-            return {name: _example(properties.get(name), root, word) for name in required_of(schema)}
+            properties = messages.properties_of(schema)
+            return {name: _example(properties.get(name), root, word) for name in messages.required_of(schema)}
         case "array":
             return [_example(schema.get("items"), root, word)]
         case "integer" | "number":
@@ -234,7 +232,7 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
                 async with toolset.chain("check", for_tools(task, toolset, recipe)) as session:
                     seconds = time.perf_counter() - started
                     if toolset.environments:
-                        says = f", says {_short(text_of(session.opening), 60)}" if session.opening else ""
+                        says = f", says {_short(messages.text_of(session.opening), 60)}" if session.opening else ""
                         server.environment = f"an environment: reset in {seconds:.2f} s{says}"
                         # an error here would also fail every chain that ends without a call
                         verdict = server.verdict = await session.reward()

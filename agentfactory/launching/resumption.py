@@ -15,14 +15,8 @@ from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
-from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    DamagedCheckpointError,
-    checkpoints,
-    newest_whole,
-    read_info,
-    step_of,
-    verify,
-)
+from agentfactory.trainers.checkpoints import checkpoint_folder
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, read_info, step_of
 
 _MAY_DIFFER = (
     # placement, speed and monitoring: these change the training result by rounding at most
@@ -57,9 +51,9 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        verify(path)
-    except DamagedCheckpointError as error:
-        before = newest_whole(found[: found.index(path)])
+        checkpoint_folder.verify(path)
+    except checkpoint_folder.DamagedCheckpointError as error:
+        before = checkpoint_folder.newest_whole(found[: found.index(path)])
         fix = f"--resume {display(before)}" if before else "none before it is intact: start again with --overwrite"
         raise RunFolderError(f"--resume: {error}; fix: {fix}") from None
     return path

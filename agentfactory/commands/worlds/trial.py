@@ -15,18 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentfactory.base import messages
 from agentfactory.base.errors import CommandFailed
-from agentfactory.base.messages import (
-    CallError,
-    Content,
-    ToolCall,
-    ToolInfrastructureError,
-    ToolResult,
-    ToolSpec,
-    properties_of,
-    required_of,
-    text_of,
-)
+from agentfactory.base.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening_prompt import opening_messages
@@ -97,8 +88,8 @@ class RandomCalls:
             case "object":
                 return {
                     name: self._value(value, root, depth + 1)
-                    for name, value in properties_of(schema).items()
-                    if name in required_of(schema) or (depth < _MOST_DEPTH and chance.random() < 0.5)
+                    for name, value in messages.properties_of(schema).items()
+                    if name in messages.required_of(schema) or (depth < _MOST_DEPTH and chance.random() < 0.5)
                 }
             case "array":
                 least = int(schema.get("minItems", 0))
@@ -240,7 +231,7 @@ async def _take_turns(
     if not specs:
         raise WorldFailed("it has no tool, so no model can act on it; mark methods with @tool")
     source = RandomCalls([*specs], episode.seed)
-    source.see(text_of(session.opening or ""))
+    source.see(messages.text_of(session.opening or ""))
     for turn in range(episode.turns if episode.calls is None else len(episode.calls)):
         tool, arguments = source.draw() if episode.calls is None else episode.calls[turn]
         given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
@@ -250,7 +241,7 @@ async def _take_turns(
         show(_indented(f"error ({result.error.value}): {text}" if result.error is not None else text))
         if fault := _fault(tool, result, episode):
             raise WorldFailed(fault)
-        source.see(text_of(result.content))
+        source.see(messages.text_of(result.content))
         if result.finish:
             show("the world ends the episode")
             return
@@ -263,9 +254,9 @@ def _fault(tool: str, result: ToolResult, episode: Episode) -> str | None:
     if result.error is CallError.TIMEOUT:
         return f"{tool} hangs: no answer within --seconds {episode.seconds:g}"
     if result.error is CallError.TOOL_ERROR:
-        kind = text_of(result.content).partition(":")[0]
+        kind = messages.text_of(result.content).partition(":")[0]
         if kind != "ValueError" and isinstance(getattr(builtins, kind, None), type):
-            return f"{tool} raised {_short(text_of(result.content), 300)}"
+            return f"{tool} raised {_short(messages.text_of(result.content), 300)}"
     return None
 
 
@@ -282,7 +273,7 @@ def _recorded() -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
 
 
 def _shown(content: Content) -> str:
-    return _short(text_of(content), _LONGEST)
+    return _short(messages.text_of(content), _LONGEST)
 
 
 def _short(text: str, most: int = 400) -> str:
