@@ -32,8 +32,6 @@ MARKS = {
 
 
 class Run:
-    """A running `agentfactory train` and its child processes."""
-
     def __init__(self, process: subprocess.Popen[str], output: Path):
         self.process = process
         self.output = output
@@ -128,7 +126,6 @@ def test_a_death_ends_the_whole_run(
 
 
 def check_folder(output: Path) -> None:
-    """Assert that a broken run's folder can be read."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert any("loss" in line for line in lines)
     assert len(list(read_groups(output / "trajectories"))) >= 4

@@ -24,7 +24,6 @@ PAGE = REPOSITORY / "docs" / "add-an-algorithm.md"
 
 
 def write_page(page: Path, folder: Path) -> None:
-    """Write the files of a page, each named by its first line."""
     for block in page.read_text(encoding="utf-8").split("```python\n")[1:]:
         text = block.split("```")[0]
         (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
@@ -294,8 +293,7 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
           loss: {{policy: topr.py:topr, mismatch: {{correction: none}}}}
         """)
     )
-    done = agentfactory("train", "recipe.yaml", "output=run")
-    assert done.returncode == 0, done.stderr
+    agentfactory("train", "recipe.yaml", "output=run", status=0)
     steps = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     # each token's credit follows from the reward's own formula
@@ -312,42 +310,9 @@ def test_a_run_by_the_pages_algorithm_on_rows_of_its_own(
                 assert advantage == pytest.approx(expected, abs=1e-5)
                 compared += 1
     assert compared > 20
-    longer = agentfactory("train", "recipe.yaml", "output=run", "--resume", "train.steps=4")
-    assert longer.returncode == 0, longer.stderr
+    agentfactory("train", "recipe.yaml", "output=run", "--resume", "train.steps=4", status=0)
     other = agentfactory(
         "train", "recipe.yaml", "output=run", "--resume", "train.steps=5", "train.advantage.options.least=0.2"
     )
     assert other.returncode == 2
     assert "train.advantage.options.least: got 0.2, but " in other.stderr
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_of_several_ranks_the_cause_is_told(
-    quickstart_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN)
-    (model,) = (quickstart_run / "sft" / "checkpoints").iterdir()
-    (tmp_path / "recipe.yaml").write_text(
-        textwrap.dedent(f"""
-        extends: {QUICKSTART / "grpo.yaml"}
-        prepare: null
-        model: {{path: {model}}}
-        data: null
-        eval: {{data: null}}
-        train:
-          steps: 1
-          warmup_steps: 0
-          batch_size: 2
-          processes: 2
-          strategy: ddp
-          from_trajectories: {quickstart_run / "grpo" / "trajectories" / "train.jsonl"}
-          advantage: {{estimator: own.py:infinite}}
-        """)
-    )
-    done = agentfactory("train", "recipe.yaml", "output=run")
-    assert done.returncode == 1
-    told = "train.advantage.estimator: own.py:infinite returned"
-    assert told in done.stderr.splitlines()[-1]
-    assert told in json.loads((tmp_path / "run" / "summary.json").read_text())["reason"]

@@ -28,7 +28,6 @@ BATCH, STEPS = 6, 6
 
 @pytest.fixture
 def recipe(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> Path:
-    """The treasure hunt, and a source of its questions without tools."""
     prepared = quickstart_run / "prepared"
     rows = [json.loads(line) for line in (prepared / "train.jsonl").read_text().splitlines()]
     (tmp_path / "brief.jsonl").write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in rows))
@@ -52,13 +51,11 @@ def recipe(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> Path:
 
 
 def train(agentfactory: Command, recipe: Path, output: Path, *more: str) -> str:
-    done = agentfactory("train", str(recipe), f"output={output}", *more)
-    assert done.returncode == 0, done.stderr
+    done = agentfactory("train", str(recipe), f"output={output}", *more, status=0)
     return done.stdout
 
 
 def trained(output: Path) -> list[Group]:
-    """The groups in the order of their places."""
     return sorted(read_groups(output / "trajectories" / "train.jsonl"), key=lambda group: group.id)
 
 

@@ -95,7 +95,6 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
 
 @pytest.fixture(scope="module")
 def readme(terminal: Terminal) -> dict[str, str]:
-    """The output of the README's lines. The pages continue from there."""
     return follow(terminal, REPOSITORY / "README.md")
 
 
@@ -130,7 +129,6 @@ def follow(terminal: Terminal, page: Path) -> dict[str, str]:
 
 
 def look(terminal: Terminal, line: str) -> str:
-    """Open the page of `agentfactory view`, or the file that it exports."""
     if "--export" in line:
         said = terminal.run(line)
         assert "<html" in (terminal.folder / line.split()[-1]).read_text(encoding="utf-8")[:200]

@@ -34,7 +34,6 @@ LOOK = Look(Offer(RolloutConfig(), [], load_parser("hermes")))
 
 @pytest.fixture
 def whole(quickstart_run: Path, tmp_path: Path) -> Path:
-    """The quickstart's recipe, as its run stored it, for an output of its own with the same data."""
     output = tmp_path / "run"
     output.mkdir()
     (output / "prepared").symlink_to(quickstart_run / "prepared")
@@ -52,8 +51,7 @@ def test_a_checkpoint_evaluates_to_what_training_logged(
 ) -> None:
     checkpoint = max((quickstart_run / "grpo" / "checkpoints").iterdir())
     arguments = [str(quickstart_run / "recipe.yaml"), f"output={whole}", "--checkpoint", str(checkpoint)]
-    result = agentfactory("eval", *arguments)
-    assert result.returncode == 0, result.stderr
+    result = agentfactory("eval", *arguments, status=0)
     lines = [json.loads(line) for line in (quickstart_run / "grpo" / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "eval/sampled/reward" in line][-1]
     found = figures(whole / "eval")
@@ -81,8 +79,7 @@ def test_any_chat_endpoint_is_a_baseline(
     recipe = str(quickstart_run / "recipe.yaml")
     small = [f"output={whole}", "grpo.eval.data.limit=4", "--samples", "2"]
     with serve_chat(model_behind(warm_server, warm_start)) as server:
-        result = agentfactory("eval", recipe, *small, "--url", server.url)
-    assert result.returncode == 0, result.stderr
+        result = agentfactory("eval", recipe, *small, "--url", server.url, status=0)
     assert f"querying teacher at {server.url} by OpenAI's chat API" in result.stdout
     assert "pass@2" in result.stdout
     chains = [chain for group in read_groups(whole / "eval" / "trajectories") for chain in group.trajectories]
@@ -90,8 +87,7 @@ def test_any_chat_endpoint_is_a_baseline(
     assert sum(chain.metrics["tool_calls"] for chain in chains) > 0
     assert json.loads((whole / "eval" / "summary.json").read_text())["checkpoint"] == f"teacher at {server.url}"
     # the same model by token ids, as the server that takes them says of itself
-    result = agentfactory("eval", recipe, *small, "--url", warm_server, "--beside", str(whole / "eval"))
-    assert result.returncode == 0, result.stderr
+    result = agentfactory("eval", recipe, *small, "--url", warm_server, "--beside", str(whole / "eval"), status=0)
     assert f"querying policy at {warm_server} by token ids" in result.stdout
     assert "step" not in figures(whole / "eval-2"), "nobody knows it of a server's own weights"
     by_messages, by_ids = figures(whole / "eval"), figures(whole / "eval-2")

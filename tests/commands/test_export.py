@@ -99,13 +99,11 @@ def test_the_adapter_alone(make_checkpoint: Make, tmp_path: Path) -> None:
 
 def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Command, tmp_path: Path) -> None:
     checkpoint, output = make_checkpoint(lora=False, dtype="bfloat16"), tmp_path / "model"
-    result = agentfactory("export", str(checkpoint), "--output", str(output))
-    assert result.returncode == 0, result.stderr
+    result = agentfactory("export", str(checkpoint), "--output", str(output), status=0)
     assert result.stdout == f"exported {checkpoint} to {output}\n"
     assert names(output) == names(checkpoint) - {"training_state", "trainer_state.json", "digests.json"}
     assert (output / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
-    result = agentfactory("export", str(checkpoint), "--output", str(output))
-    assert result.returncode == 2
+    result = agentfactory("export", str(checkpoint), "--output", str(output), status=2)
     assert result.stderr == f"agentfactory: --output: {output} is not empty; fix: --output OTHER\n"
 
 

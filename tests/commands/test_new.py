@@ -17,7 +17,6 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new task of each kind."""
     return write_task("my_own", tmp_path_factory.mktemp("new") / "deep" / "task", kind=request.param)
 
 

@@ -253,7 +253,6 @@ def test_images_of_a_row_are_files_as_in_training(tmp_path: Path, tools: Tools) 
 
 
 def test_places_are_what_the_recipe_says(recipe: Path, tools: Tools, tmp_path: Path) -> None:
-    """Also where the model's files are not here, except for pixels of images that it resizes."""
     Image.new("RGB", (200, 100)).save("wide.png")
     recipe.write_text("tools: [image_tools]\nmodel: {path: of/the-hub}\ndata: {path: rows.jsonl}")
     (tmp_path / "rows.jsonl").write_text('{"question": "At <bbox>?", "images": ["wide.png"]}\n')

@@ -158,7 +158,6 @@ def change_saved_recipes(run: RunFolder, change: Callable[[dict[str, Any]], None
 
 
 def test_data_with_other_content_is_refused(run: RunFolder, project: Path) -> None:
-    """Checkpoints of earlier versions do not know the content."""
     recipe = recipe_of()
     assert resume_stages([recipe], "auto")[0].checkpoint
     contents = content_digests(recipe)
@@ -232,8 +231,6 @@ def test_the_operation_of_tools_may_change(run: RunFolder, override: str, refuse
 
 
 def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
-    """Of 0.1: nothing held its policy to the behaviour, and malformed turns were credited as their chains."""
-
     def remove(saved: dict[str, Any]) -> None:
         del saved["train"]["loss"]["behaviour_kl"], saved["train"]["advantage"]["malformed_turns"]
 

@@ -53,7 +53,6 @@ def engine() -> Iterator[Engine]:
 
 @needs_engine
 def test_transcripts_are_what_the_engine_shows(engine: Engine) -> None:
-    """Transcripts for a game's own goal, which they reach."""
     package = engine.package()
     games, rng = GeneratedGames(0, package), random.Random(0)
     ends = set()
