@@ -25,8 +25,7 @@ from agentfactory.rollout.evaluation.side_by_side import Difference, OtherEvalua
 from agentfactory.rollout.sources import Loaded, Source, open_all
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 
-_BESIDE = ("failed", "tool_calls", "sampled_tokens")
-"""Means over all tasks that are shown below the estimates."""
+_BESIDE = ("failed", "tool_calls", "sampled_tokens")  # means over all tasks that are shown below the estimates
 
 
 def tables(found: Evaluation) -> list[str]:

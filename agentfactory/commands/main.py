@@ -29,10 +29,8 @@ train.stop_when; done, but most chains were dropped; no fault, but not everythin
 
 _WITHOUT_USER_CODE = ("new", "view", "export", "completion")
 """Commands that execute no code of a recipe; the process of any other one is supervised."""
-_ADDRESS_SPACE = 4 * 2**30
-"""Bytes of address space below which a run is likely to fail."""
-_TRACEBACK_LINES = 16
-"""Maximum lines of a traceback to print, so that it fits on a screen with the error."""
+_ADDRESS_SPACE = 4 * 2**30  # bytes of address space below which a run is likely to fail
+_TRACEBACK_LINES = 16  # maximum lines of a traceback to print, so that it fits on a screen with the error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,8 +17,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.recipe.composition import RECIPES, display
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_NAME = "my_task"
-"""The name of the task in the templates and in their file names."""
+_NAME = "my_task"  # the name of the task in the templates and in their file names
 _FILES = ("README.md", "my_task.py", "test_my_task.py", "recipe.yaml", "tiny/recipe.yaml", "tiny/prepare.py")
 _TINY_MODEL = ("quickstart/tiny_model.py", "quickstart/chat_template.jinja")
 _OURS = ("agentfactory", "tiny", "prepare", "tiny_model", "seeing_model", "make_pictures", "make_tasks")

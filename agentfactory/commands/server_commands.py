@@ -15,7 +15,7 @@ from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.progress import tell_information
+from agentfactory.launching.progress import follow_groups, tell_information, tell_warnings
 from agentfactory.launching.reach_early import check_hub, check_tools_open
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
@@ -159,7 +159,6 @@ def _run_eval(
     say: Say,
     step: int | None = None,
 ) -> "Evaluation":
-    from agentfactory.launching.progress import follow_groups, tell_warnings
     from agentfactory.rollout.evaluation.evaluate import run_eval
     from agentfactory.rollout.sources import load_all
 
@@ -216,7 +215,6 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
     """Run one group of chains for every task of `data`, with the weights that `evaluate` would use, and save them into
     `<output>/rollout`, rollout-2, ..."""
     with acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
-        from agentfactory.launching.progress import follow_groups, tell_warnings
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.sources import load_all
 

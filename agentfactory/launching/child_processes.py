@@ -23,11 +23,9 @@ from agentfactory.base.processes import parent_watch
 from agentfactory.base.user_code import watch
 
 POLL_SECONDS = 0.1
-_LOOK_SECONDS = 5.0
-"""Seconds between two looks for stopped processes."""
+_LOOK_SECONDS = 5.0  # seconds between two looks for stopped processes
 _TERM_SECONDS = 5.0
-_FINISH_SECONDS = 600.0
-"""Seconds to wait for a child that is finishing its work."""
+_FINISH_SECONDS = 600.0  # seconds to wait for a child that is finishing its work
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -11,8 +11,7 @@ from agentfactory.rollout.config import RolloutRecipe, distinct
 from agentfactory.rollout.inference.concurrency import check_open_files
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 
-_ANSWERS_WITHIN = 10.0
-"""Seconds within which a server must answer."""
+_ANSWERS_WITHIN = 10.0  # seconds within which a server must answer
 _ENGINES = {"vllm": "vllm", "agentfactory": "embedded"}
 """Owner of the models that a server lists -> its engine. An SGLang server is checked when the run attaches to it."""
 

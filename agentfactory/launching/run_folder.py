@@ -26,8 +26,7 @@ RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
 """A file that marks a checkpoint as an adapter."""
 
-_PREPARED = "prepared"
-"""Folder that the user's `prepare` fills, and may replace with a link."""
+_PREPARED = "prepared"  # folder that the user's `prepare` fills, and may replace with a link
 _BESIDE = re.compile(r"(eval|rollout|serve)(-\d+)?")
 """Run folders below `output` that commands other than `train` write."""
 

@@ -13,8 +13,7 @@ from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
-_NAMED = 8
-"""Maximum checkpoints near a wrong path that a message names: the last ones."""
+_NAMED = 8  # maximum checkpoints near a wrong path that a message names: the last ones
 
 
 @dataclass

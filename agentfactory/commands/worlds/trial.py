@@ -154,8 +154,7 @@ def read_calls(text: str, name: str) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-_LONGEST = 4000
-"""Characters of an observation that are shown."""
+_LONGEST = 4000  # characters of an observation that are shown
 
 
 class WorldFailed(CommandFailed):
