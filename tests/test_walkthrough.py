@@ -165,7 +165,7 @@ def page_of(name: str) -> Path:
 
 def test_every_page_with_commands_is_followed() -> None:
     pages = {page.stem for page in [page_of("README"), *DOCS.glob("*.md")] if blocks(page, "bash")}
-    # those are followed by tests/test_database_page.py, tests/doctor/test_sample.py and tests/learn/learn_teachers.py
+    # those are followed by tests/test_database_page.py, tests/doctor/test_sample.py and tests/learn/learn_quickstart.py
     assert pages == FOLLOWED | {"database", "first-look", "teachers"}
 
 
