@@ -9,7 +9,7 @@ from pathlib import Path
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import set_usual_modes
 from agentfactory.launching import run_folder
-from agentfactory.launching.merging import ONLY_FOR_TRAINING, merge_adapter
+from agentfactory.launching.merging import ONLY_FOR_TRAINING, copy_files, merge_adapter
 from agentfactory.launching.run_folder import ADAPTER, RECIPE, RunFolder, RunFolderError
 from agentfactory.launching.served_weights import check_weights_folder
 from agentfactory.recipe.composition import display
@@ -54,11 +54,8 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    leave_out = {*ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)}
-    for name in written:  # but no files that others have added
-        if Path(name).parts[0] not in leave_out:
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint / name, aside / name, follow_symlinks=False)
+    # no files that others have added
+    copy_files(checkpoint, written, aside, {*ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)})
     if base is not None:
         try:
             dtype = str(read_info(checkpoint)["recipe"]["model"]["dtype"])
