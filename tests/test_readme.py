@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.rollout.model_hub import hub_answers, is_downloaded
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, embedded_server
 from tests.project import Command
 
 TRANSLATIONS = ("README_jp.md", "README_zh-CN.md", "README_zh-TW.md")
@@ -41,21 +41,21 @@ def test_the_readmes_task_and_recipe_pass_the_dry_run(folder: Path) -> None:
 
 @pytest.mark.extended
 def test_the_readmes_commands_serve_and_train(
-    folder: Path, warm_start: Path, warm_server: str, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
+    folder: Path, warm_start: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
 ) -> None:
     """In one folder, with a small model, on the README's recipe with its settings but for sizes."""
     monkeypatch.chdir(folder)
-    serve = re.search(
-        r"agentfactory (serve my_recipe.yaml server.url=null server.port=)8000", read("my_recipe.yaml", folder)
-    )
+    shown = r"agentfactory (serve my_recipe.yaml server.url=null server.port=)8000"
+    serve = re.search(shown, read("my_recipe.yaml", folder))
     train = re.search(r"`agentfactory (train my_recipe.yaml)`", read("README.md"))
     assert serve is not None
     assert train is not None
     small = [f"model.path={warm_start}", "model.dtype=float32", "server.engine=embedded"]
-    small += ["server.max_model_len=1024", "rollout.max_total_tokens=1024"]
-    assert agentfactory(*f"{serve[1]}0".split(), *small, "--dry-run").returncode == 0
+    small += ["server.max_model_len=2048", "rollout.max_total_tokens=2048"]
+    agentfactory(*f"{serve[1]}0".split(), *small, "--dry-run", status=0)
     shorter = ["train.steps=1", "train.warmup_steps=0", "train.batch_size=1", "rollout.max_turns=1"]
-    agentfactory(*train[1].split(), f"server.url={warm_server}", *small, *shorter, status=0)
+    with embedded_server(warm_start, "--max-model-len", "2048") as url:
+        agentfactory(*train[1].split(), f"server.url={url}", *small, *shorter, status=0)
     assert {"checkpoints", "recipe.yaml", "summary.json"} <= {path.name for path in Path("runs/my_recipe").iterdir()}
 
 

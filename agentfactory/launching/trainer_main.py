@@ -85,7 +85,8 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         run = _Run(recipe, folder, checkpoint, accelerator, stop, stack)
         display = _Display(run) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
-        result = run.train_sft() if recipe.train.algorithm == "sft" else run.train_rl(display and display.note_groups)
+        note = display.note_groups if display else None
+        result = run.train_sft() if recipe.train.algorithm == "sft" else run.train_rl(note)
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
