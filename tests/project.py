@@ -66,14 +66,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def run_command(said: Path, *arguments: str, status: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `agentfactory ARGUMENTS` in the current folder, as a process that writes to the empty folder `said`. Assert
+    that it ends with `status`, if one is given."""
+    log, errors = said / "stdout", said / "stderr"
+    ended = Forked(COMMAND, *arguments, log=log, errors=errors).wait()
+    result = subprocess.CompletedProcess(arguments, ended, log.read_text(), errors.read_text())
+    assert status in (None, ended), result
+    return result
+
+
 @pytest.fixture
 def agentfactory(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """A function that runs `agentfactory ARGUMENTS` in the current folder, as a process."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        said = tmp_path_factory.mktemp("said")
-        log, errors = said / "stdout", said / "stderr"
-        status = Forked(COMMAND, *arguments, log=log, errors=errors).wait()
-        return subprocess.CompletedProcess(arguments, status, log.read_text(), errors.read_text())
-
-    return run
+    """A function that runs `agentfactory ARGUMENTS` in the current folder, as a process; see run_command."""
+    return lambda *arguments, **options: run_command(tmp_path_factory.mktemp("said"), *arguments, **options)

@@ -36,8 +36,7 @@ def recipe(project: Path, warm_start: Path) -> str:
 
 
 def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) -> None:
-    result = agentfactory("train", recipe, "output=run")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = agentfactory("train", recipe, "output=run", status=0)
     said = result.stdout
     # the look of the first batch, because there are no held-out tasks
     assert "first look at the model:\n  8 chains of 1 task\n  calls: 0 of 8 chains called a tool" in said
@@ -56,17 +55,6 @@ def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) ->
         assert shown.count(f"warning: {start}") == 1, start
         assert (in_the_end or start) in at_end
     assert "fix: mcp_servers.pad.isolation: shared if it keeps no state" in at_end
-
-
-def test_groups_that_are_left_out_are_told_before_the_run_gives_up(recipe: str, agentfactory: Command) -> None:
-    """No step ends, so that no metrics show them."""
-    fast = ["mcp_servers.pad.isolation=shared", "rollout.equal_rewards=refill", "rollout.concurrency=32"]
-    result = agentfactory("train", recipe, "output=run", *fast)
-    assert result.returncode == 1
-    assert (
-        "\n  the rewards of all 64 chains in 16 groups are 0: such groups teach nothing; fix: easier" in result.stdout
-    )
-    assert "256 groups in a row had chains of equal rewards" in result.stderr
 
 
 GARBLED = """
@@ -103,8 +91,7 @@ def test_a_format_that_a_reward_drives_out_is_told_and_ends_the_run(
         },
     }
     (project / "garbled.yaml").write_text(yaml.safe_dump(recipe))
-    result = agentfactory("train", "garbled.yaml", "output=run")
-    assert result.returncode == 3, result.stdout + result.stderr
+    result = agentfactory("train", "garbled.yaml", "output=run", status=3)
     said = re.search(
         r"warning: step (\d+): the turns that could be parsed fell from (\d+)% to (\d+)%; the format has been lost; ",
         result.stdout,

@@ -65,7 +65,6 @@ class HeldTreasureHunt(SlowTreasureHunt):
 
 @pytest.fixture(scope="module")
 def server(warm_start: Path) -> Iterator[str]:
-    """An engine of the quickstart's warm start, for all runs of this file."""
     flags = ("--max-model-len", "512", "--max-num-seqs", "64")
     with embedded_server(warm_start, *flags) as url:
         yield url
@@ -88,7 +87,6 @@ class Played:
         return self.folder / "busy"
 
     def rows(self) -> Iterator[tuple[int, Row]]:
-        """Each row, with the version that trained it."""
         for version, batch in enumerate(self.batches):
             for trajectory in (trajectory for group in batch for trajectory in group.trajectories):
                 yield from ((version, row) for row in trajectory.rows)
@@ -108,7 +106,6 @@ class Played:
 
 
 def set_weights(policy: Policy, state: dict[str, Tensor]) -> None:
-    """Load the weights returned by `policy.gather()` into the policy."""
     with torch.no_grad():
         for name, value in policy.gather().items():
             value.copy_(state[name])
@@ -122,8 +119,6 @@ def scored(policy: Policy, row: Row, start: int, end: int) -> Tensor:
 
 
 class RecordingSync:
-    """A sync backend that records the weights sent through it."""
-
     def __init__(self, sync: WeightSync, played: Played):
         self.sync, self.played = sync, played
 
@@ -141,8 +136,6 @@ class RecordingSync:
 
 
 class RecordingSource:
-    """A worker that records the batches that it delivers."""
-
     def __init__(self, worker: RolloutWorkers, played: Played):
         self.worker, self.played = worker, played
         self.figures, self.acknowledge, self.evaluate = worker.figures, worker.acknowledge, worker.evaluate

@@ -265,7 +265,6 @@ def test_json(page: Path) -> None:
 
 @pytest.mark.parametrize("page", by_page("bash", "sh", ""))
 def test_commands(page: Path) -> None:
-    """Each is valid: our commands and options are known, and our recipes, scripts and targets exist."""
     lines = [line for block in blocks(page, "bash", "sh", "") for line in block.replace("\\\n", " ").splitlines()]
     makefile = (REPOSITORY / "Makefile").read_text()
     for line in lines:
@@ -286,7 +285,6 @@ def test_commands(page: Path) -> None:
 
 
 def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands, targets, files and links within lines of text."""
     makefile = (REPOSITORY / "Makefile").read_text()
     commands, targets, files = set(), set(), set()
     for page in [*SHOWN, REPOSITORY / "CONTRIBUTING.md"]:
@@ -330,7 +328,6 @@ def test_every_picture_is_shown() -> None:
 def test_the_recipe_to_begin_with_fits_a_workstation(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the memory plan, Qwen2.5-3B fits on a GPU with 24 GB."""
     monkeypatch.chdir(tmp_path)
     shown = yaml.safe_load(next(block for block in blocks(REPOSITORY / page, "yaml") if "Qwen2.5-3B" in block))
     without_tools = {key: value for key, value in shown.items() if key not in ("tools", "mcp_servers", "server")}
@@ -455,7 +452,6 @@ def dying_steps() -> list[dict[str, Any]]:
 
 
 def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The messages of these failures."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "2 + 2"}\n')
     (tmp_path / "questions.jsonl").write_text('{"question": "2 + 2"}\n')

@@ -116,7 +116,6 @@ NEEDS = {"verifier of reasoning_gym": "reasoning_gym", "ScienceWorld's Java": "s
 
 
 def check(kind: str, found: Environment) -> None:
-    """Print an environment, and check that it has the named variable, but no key."""
     print(f"{kind}: {' '.join(sorted(found))}")
     assert not [name for name, value in found.items() if SECRET in value]
     assert found[NAMED] == "named"

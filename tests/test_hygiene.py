@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +14,7 @@ import pytest
 
 from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import QUICKSTART
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -23,6 +22,7 @@ GONE_WITHIN = 10.0
 """Seconds after which no process of a broken run may remain."""
 
 MARKS = {
+    "launcher": "-m agentfactory train ",
     "trainer": "-m agentfactory.train ",
     "worker": "agentfactory.rollout.workers.rollout_worker",
     "server": "agentfactory.rollout.inference.embedded",
@@ -31,74 +31,27 @@ MARKS = {
 """Process -> a text that only its command line contains."""
 
 
-class Run:
-    """A running `agentfactory train` and its child processes."""
-
-    def __init__(self, process: subprocess.Popen[str], output: Path):
-        self.process = process
-        self.output = output
-        self.launcher = psutil.Process(process.pid)
-
-    def wait_for_steps(self, number: int) -> None:
-        metrics = self.output / "metrics.jsonl"
-        while not metrics.exists() or sum('"loss"' in line for line in metrics.open()) < number:
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.1)
-        self.processes = [self.launcher, *self.launcher.children(recursive=True)]
-
-    def find(self, name: str) -> psutil.Process:
-        if name == "launcher":
-            return self.launcher
-        return next(p for p in self.processes if MARKS[name] in " ".join(p.cmdline()))
-
-    def left_after(self, seconds: float) -> list[str]:
-        """Command lines of the processes still running after `seconds`."""
-        deadline = time.monotonic() + seconds
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        _, alive = psutil.wait_procs(self.processes[1:], timeout=max(0.0, deadline - time.monotonic()))
-        alive += [self.launcher] if self.process.poll() is None else []
-        return [" ".join(p.cmdline()) for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-@contextmanager
-def start_run(folder: Path, warm_start: Path, prepared: Path) -> Iterator[Run]:
-    """Train the treasure hunt over a stdio tool server: five processes."""
-    hunt = {
-        "command": "python",
-        "args": ["-m", "agentfactory.tools.serve", str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
-    }
+@pytest.fixture
+def run(tmp_path: Path, warm_start: Path, quickstart_run: Path) -> Iterator["subprocess.Popen[str]"]:
+    """`agentfactory train` of the treasure hunt over a stdio tool server, into `run`: five processes."""
+    hunt = ["-m", "agentfactory.tools.serve", str(QUICKSTART / "treasure_hunt.py:TreasureHunt")]
     recipe = {
         "model": {"path": str(warm_start), "dtype": "float32"},
-        "data": {"path": str(prepared / "train.jsonl")},
-        "mcp_servers": {"hunt": {**hunt, "environment": {}}},
+        "data": {"path": str(quickstart_run / "prepared" / "train.jsonl")},
+        "mcp_servers": {"hunt": {"command": "python", "args": hunt, "environment": {}}},
         "rollout": {"group_size": 4, "max_turns": 8, "max_tokens": 32, "max_total_tokens": 512},
         "server": {"engine": "embedded", "max_model_len": 512},
         "train": {"steps": 1000, "batch_size": 4, "learning_rate": 1e-4, "checkpoint_every": 2},
     }
     # JSON is YAML
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))
-    output = folder / "run"
-    command = [sys.executable, "-m", "agentfactory", "train", str(folder / "recipe.yaml"), f"output={output}"]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        run = Run(process, output)
-        try:
-            yield run
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-
-
-@pytest.fixture
-def prepared(quickstart_run: Path) -> Path:
-    return quickstart_run / "prepared"
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    command = [sys.executable, "-m", "agentfactory", "train", str(tmp_path / "recipe.yaml"), f"output={tmp_path}/run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, **pipes, start_new_session=True, env=environment) as process:
+        yield process
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -110,26 +63,25 @@ def prepared(quickstart_run: Path) -> Path:
     ],
 )
 def test_a_death_ends_the_whole_run(
-    tmp_path: Path, warm_start: Path, prepared: Path, victim: str, number: signal.Signals, last_words: str
+    run: "subprocess.Popen[str]", tmp_path: Path, victim: str, number: signal.Signals, last_words: str
 ) -> None:
-    with start_run(tmp_path, warm_start, prepared) as run:
-        run.wait_for_steps(1)
-        names = {name: run.find(name).pid for name in MARKS}
-        assert len(set(names.values())) == len(MARKS)
-        run.find(victim).send_signal(number)
-        assert run.left_after(GONE_WITHIN) == []
-        said, _ = run.process.communicate()
+    output = tmp_path / "run"
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: run.poll() is not None or (metrics.exists() and '"loss"' in metrics.read_text()), 120)
+    launcher = psutil.Process(run.pid)
+    family = [launcher, *launcher.children(recursive=True)]
+    found = {name: next(p for p in family if mark in " ".join(p.cmdline())) for name, mark in MARKS.items()}
+    assert len({process.pid for process in found.values()}) == len(MARKS)
+    found[victim].send_signal(number)
+    said, _ = run.communicate(timeout=GONE_WITHIN)
+    _, alive = psutil.wait_procs(family[1:], timeout=GONE_WITHIN)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     last = said.strip().splitlines()[-1]
     assert last_words in last
-    assert str(run.output) in last
-    assert json.loads((run.output / "summary.json").read_text())["status"] in ("interrupted", "failed")
-    assert run.process.returncode == (130 if "interrupted" in last else 1)
-    check_folder(run.output)
-
-
-def check_folder(output: Path) -> None:
-    """Assert that a broken run's folder can be read."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert any("loss" in line for line in lines)
+    assert str(output) in last
+    assert json.loads((output / "summary.json").read_text())["status"] in ("interrupted", "failed")
+    assert run.returncode == (130 if "interrupted" in last else 1)
+    # the folder can be read
+    assert any("loss" in json.loads(line) for line in metrics.read_text().splitlines())
     assert len(list(read_groups(output / "trajectories"))) >= 4
     assert (output / "recipe.yaml").exists()

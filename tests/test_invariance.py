@@ -83,7 +83,6 @@ def train(groups: list[Group], model: Path, output: Path, command: bool = False,
 
 @pytest.fixture(scope="session")
 def reference(ragged: list[Group], warm_start: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """One process, one padded micro-batch."""
     folder = tmp_path_factory.mktemp("invariance")
     return train(ragged, warm_start, folder / "reference", command=True, batching="padded", token_budget=WHOLE)
 

@@ -61,7 +61,6 @@ tr ',' '\\n' <<<"$3"
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """The environment of a batch script with three machines."""
     commands = tmp_path / "commands"
     commands.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

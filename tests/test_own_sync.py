@@ -28,9 +28,14 @@ class OneGpu:
 """
 
 
-def test_what_a_class_says_of_itself(project: Path) -> None:
+@pytest.fixture
+def files(project: Path) -> None:
     write_page(PAGE, project)
     (project / "own.py").write_text(OWN)
+
+
+@pytest.mark.usefixtures("files")
+def test_what_a_class_says_of_itself() -> None:
     ours = load_recipe("recipe.yaml")
     assert backend_of(ours) == BACKENDS["file"]
     assert backend_of(load_recipe("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
@@ -60,9 +65,8 @@ def test_what_a_class_says_of_itself(project: Path) -> None:
         (["sync.backend=own.py:OneGpu", "server.engine=vllm", "placement.mode=separate"], "it is for one GPU"),
     ],
 )
-def test_backends_that_are_refused(project: Path, overrides: list[str], told: str) -> None:
-    write_page(PAGE, project)
-    (project / "own.py").write_text(OWN)
+@pytest.mark.usefixtures("files")
+def test_backends_that_are_refused(overrides: list[str], told: str) -> None:
     with pytest.raises(SettingError, match=told):
         load_recipe("recipe.yaml", overrides, lacks=[])
 
@@ -96,8 +100,7 @@ def test_a_run_by_the_pages_backend(
         train: {{steps: 2, batch_size: 2, warmup_steps: 0}}
         """)
     )
-    done = agentfactory("train", "recipe.yaml", "output=run")
-    assert done.returncode == 0, done.stderr
+    agentfactory("train", "recipe.yaml", "output=run", status=0)
     steps = [line for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if "loss" in line]
     assert [line["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3) for line in steps] == [True, True]
     assert all(line["sync/bytes"] > 1e5 for line in steps)

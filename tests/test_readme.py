@@ -1,7 +1,6 @@
 """The README's examples work."""
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,19 +8,18 @@ from pathlib import Path
 import pytest
 
 from agentfactory.rollout.model_hub import hub_answers, is_downloaded
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, embedded_server
+from tests.project import Command
 
 TRANSLATIONS = ("README_jp.md", "README_zh-CN.md", "README_zh-TW.md")
 BLOCK = re.compile(r"```(python|yaml)\n# (\S+)\n(.*?)```", re.DOTALL)
 
 
-LENGTHS = ["server.max_model_len=2048", "rollout.max_total_tokens=2048"]
 AGENTFACTORY = [sys.executable, "-m", "agentfactory"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the files that the README shows."""
     blocks = {name: text for _, name, text in BLOCK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))}
     assert set(blocks) == {"my_task.py", "my_recipe.yaml"}
     for name, text in blocks.items():
@@ -42,36 +40,27 @@ def test_the_readmes_task_and_recipe_pass_the_dry_run(folder: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.processes
-def test_the_readmes_server_and_training_run_one_after_the_other(folder: Path, warm_start: Path) -> None:
+def test_the_readmes_commands_serve_and_train(
+    folder: Path, warm_start: Path, monkeypatch: pytest.MonkeyPatch, agentfactory: Command
+) -> None:
     """In one folder, with a small model, on the README's recipe with its settings but for sizes."""
-    text = (folder / "my_recipe.yaml").read_text()
-    serve = re.search(r"agentfactory (serve my_recipe.yaml server.url=null server.port=)8000", text)
-    train = re.search(r"`agentfactory (train my_recipe.yaml)`", (REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    monkeypatch.chdir(folder)
+    shown = r"agentfactory (serve my_recipe.yaml server.url=null server.port=)8000"
+    serve = re.search(shown, read("my_recipe.yaml", folder))
+    train = re.search(r"`agentfactory (train my_recipe.yaml)`", read("README.md"))
     assert serve is not None
     assert train is not None
-    small = [f"model.path={warm_start}", "model.dtype=float32", "server.engine=embedded", *LENGTHS]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [*AGENTFACTORY, *f"{serve[1]}{port}".split(), *small]
-    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = next(line for line in server.stdout if line.startswith("ready ")).split()[1]
-        shorter = ["train.steps=1", "train.warmup_steps=0", "train.batch_size=1", "rollout.max_turns=1"]
-        command = [*AGENTFACTORY, *train[1].split(), f"server.url={url}", *small, *shorter]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-        assert result.returncode == 0, result.stdout + result.stderr
-    finally:
-        server.terminate()
-        server.communicate()
-    runs = {path.name for path in (folder / "runs" / "my_recipe").iterdir()}
-    assert {"serve", "checkpoints", "recipe.yaml", "summary.json"} <= runs
+    small = [f"model.path={warm_start}", "model.dtype=float32", "server.engine=embedded"]
+    small += ["server.max_model_len=2048", "rollout.max_total_tokens=2048"]
+    agentfactory(*f"{serve[1]}0".split(), *small, "--dry-run", status=0)
+    shorter = ["train.steps=1", "train.warmup_steps=0", "train.batch_size=1", "rollout.max_turns=1"]
+    with embedded_server(warm_start, "--max-model-len", "2048") as url:
+        agentfactory(*train[1].split(), f"server.url={url}", *small, *shorter, status=0)
+    assert {"checkpoints", "recipe.yaml", "summary.json"} <= {path.name for path in Path("runs/my_recipe").iterdir()}
 
 
-def read(name: str) -> str:
-    return (REPOSITORY / name).read_text(encoding="utf-8")
+def read(name: str, folder: Path = REPOSITORY) -> str:
+    return (folder / name).read_text(encoding="utf-8")
 
 
 def test_the_readme_is_short_and_starts_with_two_commands() -> None:

@@ -36,7 +36,6 @@ UNENDING = {"steps": 1000 + 20 * KILLS, "schedule": "constant"}
 
 
 def start(recipe: Path, output: Path, *arguments: str) -> Forked:
-    """`python train.py RECIPE output=OUTPUT ARGUMENTS`."""
     log = output.with_suffix(".log")
     return Forked(TRAINER, str(recipe), f"output={output}", *arguments, log=log, ACCELERATE_USE_CPU="true")
 
@@ -73,7 +72,6 @@ def is_held_in_write(trainer: Forked, output: Path) -> bool:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Compare bit by bit."""
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
@@ -156,7 +154,6 @@ def test_sigterm_ends_the_running_step_and_saves_it(model_folder: Path, tmp_path
 
 
 def test_a_run_of_one_process_goes_on_with_two(model_folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Policy and critic are adapters on one base, sharded by FSDP2."""
     one, strategy = tmp_path / "one", "fsdp2"
     recipe = recorded_recipe(tmp_path, model_folder, ADAPTERS)
     assert start(recipe, one).wait() == 0
@@ -217,10 +214,7 @@ def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("k", "lora", "workers"),
-    [
-        pytest.param(0, False, [1, 1], id="synchronous"),
-        pytest.param(2, True, [3, 1], id="three workers, then one"),
-    ],
+    [pytest.param(0, False, [1, 1], id="synchronous"), pytest.param(2, True, [3, 1], id="three workers, then one")],
 )
 def test_live_every_task_is_trained_once_whatever_is_killed(
     warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool, workers: list[int]

@@ -1,11 +1,7 @@
-"""Several sources of tasks in one run: real chains, metrics by source, and a resume after SIGKILL."""
+"""Several sources of tasks in one run: real chains, metrics by source, and a resume."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ import yaml
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Group
 from tests.conftest import QUICKSTART
+from tests.project import Command
 
 REWARDS = """\
 from agentfactory import reward
@@ -31,7 +28,6 @@ BATCH, STEPS = 6, 6
 
 @pytest.fixture
 def recipe(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> Path:
-    """The treasure hunt, and a source of its questions without tools."""
     prepared = quickstart_run / "prepared"
     rows = [json.loads(line) for line in (prepared / "train.jsonl").read_text().splitlines()]
     (tmp_path / "brief.jsonl").write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in rows))
@@ -54,21 +50,12 @@ def recipe(warm_start: Path, quickstart_run: Path, tmp_path: Path) -> Path:
     return path
 
 
-def start(recipe: Path, output: Path, *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "agentfactory", "train", str(recipe), f"output={output}", *more]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def finish(process: "subprocess.Popen[str]") -> str:
-    told, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, told
-    return told
+def train(agentfactory: Command, recipe: Path, output: Path, *more: str) -> str:
+    done = agentfactory("train", str(recipe), f"output={output}", *more, status=0)
+    return done.stdout
 
 
 def trained(output: Path) -> list[Group]:
-    """The groups in the order of their places."""
     return sorted(read_groups(output / "trajectories" / "train.jsonl"), key=lambda group: group.id)
 
 
@@ -76,10 +63,13 @@ def drawn(output: Path) -> list[tuple[str, str, Any, int]]:
     return [(group.id, group.source, group.task, len(group.trajectories)) for group in trained(output)]
 
 
+@pytest.mark.processes
 @pytest.mark.extended
-def test_sources_keep_apart_and_a_killed_run_draws_what_it_would_have_drawn(recipe: Path, tmp_path: Path) -> None:
+def test_sources_keep_apart_and_a_resumed_run_draws_what_it_would_have_drawn(
+    recipe: Path, tmp_path: Path, agentfactory: Command
+) -> None:
     whole = tmp_path / "whole"
-    told = finish(start(recipe, whole))
+    told = train(agentfactory, recipe, whole)
     assert "first look at the model on source hunt:" in told
     assert "first look at the model on source brief:" in told
     groups = trained(whole)
@@ -106,14 +96,8 @@ def test_sources_keep_apart_and_a_killed_run_draws_what_it_would_have_drawn(reci
         values = [line[f"eval/sampled/source/{name}/success"] for line in lines if "eval/sampled/success" in line]
         assert len(values) == 2
 
-    killed = tmp_path / "killed"
-    process = start(recipe, killed)
-    deadline = time.monotonic() + 200
-    while not [*(killed / "checkpoints").glob("step-000002")]:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    finish(start(recipe, killed, "--resume"))
-    assert drawn(killed) == drawn(whole)
+    # as killed after step 2
+    again = tmp_path / "again"
+    shutil.copytree(whole, again)
+    train(agentfactory, recipe, again, "--resume", str(again / "checkpoints" / "step-000002"))
+    assert drawn(again) == drawn(whole)

@@ -63,13 +63,11 @@ class Tracked:
 
     @property
     def tracker_name(self) -> str:
-        """trackio's name for it."""
         return json.loads((self.output / "tracking.json").read_text())["trackio"]
 
 
 @pytest.fixture(scope="module")
 def trackio_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """trackio's storage module, with its runs in a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_DATA_DIR", str(tmp_path_factory.mktemp("wandb")))
         folder = tmp_path_factory.mktemp("trackio")
@@ -126,7 +124,6 @@ def picture() -> bytes:
 
 
 def show(chain: Trajectory, image: bytes) -> None:
-    """Make the chain's last tool result an image."""
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     chain.messages.append({"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url}}]})
 
@@ -157,7 +154,6 @@ def wandb_ends(output: Path) -> list[int]:
 
 
 def wandb_rows(output: Path) -> list[dict[str, Any]]:
-    """Its history; what a table holds is named by the table's file."""
     histories = [record.history.item for record in wandb_records(output) if record.HasField("history")]
     return [{"/".join([i.key, *i.nested_key]).strip("/"): json.loads(i.value_json) for i in row} for row in histories]
 

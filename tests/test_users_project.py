@@ -56,16 +56,14 @@ def whose() -> str:
 }
 
 
-@pytest.fixture(params=["package"])
-def project(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, as current folder; its tools/ is a package, or a folder of modules."""
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, as current folder; its tools/ is a package."""
     folder = tmp_path / "project"
-    for name, text in FILES.items():
+    for name, text in {**FILES, "tools/__init__.py": ""}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     shutil.copyfile(QUICKSTART / "treasure_hunt.py", folder / "tasks" / "beside.py")
-    if request.param == "package":
-        (folder / "tools" / "__init__.py").write_text("")
     monkeypatch.chdir(folder)
     return folder
 
@@ -90,33 +88,23 @@ def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
-STARTS = {"installed": [AGENTFACTORY], "python -m": [sys.executable, "-m", "agentfactory"]}
-
-
-@pytest.mark.parametrize(
-    ("start", "place", "project"),
-    [
-        ("installed", "project", "package"),
-        ("python -m", "checkout", "plain folder"),
-    ],
-    indirect=["project"],
-)
-def test_commands(start: str, place: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:
+def test_commands(project: Path, quickstart_run: Path, warm_start: Path) -> None:
     """From the user's folder, and from the checkout, whose links `tools` and `rollout` Python finds first."""
     serve = ["-m", "agentfactory.tools.serve", "tasks/world.py:whose"]
     pooled = {"command": "python", "args": serve, "isolation": "process", "pool": {"capacity": 2}}
     theirs = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone", "UTC"]}
     write_recipe(project, quickstart_run, warm_start, mcp_servers={"pooled": pooled, "time": theirs})
-    cwd = project if place == "project" else REPOSITORY
     recipe = str(project / "recipe.yaml")
-    assert "import_path:\n- " + str(project) in run(*STARTS[start], "train", recipe, "--dry-run", cwd=cwd)
-    assert "user" in run(*STARTS[start], "tools", "call", recipe, "whose", cwd=cwd)
-    assert "get_current_time" in run(*STARTS[start], "tools", "list", recipe, cwd=cwd)
+    assert "user" in run(AGENTFACTORY, "tools", "call", recipe, "whose", cwd=project)
+    # a folder of modules, not a package
+    (project / "tools" / "__init__.py").unlink()
+    from_checkout = [sys.executable, "-m", "agentfactory"]
+    assert "import_path:\n- " + str(project) in run(*from_checkout, "train", recipe, "--dry-run", cwd=REPOSITORY)
+    assert "get_current_time" in run(*from_checkout, "tools", "list", recipe, cwd=REPOSITORY)
 
 
 @pytest.mark.long
 def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None:
-    """Launcher, trainer, worker, server and a pool of processes, all of them from the user's folder."""
     serve = ["-m", "agentfactory", "tools", "serve", "tasks/world.py:World"]
     pooled = {"command": "python", "args": serve, "isolation": "process", "pool": {"capacity": 4}}
     (project / "tasks" / "prepare.py").write_text(
@@ -168,12 +156,10 @@ def test_tools_served_by_hand(project: Path) -> None:
         {"method": "tools/call", "id": 2, "params": {"name": "whose", "arguments": {}}},
     ]
     said = "".join(json.dumps({"jsonrpc": "2.0", **line}) + "\n" for line in lines)
-    for command in ([AGENTFACTORY, "tools", "serve"], [sys.executable, "-m", "agentfactory.tools.serve"]):
-        with subprocess.Popen(
-            [*command, "tasks/world.py:whose"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as server:
-            assert server.stdin is not None
-            assert server.stdout is not None
+    commands = ([AGENTFACTORY, "tools", "serve"], [sys.executable, "-m", "agentfactory.tools.serve"])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    for server in [subprocess.Popen([*command, "tasks/world.py:whose"], **pipes) for command in commands]:
+        with server:
             server.stdin.write(said)
             server.stdin.flush()
             answers = [json.loads(server.stdout.readline()) for _ in range(2)]

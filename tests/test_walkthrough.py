@@ -95,7 +95,6 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Terminal:
 
 @pytest.fixture(scope="module")
 def readme(terminal: Terminal) -> dict[str, str]:
-    """The output of the README's lines. The pages continue from there."""
     return follow(terminal, REPOSITORY / "README.md")
 
 
@@ -130,7 +129,6 @@ def follow(terminal: Terminal, page: Path) -> dict[str, str]:
 
 
 def look(terminal: Terminal, line: str) -> str:
-    """Open the page of `agentfactory view`, or the file that it exports."""
     if "--export" in line:
         said = terminal.run(line)
         assert "<html" in (terminal.folder / line.split()[-1]).read_text(encoding="utf-8")[:200]
@@ -167,7 +165,7 @@ def page_of(name: str) -> Path:
 
 def test_every_page_with_commands_is_followed() -> None:
     pages = {page.stem for page in [page_of("README"), *DOCS.glob("*.md")] if blocks(page, "bash")}
-    # those are followed by tests/test_database_page.py, tests/doctor/test_sample.py and tests/learn/learn_teachers.py
+    # those are followed by tests/test_database_page.py, tests/doctor/test_sample.py and tests/learn/learn_quickstart.py
     assert pages == FOLLOWED | {"database", "first-look", "teachers"}
 
 

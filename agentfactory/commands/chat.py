@@ -6,10 +6,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, ToolInfrastructureError, text_of
@@ -40,8 +39,7 @@ NEW = "/new"
 """Command that begins a new conversation."""
 IMAGE = "/image"
 """Command with a path; attaches the image to the next line."""
-_COMMAND = re.compile(r"/\w*(\s|$)")
-"""Pattern of a command line; a path such as /etc/hosts does not match."""
+_COMMAND = re.compile(r"/\w*(\s|$)")  # pattern of a command line; a path such as /etc/hosts does not match
 _COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH attaches an image to your next line, Ctrl-D ends"
 
 
@@ -57,24 +55,20 @@ class UserLine:
         return clean_row({"question": self.text, **({"images": self.images} if self.images else {})}, Path.cwd())
 
 
-def run(options: argparse.Namespace) -> None:
-    """Talk to the last checkpoint of the run `options.run`, or to `options.checkpoint`, until the input ends.
-
-    Raises SettingError or RunFolderError if there is nothing to talk to, ChildFailed if its server fails.
-    """
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Talk to the last checkpoint of the run `options.run`, or to `options.checkpoint`, until the input ends. Raises
+    SettingError or RunFolderError if there is nothing to talk to, ChildFailed if its server fails."""
     recipe, checkpoint = _of_run(options.run, options.checkpoint)
     served = what_is_served(recipe, checkpoint)
-    print(f"starting the {served.recipe.server.engine} server on {served.label}", flush=True)
+    say(f"starting the {served.recipe.server.engine} server on {served.label}")
     run_interruptibly(_chat(served))
 
 
 def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
-    """Return the recipe of a run's last stage, and the checkpoint to talk to."""
     folder = folder.expanduser().resolve()
     if not (folder / RECIPE).is_file():
-        raise SettingError(
-            "RUN", f"{folder} is not a run folder", "name one, such as runs/quickstart", source=COMMAND_LINE
-        )
+        fix = "name one, such as runs/quickstart"
+        raise SettingError("RUN", f"{folder} is not a run folder", fix, source=COMMAND_LINE)
     check_run_of(folder / RECIPE)
     # the run folder may have moved, and the chat starts its own server
     recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
@@ -93,7 +87,8 @@ async def _chat(served: Served) -> None:
             part = next(iter([*recipe.held_out_parts(), *recipe.parts()]), Part("data", recipe))
             async with open_runner(part.recipe, Path.cwd(), url, rewards=Rewards([], Path.cwd())) as runner:
                 # load data only if environments need it: it may be large, or on the hub
-                row = _first_row(part) if runner.toolset.environments else {}
+                data = part.recipe.data if runner.toolset.environments else None
+                row = {} if data is None else load_tasks(data, part.section)[0]
                 await _converse(runner, Sampling(served.name, recipe.rollout.temperature, "chat"), row)
         except ServerUnreachableError:
             if child.process.poll() is not None:
@@ -101,13 +96,7 @@ async def _chat(served: Served) -> None:
             raise
 
 
-def _first_row(part: Part[Recipe]) -> Task:
-    """Return the task that environments are reset with."""
-    return load_tasks(part.recipe.data, part.section)[0] if part.recipe.data is not None else {}
-
-
 async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
-    """Run conversations one after the other until the input ends."""
     tools = ", ".join(spec.name for spec in runner.toolset.specs) or "none"
     _say(f"its tools: {tools}; {_COMMANDS}")
     if runner.toolset.environments:
@@ -205,14 +194,9 @@ class Conversation(PolicyTurns):
         if isinstance(content, str):
             return content
         files = iter(self._runner.setup.images.files_of([message]))
-        return text_of(
-            [
-                text_part(f"[image: {next(files)}]")
-                if part["type"] == "image_url" and stored_digest(part["image_url"]["url"])
-                else part
-                for part in content
-            ]
-        )
+        is_stored = [part["type"] == "image_url" and bool(stored_digest(part["image_url"]["url"])) for part in content]
+        parts = zip(content, is_stored, strict=True)
+        return text_of([text_part(f"[image: {next(files)}]") if stored else part for part, stored in parts])
 
 
 def _show_message(message: Message, content: str, opening: bool) -> None:
@@ -227,15 +211,12 @@ def _show_message(message: Message, content: str, opening: bool) -> None:
             if content.strip():
                 _say(f"agent> {_indented(content.strip())}")
             for call in message.get("tool_calls") or []:
-                _say(f"  -> {call['function']['name']}({_arguments(call['function']['arguments'])})")
+                arguments = (f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
+                _say(f"  -> {call['function']['name']}({', '.join(arguments)})")
         case "user" if opening:
             _say(f"task> {_indented(content)}")
         case _:
             _say(f"  <- {_indented(content)}")
-
-
-def _arguments(arguments: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def _indented(text: str) -> str:
@@ -283,11 +264,8 @@ async def _next(lines: AsyncIterator[str]) -> UserLine | None:
 
 
 async def _lines() -> AsyncIterator[str]:
-    """Yield the lines of the standard input.
-
-    A separate thread reads them, so that connections stay alive while the user thinks. It reads from the file
-    descriptor, because at exit a thread that waits in sys.stdin would hold its lock.
-    """
+    """Yield the lines of the standard input. A thread reads them, so that connections stay alive while the user thinks;
+    it reads the file descriptor, because at exit a thread that waits in sys.stdin would hold its lock."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[bytes] = asyncio.Queue()
 

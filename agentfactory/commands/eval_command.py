@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from agentfactory.base.http.proxies import proxy_for
 from agentfactory.launching.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError
 from agentfactory.rollout.chains.chat_endpoint import look_at as ask_what_it_is
 from agentfactory.rollout.chains.endpoint_chain import ChatRunner, check_recipe, open_chat_runner
 from agentfactory.rollout.config import RolloutRecipe
@@ -25,8 +25,7 @@ from agentfactory.rollout.evaluation.side_by_side import Difference, OtherEvalua
 from agentfactory.rollout.sources import Loaded, Source, open_all
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 
-_BESIDE = ("failed", "tool_calls", "sampled_tokens")
-"""Means over all tasks that are shown below the estimates."""
+_BESIDE = ("failed", "tool_calls", "sampled_tokens")  # means over all tasks that are shown below the estimates
 
 
 def tables(found: Evaluation) -> list[str]:
@@ -93,7 +92,7 @@ def _as_text(table: Table) -> str:
     return console.file.getvalue().rstrip()
 
 
-__all__ = ["ChatEndpointError", "There", "check", "look_at", "named", "open_sources_at", "with_samples"]
+_refusal = partial(SettingError, source=COMMAND_LINE)
 
 
 def check(
@@ -102,14 +101,14 @@ def check(
     """Raise SettingError if the options conflict with each other or with the recipe."""
     if checkpoint is not None and (model or url):
         other = "--model" if model else "--url"
-        raise SettingError("--checkpoint", f"given with {other}", "evaluate one of them at a time", source=COMMAND_LINE)
+        raise _refusal("--checkpoint", f"given with {other}", "evaluate one of them at a time")
     option = "--checkpoint" if checkpoint is not None else "--model"
     if (checkpoint is not None or model) and url is None and stages_of(recipe)[-1].server.url is not None:
         problem = "given with server.url, whose server has its own weights"
         fix = "set server.url=null to start a server, or evaluate that one with --url"
-        raise SettingError(option, problem, fix, source=COMMAND_LINE)
+        raise _refusal(option, problem, fix)
     if samples is not None and samples < 1:
-        raise SettingError("--samples", f"got {samples}", "use at least 1", source=COMMAND_LINE)
+        raise _refusal("--samples", f"got {samples}", "use at least 1")
 
 
 def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | StagedRecipe:
@@ -127,9 +126,7 @@ def named(model: str) -> str | Path:
         check_weights(folder, "--model")
         return folder
     if folder.is_absolute() or model.startswith("."):
-        raise SettingError(
-            "--model", f"{model}: no such folder", "name a folder, or a model of the hub", source=COMMAND_LINE
-        )
+        raise _refusal("--model", f"{model}: no such folder", "name a folder, or a model of the hub")
     return model
 
 
@@ -149,10 +146,8 @@ class There:
 
 
 def look_at(recipe: Recipe, url: str, model: str | None) -> There:
-    """Determine the protocol of the server at `url`, and its model to use.
-
-    Raises SettingError, ChatEndpointError, ServerUnreachableError.
-    """
+    """Determine the protocol of the server at `url`, and its model to use. Raises SettingError, ChatEndpointError,
+    ServerUnreachableError."""
     cards = ask_what_it_is(url, model, recipe.server.api_key_env)
     if isinstance(cards, str):
         for part in recipe.held_out_parts():
@@ -161,9 +156,7 @@ def look_at(recipe: Recipe, url: str, model: str | None) -> There:
     names = [str(card["id"]) for card in cards]
     base = next(card for card in cards if not card.get("parent"))
     if model is not None and model not in names:
-        raise SettingError(
-            "--model", f"{url} serves no {model!r}", f"name one of {', '.join(names)}", source=COMMAND_LINE
-        )
+        raise _refusal("--model", f"{url} serves no {model!r}", f"name one of {', '.join(names)}")
     return There(_with_tokenizer_of(recipe, url, base), url, model or str(base["id"]), by_token_ids=True)
 
 
@@ -177,7 +170,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
         # the ids of another tokenizer would mean other text
         problem = f"{url} serves {path}, and there is no tokenizer of that name here"
         fix = f"name its tokenizer as model.path, and the server as server.url={url} in place of --url"
-        raise SettingError("--url", problem, fix, source=COMMAND_LINE) from None
+        raise _refusal("--url", problem, fix) from None
     return recipe.with_model(path)
 
 

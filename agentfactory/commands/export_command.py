@@ -1,5 +1,6 @@
 """Export a checkpoint to a folder to use or share: model or adapter, tokenizer, and the training's chat template."""
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -7,37 +8,26 @@ from pathlib import Path
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import set_usual_modes
-from agentfactory.launching.merging import ONLY_FOR_TRAINING, merge_adapter
-from agentfactory.launching.run_folder import (
-    ADAPTER,
-    RECIPE,
-    RunFolder,
-    RunFolderError,
-    base_of_adapter,
-    is_free,
-    is_run,
-    named_base,
-)
+from agentfactory.launching import run_folder
+from agentfactory.launching.merging import ONLY_FOR_TRAINING, copy_files, merge_adapter
+from agentfactory.launching.run_folder import ADAPTER, RECIPE, RunFolder, RunFolderError
 from agentfactory.launching.served_weights import check_weights_folder
 from agentfactory.recipe.composition import display
 from agentfactory.rollout.model_hub import HubName, check_answers, check_names, is_hub_name
-from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    INFO,
-    DamagedCheckpointError,
-    read_info,
-    verify,
-)
+from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, DamagedCheckpointError, read_info, verify
 
 _ADAPTER = (ADAPTER, "adapter_model.safetensors")
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Run the command; see `export`."""
+    export(options.checkpoint, options.output, options.adapter, options.push, say)
 
 
 def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say: Callable[[str], None]) -> None:
     """Export `checkpoint`, or the last checkpoint of the run in that folder, to the new folder `output`: the full model
     in the training's dtype, with an adapter merged into its base; or with `adapter`, only the adapter. `push` names a
-    hub repository to upload it to.
-
-    Raises SettingError or RunFolderError.
-    """
+    hub repository to upload it to. Raises SettingError or RunFolderError."""
     checkpoint = checkpoint.expanduser()
     if (run := _run_at(checkpoint)) is not None:
         checkpoint = _last_checkpoint(run)
@@ -48,15 +38,15 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
         problem = "is not a checkpoint" if checkpoint.exists() else "does not exist"
         fix = "name a run, such as runs/NAME, or a checkpoint, such as runs/NAME/checkpoints/step-000080"
         raise SettingError("", f"{checkpoint} {problem}", fix)
-    if not is_free(output):
+    if not run_folder.is_free(output):
         raise SettingError("--output", f"{output} is not empty", "--output OTHER")
     try:
         written = verify(checkpoint)
     except DamagedCheckpointError as error:
         raise SettingError("", str(error)) from None
     is_adapter = (checkpoint / ADAPTER).is_file()
-    base = base_of_adapter(checkpoint) if is_adapter and not adapter else None
-    named = named_base(checkpoint) if adapter and is_adapter else None
+    base = run_folder.base_of_adapter(checkpoint) if is_adapter and not adapter else None
+    named = run_folder.named_base(checkpoint) if adapter and is_adapter else None
     check_names([HubName("base model", base, "model")] if base is not None and is_hub_name(base) else [])
     if adapter and not is_adapter:
         raise SettingError("--adapter", f"{checkpoint} holds a full model", "leave it out")
@@ -64,11 +54,8 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    leave_out = {*ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)}
-    for name in written:  # but no files that others have added
-        if Path(name).parts[0] not in leave_out:
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint / name, aside / name, follow_symlinks=False)
+    # no files that others have added
+    copy_files(checkpoint, written, aside, {*ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)})
     if base is not None:
         try:
             dtype = str(read_info(checkpoint)["recipe"]["model"]["dtype"])
@@ -93,7 +80,7 @@ def _run_at(path: Path) -> Path | None:
     """Return the run folder at `path`, which may also be its recipe or its folder of checkpoints; None if there is
     none."""
     place = path.parent if path.name in (RECIPE, "checkpoints") else path
-    return place if is_run(place) else None
+    return place if run_folder.is_run(place) else None
 
 
 def _last_checkpoint(run: Path) -> Path:
@@ -124,8 +111,6 @@ def _push(folder: Path, repository: str) -> str:
         check_answers("")
         name = api.create_repo(repository, private=True, exist_ok=True).repo_id
         return api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from AgentFactory").commit_url
-    except Exception as error:
-        # the hub's client raises the errors of all its layers: no token, no network, no such organisation
-        raise SettingError(
-            f"--push {repository}", f"{error}; {folder} is written, and can be uploaded later"
-        ) from error
+    except Exception as error:  # boundary: the hub's client raises the errors of all its layers
+        problem = f"{error}; {folder} is written, and can be uploaded later"
+        raise SettingError(f"--push {repository}", problem) from error

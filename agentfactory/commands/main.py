@@ -1,6 +1,7 @@
 """The `agentfactory` command: the function and the exit status of each subcommand."""
 
 import argparse
+import importlib
 import os
 import resource
 import signal
@@ -28,10 +29,8 @@ train.stop_when; done, but most chains were dropped; no fault, but not everythin
 
 _WITHOUT_USER_CODE = ("new", "view", "export", "completion")
 """Commands that execute no code of a recipe; the process of any other one is supervised."""
-_ADDRESS_SPACE = 4 * 2**30
-"""Bytes of address space below which a run is likely to fail."""
-_TRACEBACK_LINES = 16
-"""Maximum lines of a traceback to print, so that it fits on a screen with the error."""
+_ADDRESS_SPACE = 4 * 2**30  # bytes of address space below which a run is likely to fail
+_TRACEBACK_LINES = 16  # maximum lines of a traceback to print, so that it fits on a screen with the error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else [*arguments]
     spare_loopback(os.environ)
     if given[:2] == ["tools", "serve"]:
-        return _serve_tools(given[2:])
+        from agentfactory.tools import serve
+
+        serve.main(given[2:], "agentfactory tools serve")
+        return OK
     options = parse(given)
     if arguments is None and options.command not in _WITHOUT_USER_CODE:
         try:
@@ -58,15 +60,11 @@ def _execute_once(options: argparse.Namespace) -> int:
     try:
         return _execute(options)
     except KeyboardInterrupt as error:
-        return (
-            INTERRUPTED
-            if isinstance(error.__context__, KeyboardInterrupt)
-            else _end("interrupted by Ctrl-C", INTERRUPTED)
-        )
+        is_second = isinstance(error.__context__, KeyboardInterrupt)
+        return INTERRUPTED if is_second else _end("interrupted by Ctrl-C", INTERRUPTED)
 
 
 def _execute(options: argparse.Namespace) -> int:
-    """Run a parsed command; return its exit status."""
     try:
         for notice in filter(None, (_notice_of_tmpdir(), _notice_of_memory())):
             print(f"agentfactory: {notice}", file=sys.stderr, flush=True)
@@ -74,7 +72,7 @@ def _execute(options: argparse.Namespace) -> int:
         return _end(f"TMPDIR: {error.strerror}; fix: set it to a folder with space that you can write", REFUSED)
     try:
         with _terminable():
-            status = _COMMANDS.get(options.command, _registered)(options)
+            status = _COMMANDS.get(options.command, _run_module)(options)
             sys.stdout.flush()
             return status or OK
     except BaseException as error:  # user code may raise any, such as GeneratorExit
@@ -222,19 +220,11 @@ def _run(options: argparse.Namespace) -> int | None:
 
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> None:
-    """Print the resolved recipe, with comments on missing software and on the actions of the command."""
     from agentfactory.launching.launch_plan import describe_memory, plan_run
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
     from agentfactory.placement.placement import place
-    from agentfactory.recipe.checks import (
-        doubts,
-        part_named,
-        parts_of,
-        runs_chains,
-        try_sources,
-        try_template,
-    )
+    from agentfactory.recipe import checks
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.config import distinct
     from agentfactory.rollout.model_hub import OutOfReach, has_tokenizer
@@ -252,13 +242,13 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         except OutOfReach as error:
             comment(f"would be refused here: {error}")
         for stage in stages_of(recipe):
-            for unchecked in try_sources(stage, options.command):
+            for unchecked in checks.try_sources(stage, options.command):
                 comment(f"not checked here: {unchecked}")
-            if runs_chains(stage, options.command) and has_tokenizer(stage.model.path):
-                for part in distinct(parts_of(stage)):
+            if checks.runs_chains(stage, options.command) and has_tokenizer(stage.model.path):
+                for part in distinct(checks.parts_of(stage)):
                     of = f", source {part.name}" if part.name else ""
-                    with part_named(part):
-                        found = try_template(part.recipe)
+                    with checks.part_named(part):
+                        found = checks.try_template(part.recipe)
                     comment(f"tool calls in {stage.name}{of}: {found['parser']}; rows: {found['choice']}")
         if options.command == "train":
             for stage in stages_of(recipe):
@@ -267,7 +257,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                     from agentfactory.placement.meta_model import check_targets
 
                     check_targets(stage)
-                for doubt in doubts(stage):
+                for doubt in checks.doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():
@@ -289,12 +279,6 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
         raise refused
 
 
-def _new(options: argparse.Namespace) -> None:
-    from agentfactory.commands.new import describe, write_task
-
-    _say(describe(write_task(options.task, options.output, options.kind), options.task, options.kind))
-
-
 def _doctor(options: argparse.Namespace) -> int:
     from agentfactory.doctor import run
 
@@ -306,46 +290,12 @@ def _doctor(options: argparse.Namespace) -> int:
     return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates, look=look) else FAILED
 
 
-def _chat(options: argparse.Namespace) -> None:
-    from agentfactory.commands.chat import run
-
-    run(options)
-
-
-def _view(options: argparse.Namespace) -> None:
-    from agentfactory.viewer.view_command import run
-
-    run(options, _say)
-
-
-def _export(options: argparse.Namespace) -> None:
-    from agentfactory.commands.export_command import export
-
-    export(options.checkpoint, options.output, options.adapter, options.push, _say)
-
-
-def _serve_tools(arguments: Sequence[str]) -> int:
-    from agentfactory.tools import serve
-
-    serve.main(arguments, "agentfactory tools serve")
-    return OK
-
-
-def _tools(options: argparse.Namespace) -> None:
-    from agentfactory.commands.tools_command import run
-
-    run(options)
-
-
-def _worlds(options: argparse.Namespace) -> None:
-    from agentfactory.commands.worlds.worlds_command import run
-
-    run(options, _say)
-
-
-def _registered(options: argparse.Namespace) -> int | None:
+def _run_module(options: argparse.Namespace) -> int | None:
+    """Run a command by the function `run` of its module; a registered command brings its own."""
+    module = _MODULES.get(options.command)
+    run = options.run if module is None else importlib.import_module(f"agentfactory.{module}").run
     try:
-        status: int | None = options.run(options, _say)
+        status: int | None = run(options, _say)
         return status
     except KeyboardInterrupt as error:
         if hasattr(options, "goes_on"):
@@ -359,14 +309,16 @@ def _completion(options: argparse.Namespace) -> None:
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("train", "serve", "rollout", "eval"), _run),
-    "new": _new,
     "doctor": _doctor,
-    "chat": _chat,
-    "view": _view,
-    "export": _export,
-    "tools": _tools,
-    "worlds": _worlds,
     "completion": _completion,
+}
+_MODULES = {
+    "new": "commands.new",
+    "chat": "commands.chat",
+    "view": "viewer.view_command",
+    "export": "commands.export_command",
+    "tools": "commands.tools_command",
+    "worlds": "commands.worlds.worlds_command",
 }
 
 

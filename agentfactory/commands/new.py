@@ -1,5 +1,6 @@
 """`agentfactory new`: write the folder of a small working task, for the user to adapt."""
 
+import argparse
 import importlib.util
 import json
 import keyword
@@ -8,16 +9,15 @@ import re
 import runpy
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentfactory.base.errors import SettingError
 from agentfactory.recipe.composition import RECIPES, display
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_NAME = "my_task"
-"""The name of the task in the templates and in their file names."""
+_NAME = "my_task"  # the name of the task in the templates and in their file names
 _FILES = ("README.md", "my_task.py", "test_my_task.py", "recipe.yaml", "tiny/recipe.yaml", "tiny/prepare.py")
 _TINY_MODEL = ("quickstart/tiny_model.py", "quickstart/chat_template.jinja")
 _OURS = ("agentfactory", "tiny", "prepare", "tiny_model", "seeing_model", "make_pictures", "make_tasks")
@@ -29,17 +29,14 @@ _QUESTIONS = {
 _ROWS, _HELD_OUT = 1500, 100
 
 
-@dataclass(frozen=True)
-class _Template:
-    """The template of a kind of task."""
+class _Template(NamedTuple):
+    """A folder below `templates`, its `maker` of the rows (None: word problems), and the files of recipes that create
+    the tiny network."""
 
     folder: str
-    """Folder below `templates`."""
     told: str
     maker: str | None = None
-    """File of the template that writes the rows; None: word problems."""
     model: tuple[str, ...] = _TINY_MODEL
-    """Files of recipes that create the tiny network."""
 
 
 TEMPLATES = {
@@ -84,22 +81,23 @@ def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
 def describe(folder: Path, task: str, kind: str) -> str:
     """Describe the next steps in the new folder."""
     place = display(folder.resolve())
-    return "\n".join(
-        [
-            f"wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test",
-            f"  agentfactory train {place}/tiny/recipe.yaml   # a minute or two on any CPU, without a download",
-            f"  agentfactory train {place}/recipe.yaml   # a model of the hub, on a GPU",
-            f"  {place}/README.md explains the files; begin with {place}/{task}.py",
-        ]
-    )
+    return f"""\
+wrote {place}: {TEMPLATES[kind].told}, data, two recipes and a test
+  agentfactory train {place}/tiny/recipe.yaml   # a minute or two on any CPU, without a download
+  agentfactory train {place}/recipe.yaml   # a model of the hub, on a GPU
+  {place}/README.md explains the files; begin with {place}/{task}.py"""
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Write the task `options.task`, and say what can be done with it."""
+    say(describe(write_task(options.task, options.output, options.kind), options.task, options.kind))
 
 
 def _check_name(task: str) -> None:
     fix = "choose another name, such as word_problems"
     if not re.fullmatch(r"[a-z][a-z0-9_]*", task) or keyword.iskeyword(task):
-        raise SettingError(
-            "TASK", f"got {task!r}, which must be a valid name of a Python file", f"{fix}: a-z, 0-9 and _"
-        )
+        problem = f"got {task!r}, which must be a valid name of a Python file"
+        raise SettingError("TASK", problem, f"{fix}: a-z, 0-9 and _")
     if task in sys.stdlib_module_names or task in _OURS:
         raise SettingError("TASK", f"{task!r} is the name of a module of Python's or AgentFactory's", fix)
 
@@ -113,13 +111,7 @@ def _make_rows() -> list[dict[str, Any]]:
         words = {"name": rng.choice(("Ann", "Ben", "Mia", "Tom")), "things": rng.choice(("apples", "books", "coins"))}
         question = _QUESTIONS[operation].format(left=left, right=right, **words)
         answer = {"add": left + right, "subtract": left - right, "multiply": left * right}[operation]
-        rows[question] = {
-            "question": question,
-            "left": left,
-            "operation": operation,
-            "right": right,
-            "answer": answer,
-        }
+        rows[question] = dict(question=question, left=left, operation=operation, right=right, answer=answer)
     return list(rows.values())
 
 

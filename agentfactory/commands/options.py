@@ -277,9 +277,8 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
         case "doctor":
             about = "find out the image coordinates of the model on the server at server.url"
             command.add_argument("--coordinates", action="store_true", help=about)
-            about = (
-                "run N chains of the training data first, and say what the model does: calls, formats, rewards, time"
-            )
+            about = "run N chains of the training data first, and say what the model does: calls, formats, rewards, "
+            about += "time"
             command.add_argument("--sample", type=int, metavar="N", help=about)
         case "new":
             command.add_argument("task", metavar="TASK", help="name of the task and of its Python file: a-z, 0-9 and _")

@@ -15,7 +15,7 @@ from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.launching.progress import tell_information
+from agentfactory.launching.progress import follow_groups, tell_information, tell_warnings
 from agentfactory.launching.reach_early import check_hub, check_tools_open
 from agentfactory.launching.run_folder import RunFolder, check_writable, next_free
 from agentfactory.launching.run_results import MostChainsDroppedError
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
     """Serve a checkpoint, or the recipe's model (the last checkpoint, for a staged recipe), until the server or this
-    process ends. The log goes to `<output>/serve`, serve-2, ... `chat`: also answer chat requests, on this port (0:
-    a free one)."""
+    process ends. `chat`: also answer chat requests, on this port (0: a free one)."""
     with Children(say) as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
@@ -71,7 +70,6 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
 
 
 async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say, check: Callable[[], None]) -> None:
-    """Answer chat requests until `check` raises because the server has ended."""
     from agentfactory.rollout.gateway.serve_chat import serve_chat
 
     turns, variable = folder.path / "turns.jsonl", served.recipe.server.api_key_env
@@ -99,13 +97,9 @@ def evaluate(
     """Evaluate on `eval.data`, with `samples` instead of eval.samples, into `<output>/eval`, eval-2, ... Compare the
     result with the evaluation in the run folder `beside`.
 
-    The target is one of these:
-
-    - `checkpoint`, a folder;
-    - `model`, a folder or a hub name;
-    - the server at `url` (its model called `model`), by token ids if it accepts them, otherwise by OpenAI's chat API;
-    - by default the last checkpoint of a staged recipe, or the recipe's model; if `server.url` is set, the weights that
-      this server has.
+    The target is the folder `checkpoint`, the folder or hub name `model`, or the server at `url` (its model called
+    `model`), by token ids if it accepts them, otherwise by OpenAI's chat API. By default it is the last checkpoint of
+    a staged recipe, or the recipe's model; if `server.url` is set, the weights that this server has.
     """
     from agentfactory.commands import eval_command
     from agentfactory.rollout.evaluation.side_by_side import read_other
@@ -120,9 +114,7 @@ def evaluate(
     with acting("eval", recipe, eval_command.named(model) if model else checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluation.evaluate import open_sources
 
-        def open_on(loaded: "Sequence[Loaded]") -> "AbstractAsyncContextManager[Sequence[Source[Any]]]":
-            return open_sources(served.recipe, loaded, folder.path, urls, images=folder.images)
-
+        open_on = partial(open_sources, served.recipe, base=folder.path, urls=urls, images=folder.images)
         found = _run_eval(served.recipe, folder, open_on, served.name, say, served.step)
     _report(found, served.recipe, served.label, folder, say, other)
 
@@ -130,9 +122,9 @@ def evaluate(
 def _evaluate_at(
     recipe: Recipe | StagedRecipe, url: str, model: str | None, say: Say, other: "OtherEvaluation | None"
 ) -> None:
-    """Evaluate the server at `url`."""
     from agentfactory.commands import eval_command
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
+    from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 
     # the model of a later stage is a checkpoint that may not exist
@@ -141,7 +133,7 @@ def _evaluate_at(
     check_hub(stage, "eval")
     try:
         there = eval_command.look_at(stage, url, model)
-    except eval_command.ChatEndpointError as error:
+    except ChatEndpointError as error:
         raise error.at(source=COMMAND_LINE) from None
     except ServerUnreachableError as error:
         raise ChildFailed(str(error)) from error
@@ -154,7 +146,7 @@ def _evaluate_at(
         try:
             open_there = partial(eval_command.open_sources_at, there, folder.path, folder.images)
             found = _run_eval(there.recipe, folder, open_there, there.model, say)
-        except (ServerUnreachableError, RolloutStoppedError, eval_command.ChatEndpointError) as error:
+        except (ServerUnreachableError, RolloutStoppedError, ChatEndpointError) as error:
             raise ChildFailed(str(error)) from error
     _report(found, there.recipe, f"{there.model} at {url}", folder, say, other)
 
@@ -167,7 +159,6 @@ def _run_eval(
     say: Say,
     step: int | None = None,
 ) -> "Evaluation":
-    from agentfactory.launching.progress import follow_groups, tell_warnings
     from agentfactory.rollout.evaluation.evaluate import run_eval
     from agentfactory.rollout.sources import load_all
 
@@ -224,7 +215,6 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
     """Run one group of chains for every task of `data`, with the weights that `evaluate` would use, and save them into
     `<output>/rollout`, rollout-2, ..."""
     with acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
-        from agentfactory.launching.progress import follow_groups, tell_warnings
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.sources import load_all
 
@@ -248,7 +238,6 @@ def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -
 
 
 def _check_failed(failed: int, chains: int) -> None:
-    """Raise MostChainsDroppedError if more than half of the chains have no reward."""
     if failed > chains / 2:
         raise MostChainsDroppedError(f"{failed} of {chains} chains have no reward")
 

@@ -12,18 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentfactory.base import messages
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import CommandFailed, SettingError
-from agentfactory.base.messages import (
-    Content,
-    EnvironmentReward,
-    ToolCall,
-    ToolInfrastructureError,
-    ToolSpec,
-    properties_of,
-    required_of,
-    text_of,
-)
+from agentfactory.base.messages import Content, EnvironmentReward, ToolCall, ToolInfrastructureError, ToolSpec
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.commands.options import json_object
 from agentfactory.commands.tried_servers import TriedServer, for_tools, model_view, open_each
@@ -44,9 +36,9 @@ from agentfactory.tools.sessions.toolset import open_toolset
 
 def signature_of(spec: ToolSpec) -> str:
     """Return names and types, such as `query: string, limit: integer = 5`."""
-    required = required_of(spec.parameters)
+    required = messages.required_of(spec.parameters)
     shown = []
-    for name, schema in properties_of(spec.parameters).items():
+    for name, schema in messages.properties_of(spec.parameters).items():
         has_default = isinstance(schema, dict) and "default" in schema
         default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if has_default else ""
         optional = "" if name in required or default else "?"
@@ -87,19 +79,15 @@ class ToolsRefused(CommandFailed):
 
 
 class ToolsUnchecked(CommandFailed):
-    """No fault was found, but a part could not be checked; the message says which, why, and what would help."""
+    """`check` found no fault, but could not check everything, or a prompt is not that of a task; the message says what
+    would help."""
 
     status = 5
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run `list`, `call` or `check`.
-
-    Raises:
-        SettingError, ToolsRefused: nothing was done.
-        CommandFailed: a server cannot be used, the call failed, or a prompt cannot be shown.
-        ToolsUnchecked: `check` found no fault, but could not check everything, or a prompt is not that of a task.
-    """
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Run `list`, `call` or `check`. Raises SettingError or ToolsRefused if nothing was done, CommandFailed if a server
+    cannot be used, a call failed or a prompt cannot be shown, and ToolsUnchecked."""
     whole = load_recipe(options.recipe, options.overrides, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
     parts = parts_of(recipe) if any(part.name for part in parts_of(recipe)) else [Part("data", recipe)]
@@ -111,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         listed: dict[str, list[Any]] | None = {} if options.action == "list" and options.json else None
         for part in parts if options.action == "check" else distinct(parts):
             if part.name and listed is None:
-                print(f"{part.section}, {part.name}:", flush=True)
+                say(f"{part.section}, {part.name}:")
             with _kept(faults, part):
                 match options.action:
                     case "list" if options.prompt:
@@ -122,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
                     case "check":
                         run_interruptibly(_check(part.recipe, prepared, options.task, Path(images)))
         if listed is not None:
-            print(json.dumps(listed.get("", listed), indent=2, ensure_ascii=False))
+            say(json.dumps(listed.get("", listed), indent=2, ensure_ascii=False))
         for kind in (CommandFailed, ToolsUnchecked):
             if found := [str(fault) for fault in faults if type(fault) is kind]:
                 raise kind("\n".join(found))
@@ -130,7 +118,6 @@ def run(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _kept(faults: list[Exception], part: Part[Recipe]) -> Iterator[None]:
-    """Keep the faults of one source for later, so that the others are tried; they name the source."""
     try:
         yield
     except ToolsRefused:
@@ -213,14 +200,9 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
             print(f"    {server.environment}")
         for line in server.isolation:
             print(f"    {line}")
-    if task is not None:
-        print("task: --task")
-    else:
-        print(f"task: {(await finding)[1] if finding else 'none, for there is no environment'}")
-    for line in told:
-        print(line)
-    problems = [f"{server.name}: {problem}" for server in servers for problem in server.problems]
-    problems += faults
+    origin = (await finding)[1] if finding else "none, for there is no environment"
+    print("\n".join([f"task: {origin if task is None else '--task'}", *told]))
+    problems = [*(f"{server.name}: {problem}" for server in servers for problem in server.problems), *faults]
     # a server that failed to open may have the tools that seem to be missing
     if not problems:
         try:
@@ -260,7 +242,6 @@ def _fail(problems: list[str]) -> None:
 async def _try_rewards(
     recipe: Recipe, find_tasks: Callable[[], Awaitable[list[Task]]], verdict: EnvironmentReward | None
 ) -> tuple[list[str], list[str]]:
-    """Call the rewards on a sample answer to the first tasks. Return the lines to print, and the faults."""
     if not recipe.rewards or not (tasks := await find_tasks()):
         return [], []
     faults = await try_rewards(recipe, Path.cwd(), tasks, verdict)
@@ -270,7 +251,6 @@ async def _try_rewards(
 
 
 def _given_row(task: Task, images: Path) -> Task:
-    """Return the row of --task as tools get it. Raises ToolsRefused."""
     try:
         return with_files(clean_row(task, Path.cwd()), images)
     except ValueError as error:
@@ -279,10 +259,7 @@ def _given_row(task: Task, images: Path) -> Task:
 
 def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
     """Return the tasks to try environments and rewards with, and their origin; none if the recipe's data does not
-    exist. Their images are files, in the folder `images` where the data holds the images themselves.
-
-    Raises ToolsRefused if the data cannot be read.
-    """
+    exist. Their images are files, in the folder `images` where the data holds the images themselves."""
     for name, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
         if data is None:
             continue
@@ -303,7 +280,6 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
 
 
 async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, images: Path) -> None:
-    """Call a tool of the first part that has it."""
     given = None if options.task is None else _given_row(options.task, images)
     try:
         for number, part in enumerate(parts, 1):
@@ -318,13 +294,12 @@ async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, imag
                 task = given
                 if task is None:
                     task = next(iter(_first_rows(recipe, images)[0] if toolset.environments else []), {})
-                task = for_tools(task, toolset, recipe)
-                async with toolset.chain("call", task) as session:
+                async with toolset.chain("call", for_tools(task, toolset, recipe)) as session:
                     result = await session.call(call)
                 break
     except (ToolInfrastructureError, ValueError, TypeError) as error:
         raise CommandFailed(str(error)) from None
-    print(text_of(result.content))
+    print(messages.text_of(result.content))
     if result.info:
         print(f"info: {json.dumps(result.info, ensure_ascii=False)}")
     if result.finish:
@@ -343,7 +318,7 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
             return json_object(given[0])
         except argparse.ArgumentTypeError as error:
             raise ToolsRefused(f"the arguments {given[0]!r} are {error}") from None
-    known = properties_of(spec.parameters) if spec else {}
+    known = messages.properties_of(spec.parameters) if spec else {}
     arguments: dict[str, Any] = {}
     for pair in given:
         key, equals, value = pair.partition("=")

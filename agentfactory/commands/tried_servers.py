@@ -7,11 +7,12 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentfactory.base import messages
 from agentfactory.base.config import McpServerConfig, ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import (
@@ -20,9 +21,6 @@ from agentfactory.base.messages import (
     ToolCall,
     ToolInfrastructureError,
     ToolSpec,
-    properties_of,
-    required_of,
-    text_of,
 )
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.base.user_code.loading import load_object
@@ -54,13 +52,6 @@ class _Answer(NamedTuple):
     failed: bool
 
 
-class _Answers(NamedTuple):
-    """The answers of one chain, in the order of the tools."""
-
-    reads: list[_Answer]
-    writes: list[_Answer]
-
-
 async def seen_of_another_chain(toolset: Toolset) -> Seen:
     """Make the same calls in two chains and compare the answers.
 
@@ -71,18 +62,19 @@ async def seen_of_another_chain(toolset: Toolset) -> Seen:
     if not reads and not writes:
         return _untried("no tool is annotated as non-destructive and confined to its server")
     words = [f"check-{secrets.token_hex(4)}" for _ in range(2)]
-    first, second = [await _answers(toolset, reads, writes, words[0], word) for word in words]
-    for spec, one, other in zip(reads, first.reads, second.reads, strict=True):
-        if other.text.count(words[0]) > one.text.count(words[0]) or (one.failed and not other.failed):
-            return _leak(spec, other)
-    for spec, other in zip(writes, second.writes, strict=True):
-        if words[0] in other.text:
-            return _leak(spec, other)
-    pairs = [
-        *zip(reads, first.reads, second.reads, strict=True),
-        *zip(writes, first.writes, second.writes, strict=True),
-    ]
-    for spec, one, other in pairs:
+    answers = []
+    for word in words:
+        async with toolset.chain(word, {}) as session:
+            sought = [(spec, words[0]) for spec in reads] + [(spec, word) for spec in writes]
+            answers.append([await _answer(session, *each) for each in sought])
+    tried = [*zip([*reads, *writes], *answers, strict=True)]
+    for number, (spec, one, other) in enumerate(tried):
+        count = other.text.count(words[0])
+        is_seen = count > one.text.count(words[0]) or (one.failed and not other.failed)
+        if is_seen if number < len(reads) else count:
+            text = f"a second chain saw the first one's state: {spec.name} returned {_short(other.text)}"
+            return Seen(text, proven=True)
+    for spec, one, other in tried:
         before, after = _masked(one.text, words[0]), _masked(other.text, words[0], words[1])
         if before != after:
             start = max(0, next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
@@ -90,35 +82,22 @@ async def seen_of_another_chain(toolset: Toolset) -> Seen:
                 f"{spec.name} answered the same call differently in a second chain: {_short(before[start:])}, then "
                 f"{_short(after[start:])}; if the first chain caused this, they share its state"
             )
-    worked = [spec for spec, one, other in pairs if not one.failed and not other.failed]
+    worked = [spec for spec, one, other in tried if not one.failed and not other.failed]
     if len(reads) < len(toolset.specs) and not any(spec in writes for spec in worked):
         if not writes:
             return _untried("no state-changing tool is annotated as non-destructive")
-        return _untried(f"no state-changing call succeeded: {writes[0].name} returned {_short(first.writes[0].text)}")
+        said = _short(answers[0][len(reads)].text)
+        return _untried(f"no state-changing call succeeded: {writes[0].name} returned {said}")
     if not worked:
-        return _untried(f"no call succeeded: {reads[0].name} returned {_short(first.reads[0].text)}")
+        return _untried(f"no call succeeded: {reads[0].name} returned {_short(answers[0][0].text)}")
     return Seen(f"two chains that called {', '.join(spec.name for spec in worked)} did not see each other's state")
-
-
-async def _answers(
-    toolset: Toolset, reads: Sequence[ToolSpec], writes: Sequence[ToolSpec], sought: str, word: str
-) -> _Answers:
-    async with toolset.chain(word, {}) as session:
-        return _Answers(
-            [await _answer(session, spec, sought) for spec in reads],
-            [await _answer(session, spec, word) for spec in writes],
-        )
 
 
 async def _answer(session: ToolSession, spec: ToolSpec, word: str) -> _Answer:
     arguments = _example({"type": "object", **spec.parameters}, spec.parameters, word)
     arguments = arguments if isinstance(arguments, dict) else {}
     result = await session.call(ToolCall("check", spec.name, arguments), _CALL_SECONDS)
-    return _Answer(text_of(result.content), result.error is not None)
-
-
-def _leak(spec: ToolSpec, answer: _Answer) -> Seen:
-    return Seen(f"a second chain saw the first one's state: {spec.name} returned {_short(answer.text)}", proven=True)
+    return _Answer(messages.text_of(result.content), result.error is not None)
 
 
 def _untried(reason: str) -> Seen:
@@ -151,8 +130,8 @@ def _example(schema: Any, root: dict[str, Any], word: str) -> Any:
     kind = schema.get("type")
     match kind[0] if isinstance(kind, list) and kind else kind:
         case "object":
-            properties = properties_of(schema)
-            return {name: _example(properties.get(name), root, word) for name in required_of(schema)}
+            properties = messages.properties_of(schema)
+            return {name: _example(properties.get(name), root, word) for name in messages.required_of(schema)}
         case "array":
             return [_example(schema.get("items"), root, word)]
         case "integer" | "number":
@@ -214,21 +193,16 @@ def _for_a_try(config: McpServerConfig) -> McpServerConfig:
     return config.model_copy(update={"pool": pool, "keep_workspaces": None})
 
 
-def _announce(name: str, config: McpServerConfig) -> None:
-    """Print a note if a large workspace is copied."""
-    if config.workspace is None:
-        return
-    size = check_template(f"mcp_servers.{name}.workspace", Path.cwd() / config.workspace)
-    if size >= LARGE_BYTES:
-        print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
-
-
 async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, prepared: Path | None) -> TriedServer:
     server = TriedServer([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
     started = time.perf_counter()
     try:
         for name, config in part.mcp_servers.items():
-            _announce(name, config)
+            if config.workspace is None:
+                continue
+            size = check_template(f"mcp_servers.{name}.workspace", Path.cwd() / config.workspace)
+            if size >= LARGE_BYTES:
+                print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
         async with open_toolset(part, Path.cwd()) as toolset:
             server.opened, server.seconds = True, time.perf_counter() - started
             server.specs = toolset.specs
@@ -258,7 +232,7 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
                 async with toolset.chain("check", for_tools(task, toolset, recipe)) as session:
                     seconds = time.perf_counter() - started
                     if toolset.environments:
-                        says = f", says {_short(text_of(session.opening), 60)}" if session.opening else ""
+                        says = f", says {_short(messages.text_of(session.opening), 60)}" if session.opening else ""
                         server.environment = f"an environment: reset in {seconds:.2f} s{says}"
                         # an error here would also fail every chain that ends without a call
                         verdict = server.verdict = await session.reward()
@@ -275,10 +249,7 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
 
 async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
     """Create the only environment of `part`, which checks its options, unless it is in another process or its options
-    name files that `prepare` has not created yet. Return a description of the result.
-
-    Raises SettingError or ToolInfrastructureError if it cannot be created.
-    """
+    name files that `prepare` has not created yet. Return a description of the result."""
     (config,) = part.mcp_servers.values() if part.mcp_servers else (McpServerConfig(module=part.tools[0]),)
     waits = prepared is not None and not prepared.exists() and str(prepared) in json.dumps(config.options)
     if config.module is None or waits:

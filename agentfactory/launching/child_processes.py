@@ -23,11 +23,9 @@ from agentfactory.base.processes import parent_watch
 from agentfactory.base.user_code import watch
 
 POLL_SECONDS = 0.1
-_LOOK_SECONDS = 5.0
-"""Seconds between two looks for stopped processes."""
+_LOOK_SECONDS = 5.0  # seconds between two looks for stopped processes
 _TERM_SECONDS = 5.0
-_FINISH_SECONDS = 600.0
-"""Seconds to wait for a child that is finishing its work."""
+_FINISH_SECONDS = 600.0  # seconds to wait for a child that is finishing its work
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -118,11 +116,9 @@ def end_child(child: Child, ends: Callable[[Child], bool]) -> None:
 
 
 class Children:
-    """The children of one command. Leaving the context ends them and all their descendants.
-
-    Each child leads its own session, so a terminal's Ctrl-C reaches only this process, which then ends the others in
-    order. On Linux, descendants are reparented to this process when their parent dies, so they are found. Children that
-    run our code also end when this process is killed (`agentfactory.base.processes.parent_watch`).
+    """The children of one command. Leaving the context ends them, in reverse order, and all their descendants: on Linux
+    these are reparented to this process when their parent dies. Children that run our code also end when this process
+    is killed (`agentfactory.base.processes.parent_watch`).
 
     `say` gets a line when a descendant is stopped (SIGSTOP), and one when it continues.
     """
@@ -164,11 +160,12 @@ class Children:
 
     def wait(self, child: Child) -> None:
         """Wait until `child` ends successfully. Raises ChildFailed if it fails or another child ends first."""
+        others = [other for other in self._children if other is not child]
         while child.process.poll() is None:
-            self.check(*(other for other in self._children if other is not child))
+            self.check(*others)
             time.sleep(POLL_SECONDS)
         # if another child's end brought this one down, report the other as the cause
-        self.check(*(other for other in self._children if other is not child))
+        self.check(*others)
         self._children.remove(child)
         if child.process.returncode != 0:
             raise child.failure()
@@ -256,8 +253,6 @@ def _descendants(child: Child) -> list[psutil.Process]:
 
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(processes, timeout=1.0)

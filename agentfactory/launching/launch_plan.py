@@ -187,10 +187,8 @@ class RunPlan:
         return [stage for stage in self.stages if stage.state is not State.COMPLETED]
 
     def placed(self) -> "RunPlan":
-        """Return the plan with a placement for every due stage if its model, or its first stage's model, exists.
-
-        A stage that does not fit has a refusal in its placement. Raises PlacementError.
-        """
+        """Return the plan with a placement for every due stage if its model, or its first stage's model, exists. One
+        that does not fit has a refusal in its placement. Raises PlacementError."""
         missing = [stage for stage in self.due if not stage.is_placed]
         found = place([_planned(stage) for stage in missing], "train") if missing else []
         placed = {stage.folder.path: stage.placed(placement) for stage, placement in zip(missing, found, strict=True)}
@@ -219,20 +217,14 @@ class RunPlan:
 
 def describe_memory(recipe: Recipe, placement: Placement | None) -> Iterator[str]:
     """Yield human-readable lines about the memory that the recipe's processes take."""
-    if placement is None:
-        yield f"{recipe.name}: its memory is planned once {recipe.model.path} exists"
-        return
-    for line in placement.describe():
+    unknown = [f"its memory is planned once {recipe.model.path} exists"]
+    for line in unknown if placement is None else placement.describe():
         yield f"{recipe.name}: {line}"
 
 
 def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool = False) -> RunPlan:
     """Plan a run of `recipe` without writing anything. `resume` is a checkpoint of the run in `output`, or AUTO.
-    With `overwrite`, the contents of `output` will be deleted.
-
-    Raises RunFolderError if there is nothing to resume, SettingError if the recipe does not fit its checkpoint,
-    PlacementError.
-    """
+    With `overwrite`, the contents of `output` will be deleted. Raises PlacementError, and like `resume_stages`."""
     stages = stages_of(recipe)
     if resume is not None:
         RunFolder(recipe.output).need_run()

@@ -35,16 +35,13 @@ class RunStopped(Exception):
 
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
     """Run all stages and write the run folder. `resume` continues the run in that folder, from this checkpoint or AUTO.
-
     Raises ChildFailed, RunStopped, MostChainsDroppedError, RunFolderError, PlacementError, SettingError,
-    KeyboardInterrupt.
-    """
+    KeyboardInterrupt."""
     with Hold(recipe.output) as hold:
         hold.take()
         if overwrite and "${output}/" in recipe.to_yaml():
-            raise RunFolderError(
-                f"output: the recipe reads files in {recipe.output}, which --overwrite would delete; fix: output=OTHER"
-            )
+            problem = f"the recipe reads files in {recipe.output}, which --overwrite would delete"
+            raise RunFolderError(f"output: {problem}; fix: output=OTHER")
         if resume is None:
             check_free(recipe.output, overwrite)
         check_hub(recipe, "train")
@@ -94,7 +91,6 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
 
 
 def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold) -> RunFolder:
-    """Create or reopen the folder of the whole run, and lock it."""
     # another run may have begun meanwhile
     hold.take()
     if overwrite:
@@ -201,6 +197,5 @@ def _note_signal(folder: RunFolder, error: BaseException) -> None:
 
 
 def _first_rank_that_failed(log: list[str]) -> str | None:
-    """Return the message of the first rank that failed; messages of other ranks and torchrun's report come later."""
     said = (re.match(r"\[rank\d+\]: (?!Traceback)(\S.*)", line) for line in log)
     return next((found[1] for found in said if found), None)

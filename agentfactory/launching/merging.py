@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,10 +93,8 @@ class Merge:
 
 def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     """Merge the LoRA adapter in a folder into its base, and write the model to the existing folder `output`: the sum in
-    float32, rounded once to `dtype`. Return a sentence about the rounding.
-
-    Raises SettingError if no merge reproduces the adapter, and the errors of transformers, peft and safetensors.
-    """
+    float32, rounded once to `dtype`. Return a sentence about the rounding. Raises SettingError if no merge reproduces
+    the adapter, and the errors of transformers, peft and safetensors."""
     import torch
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
@@ -147,6 +145,14 @@ def merge_adapter(adapter: Path, base: str, dtype: str, output: Path) -> str:
     return f"merged in float32; rounding to {dtype} moves these weights by {share:.1%} of what the adapter does"
 
 
+def copy_files(checkpoint: Path, names: Iterable[str], output: Path, leave_out: Collection[str]) -> None:
+    """Copy these files of a checkpoint, but none of `leave_out`, or of a folder in it."""
+    for name in names:
+        if Path(name).parts[0] not in leave_out:
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, output / name, follow_symlinks=False)
+
+
 def _origin(adapter: Path, base: str) -> dict[str, str]:
     return {"adapter": str(adapter), "adapter_sha256": digest(adapter / WEIGHTS), "base": base}
 
@@ -155,10 +161,7 @@ def _merge_for_run(adapter: Path, base: str, dtype: str, output: Path) -> str:
     """Write the merged model with the tokenizer of the checkpoint `adapter`, or of `base` if it is not one of ours."""
     with filled(output) as aside:
         if (adapter / INFO).is_file():
-            for name in verify(adapter):
-                if Path(name).parts[0] not in (*ONLY_FOR_TRAINING, ADAPTER, WEIGHTS):
-                    (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(adapter / name, aside / name, follow_symlinks=False)
+            copy_files(adapter, verify(adapter), aside, (*ONLY_FOR_TRAINING, ADAPTER, WEIGHTS))
         else:
             from agentfactory.rollout.text.tokenizer import load_tokenizer
 

@@ -30,7 +30,7 @@ _COLUMNS = {
 
 
 class Progress:
-    """A display of a run of `total` training steps. Feed it the lines of metrics.jsonl; use it as a context manager."""
+    """A display of a run of `total` training steps. Feed it the lines of metrics.jsonl, and close it."""
 
     def __init__(self, total: int, kind: Literal["grpo", "sft"], console: Console | None = None):
         self.total = total
@@ -46,12 +46,6 @@ class Progress:
         if self.console.is_terminal:
             self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
             self._live.start()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def update(self, metrics: dict[str, Any]) -> None:
         """Show one line of metrics. A line without a step's metrics is an evaluation and is shown as a note."""
@@ -83,10 +77,9 @@ class Progress:
         figures = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
         if figures:
             # success if the tasks have one, else the reward
-            wanted = [name for name in figures if name.endswith("/success")] or [
-                name for name in figures if name.endswith("/reward")
-            ]
-            text = ", ".join(f"{name.replace('/', ' ')} {figures[name]:.3f}" for name in wanted or figures)
+            kinds = ([name for name in figures if name.endswith(end)] for end in ("/success", "/reward"))
+            wanted = next(filter(None, kinds), figures)
+            text = ", ".join(f"{name.replace('/', ' ')} {figures[name]:.3f}" for name in wanted)
             self.note(f"held-out tasks after step {metrics.get('step', 0)}: {text}")
 
     def note(self, text: str) -> None:
@@ -95,9 +88,8 @@ class Progress:
 
     def _eta(self) -> str:
         spent = _clock(time.monotonic() - self._started)
-        if not self._seconds:
-            return f"{spent} spent"
-        return f"{spent} spent, {_clock(fmean(self._seconds) * (self.total - self._step))} left"
+        left = f", {_clock(fmean(self._seconds) * (self.total - self._step))} left" if self._seconds else ""
+        return f"{spent} spent{left}"
 
     def _render(self) -> Group:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -114,10 +106,8 @@ class Progress:
 @contextmanager
 def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
     """Pass messages of our loggers to `say` while the context is open: each warning, the first notice (`tell`) on each
-    topic, and information (`inform`).
-
-    When the context closes, even by an error, `say` gets all notices of faults again, with their counts.
-    """
+    topic, and information (`inform`). In the end, even by an error, `say` gets all notices of faults again, with their
+    counts."""
     notices = Notices()
     try:
         with handled_by(_Said(say, notices)):

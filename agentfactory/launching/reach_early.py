@@ -11,8 +11,7 @@ from agentfactory.rollout.config import RolloutRecipe, distinct
 from agentfactory.rollout.inference.concurrency import check_open_files
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 
-_ANSWERS_WITHIN = 10.0
-"""Seconds within which a server must answer."""
+_ANSWERS_WITHIN = 10.0  # seconds within which a server must answer
 _ENGINES = {"vllm": "vllm", "agentfactory": "embedded"}
 """Owner of the models that a server lists -> its engine. An SGLang server is checked when the run attaches to it."""
 
@@ -118,7 +117,6 @@ def _open_tools(recipe: RolloutRecipe) -> None:
 
 
 def _without_spares(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry without instances and processes that are started ahead, and without kept folders."""
     is_process = config.command is not None or config.container is not None
     starts_ahead = config.pool.warm or (is_process and config.pool.warm is None)
     # a server that all chains share cannot have any, and reports it

@@ -15,14 +15,8 @@ from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.schema import Recipe
 from agentfactory.recipe.yaml_text import parse_saved
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
-from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    DamagedCheckpointError,
-    checkpoints,
-    newest_whole,
-    read_info,
-    step_of,
-    verify,
-)
+from agentfactory.trainers.checkpoints import checkpoint_folder
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, read_info, step_of
 
 _MAY_DIFFER = (
     # placement, speed and monitoring: these change the training result by rounding at most
@@ -45,10 +39,8 @@ _BEFORE = {
 
 
 def choose(folder: RunFolder, asked: Path | None) -> Path | None:
-    """Return the checkpoint to continue from: `asked`, or the newest; None if the run has none.
-
-    Raises RunFolderError if it is damaged; the message suggests the newest earlier checkpoint that is intact.
-    """
+    """Return the checkpoint to continue from: `asked`, or the newest; None if the run has none. Raises RunFolderError
+    if it is damaged, and suggests the newest earlier one that is intact."""
     try:
         found = checkpoints(folder.checkpoints, folder.within)
     except RefusedFileError as error:
@@ -59,9 +51,9 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        verify(path)
-    except DamagedCheckpointError as error:
-        before = newest_whole(found[: found.index(path)])
+        checkpoint_folder.verify(path)
+    except checkpoint_folder.DamagedCheckpointError as error:
+        before = checkpoint_folder.newest_whole(found[: found.index(path)])
         fix = f"--resume {display(before)}" if before else "none before it is intact: start again with --overwrite"
         raise RunFolderError(f"--resume: {error}; fix: {fix}") from None
     return path
@@ -72,12 +64,11 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
     and speed of the run."""
     where = checkpoint or folder.recipe
     try:
-        before = read_info(checkpoint)["recipe"] if checkpoint else parse_saved(folder.read_recipe())
+        saved = read_info(checkpoint)["recipe"] if checkpoint else parse_saved(folder.read_recipe())
     except (OSError, ValueError, LookupError) as error:
-        raise RunFolderError(
-            f"--resume: {display(where)}: its recipe cannot be read: {error}; fix: output=OTHER"
-        ) from None
-    old = _BEFORE | _leaves(resolve_saved(before, folder.path))
+        problem = f"{display(where)}: its recipe cannot be read: {error}"
+        raise RunFolderError(f"--resume: {problem}; fix: output=OTHER") from None
+    old = _BEFORE | _leaves(resolve_saved(saved, folder.path))
     new = _leaves(recipe.model_dump(mode="json"))
     if not old.get("rollout.max_staleness"):
         # no chain was late
@@ -89,9 +80,17 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
             then = f"with {short(old[name])}" if name in old else "without it"
             problem = f"{now}, but {display(where)} was trained {then}"
             raise SettingError(name, problem, "set it back, or begin another run with output=OTHER", source="--resume")
-    if checkpoint is not None:
-        _check_contents(recipe, checkpoint)
-    if checkpoint is not None and recipe.train.steps < step_of(checkpoint):
+    if checkpoint is None:
+        return
+    # a checkpoint of an older version has no digests
+    contents = read_info(checkpoint).get("contents")
+    before = contents if isinstance(contents, dict) else {}
+    for name, digest in content_digests(recipe).items():
+        if before.get(name, digest) != digest:
+            problem = f"{display(Path(str(new[name])))} has another content than when {display(checkpoint)} was trained"
+            fix = "restore the file, or begin another run with output=OTHER"
+            raise SettingError(name, problem, fix, source="--resume")
+    if recipe.train.steps < step_of(checkpoint):
         problem = f"got {recipe.train.steps}, but {display(checkpoint)} has more"
         raise SettingError("train.steps", problem, "raise it, or name an earlier checkpoint", source="--resume")
 
@@ -99,12 +98,13 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
 def content_digests(recipe: Recipe) -> dict[str, str]:
     """Return the SHA-256 of the content of each file or folder that decides what a run learns from, by the field that
     names it. Absent files are left out."""
-    saved, template = recipe.train.from_trajectories, recipe.model.chat_template
     lora = recipe.model.lora
-    adapter = Path(lora.from_) / WEIGHTS if lora is not None and lora.from_ is not None else None
-    files = {f"{part.section}.path": data.file for part in recipe.parts() if (data := part.recipe.data) is not None}
-    named = {**files, "train.from_trajectories": saved, "model.chat_template": template}
-    named["model.lora.from"] = adapter
+    named = {
+        **{f"{part.section}.path": data.file for part in recipe.parts() if (data := part.recipe.data) is not None},
+        "train.from_trajectories": recipe.train.from_trajectories,
+        "model.chat_template": recipe.model.chat_template,
+        "model.lora.from": Path(lora.from_) / WEIGHTS if lora is not None and lora.from_ is not None else None,
+    }
     found = {}
     for name, place in named.items():
         if place is None or not (path := Path(place)).exists():
@@ -115,20 +115,6 @@ def content_digests(recipe: Recipe) -> dict[str, str]:
                 whole.update(hashlib.file_digest(content, "sha256").digest())
         found[name] = whole.hexdigest()
     return found
-
-
-def _check_contents(recipe: Recipe, checkpoint: Path) -> None:
-    """Raise SettingError if a file that the recipe names has another content than at the checkpoint. A checkpoint of an
-    older version has no digests."""
-    before = read_info(checkpoint).get("contents")
-    if not isinstance(before, dict):
-        return
-    new = _leaves(recipe.model_dump(mode="json"))
-    for name, digest in content_digests(recipe).items():
-        if name in before and before[name] != digest:
-            problem = f"{display(Path(str(new[name])))} has another content than when {display(checkpoint)} was trained"
-            fix = "restore the file, or begin another run with output=OTHER"
-            raise SettingError(name, problem, fix, source="--resume")
 
 
 def code_files(recipe: Recipe) -> dict[Path, str]:
@@ -164,9 +150,8 @@ def rewind(recipe: Recipe, folder: RunFolder, checkpoint: Path | None, say: Call
     # weights that were being sent to servers
     shutil.rmtree(folder.sync, ignore_errors=True)
     folder.cut(read_info(checkpoint)["files"] if checkpoint else {})
-    later = [
-        path for path in checkpoints(folder.checkpoints) if checkpoint is None or step_of(path) > step_of(checkpoint)
-    ]
+    step = -1 if checkpoint is None else step_of(checkpoint)
+    later = [path for path in checkpoints(folder.checkpoints) if step_of(path) > step]
     for text in changed_code(recipe, checkpoint) if checkpoint is not None else ():
         say(f"warning: {text}")
     if later:

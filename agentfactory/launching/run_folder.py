@@ -13,18 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.files import untrusted_files
 from agentfactory.base.files.disk import append, refusal, write_whole
 from agentfactory.base.files.lock_file import holder, open_lock
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    check_tree,
-    entries_of,
-    lines_of,
-    open_file,
-    read_file,
-    read_json,
-    refused,
-)
+from agentfactory.base.files.untrusted_files import RefusedFileError, check_tree, read_json
 from agentfactory.recipe.composition import display, resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, parse_saved
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file, train_files
@@ -34,8 +26,7 @@ RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
 """A file that marks a checkpoint as an adapter."""
 
-_PREPARED = "prepared"
-"""Folder that the user's `prepare` fills, and may replace with a link."""
+_PREPARED = "prepared"  # folder that the user's `prepare` fills, and may replace with a link
 _BESIDE = re.compile(r"(eval|rollout|serve)(-\d+)?")
 """Run folders below `output` that commands other than `train` write."""
 
@@ -70,11 +61,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: str, overwrite: bool = False, keep_prepared: bool = False) -> "RunFolder":
-        """Create the folder and store the resolved recipe (YAML) in it.
-
-        Raises RunFolderError if something exists there already; with `overwrite`, an existing run folder is deleted.
-        Run folders of `eval`, `rollout` and `serve` are kept, and with `keep_prepared` also what was prepared for them.
-        """
+        """Create the folder and store the resolved recipe (YAML) in it. Raises RunFolderError if something is there;
+        with `overwrite`, an existing run folder is deleted. Run folders of `eval`, `rollout` and `serve` are kept, and
+        with `keep_prepared` also what was prepared for them."""
         check_free(path, overwrite)
         folder = cls(path)
         with _usable(path):
@@ -118,12 +107,12 @@ class RunFolder:
 
     def read_recipe(self) -> str:
         """Return the resolved recipe, as YAML. Raises OSError or ValueError if it cannot be read."""
-        return read_file(self.recipe, RECIPE_BYTES, self.within).decode()
+        return untrusted_files.read_file(self.recipe, RECIPE_BYTES, self.within).decode()
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl. Skip a last line that a kill has truncated."""
-        with suppress(FileNotFoundError), open_file(self.metrics, self.within) as file:
-            for line in lines_of(file):
+        with suppress(FileNotFoundError), untrusted_files.open_file(self.metrics, self.within) as file:
+            for line in untrusted_files.lines_of(file):
                 if line.endswith(b"\n"):
                     yield json.loads(line)
 
@@ -209,9 +198,9 @@ class RunFolder:
         """Raise RunFolderError if an entry that our code reads or writes is neither a regular file nor a folder.
         `option` names the folder."""
         try:
-            for name, kind in entries_of(self.path, self.within).items():
+            for name, kind in untrusted_files.entries_of(self.path, self.within).items():
                 if kind not in (stat.S_IFREG, stat.S_IFDIR) and name != _PREPARED:
-                    raise refused(self.path / name, kind)
+                    raise untrusted_files.refused(self.path / name, kind)
             for part in (*self.parts, self.sync):
                 check_tree(part, self.within)
             # a long run has many images, and each is checked when it is read
@@ -228,7 +217,6 @@ class RunFolder:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Truncate a file to the whole lines within its first `size` bytes."""
     whole = 0
     with path.open("rb+") as file:
         if size:
@@ -238,10 +226,8 @@ def _cut(path: Path, size: int) -> None:
 
 
 class Hold:
-    """A lock on a file of the run in `path`, which excludes all other launchers and trainers.
-
-    Children do not inherit the lock, and the kernel releases it when this process ends in any way.
-    """
+    """A lock on a file of the run in `path`, which excludes all other launchers and trainers. Children do not inherit
+    it, and the kernel releases it when this process ends in any way."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -336,7 +322,6 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Raise RunFolderError for an OSError in the context, which works on the run folder `path`."""
     try:
         yield
     except OSError as error:
@@ -364,7 +349,6 @@ def check_free(path: Path, overwrite: bool) -> None:
 
 
 def _described(path: Path) -> str:
-    """Describe the run in `path` by its name and the folder of its recipe's code."""
     try:
         saved = parse_saved(RunFolder(path).read_recipe())
     except (OSError, ValueError):

@@ -14,10 +14,8 @@ _EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greed
 
 def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Path | None:
     """Draw reward and success (or the loss, for a run without them) over steps, with the held-out points, as a PNG.
-
     `metrics` are the lines of metrics.jsonl. Return `path`; None if there is nothing to draw. Raises SettingError
-    without the extra `viewer`.
-    """
+    without the extra `viewer`."""
     rows = [row for row in metrics if "step" in row]
     names = [name for name in _CURVES if any(name in row for row in rows)]
     if not names:
@@ -30,13 +28,10 @@ def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Pat
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name in names[:2] if names[0] != "loss" else names:
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.5)
-    for name, label in _EVALUATIONS.items():
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", label=label)
+    lines = {name: name for name in (names[:2] if names[0] != "loss" else names)}
+    for name, label in {**lines, **_EVALUATIONS}.items():
+        if points := [(row["step"], row[name]) for row in rows if name in row]:
+            axes.plot(*zip(*points, strict=True), "-" if name in lines else "o", label=label, linewidth=1.5)
     axes.set(xlabel="step", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -46,14 +41,8 @@ def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Pat
 
 def conclude(name: str, summary: dict[str, Any], folder: Path, curve: Path | None) -> list[str]:
     """Return the last lines that a run prints: its results, their location, and what to do next."""
-    results = [
-        f"{kind} {summary[before]:.2f} -> {summary[after]:.2f}"
-        for kind, before, after in (
-            ("success", "success_before", "success_after"),
-            ("greedy", "greedy_before", "greedy_after"),
-        )
-        if summary.get(before) is not None and summary.get(after) is not None
-    ]
+    figures = {kind: [summary.get(f"{kind}_{when}") for when in ("before", "after")] for kind in ("success", "greedy")}
+    results = [f"{kind} {a:.2f} -> {b:.2f}" for kind, (a, b) in figures.items() if a is not None and b is not None]
     if "steps" in summary:
         results.append(f"{summary['steps']} steps")
     if "train_wall_seconds" in summary:
@@ -80,13 +69,11 @@ def chains_dropped(metrics: Iterable[dict[str, Any]]) -> dict[str, int]:
     """Return the number of `chains` that ended, and of `dropped_chains` among them, including those that were run
     again; empty if nothing was rolled out. `metrics` are the lines of metrics.jsonl."""
     lines = [line for line in metrics if "chains" in line]
-    dropped = (
-        value
-        for line in lines
-        for name, value in line.items()
-        if name.startswith("filtered/") and name != "filtered/groups"
-    )
-    return {"chains": int(sum(line["chains"] for line in lines)), "dropped_chains": int(sum(dropped))} if lines else {}
+    if not lines:
+        return {}
+    kinds = {name for line in lines for name in line if name.startswith("filtered/")} - {"filtered/groups"}
+    dropped = sum(line.get(name, 0) for line in lines for name in kinds)
+    return {"chains": int(sum(line["chains"] for line in lines)), "dropped_chains": int(dropped)}
 
 
 def check_dropped(summaries: Iterable[dict[str, Any]]) -> None:
@@ -94,9 +81,8 @@ def check_dropped(summaries: Iterable[dict[str, Any]]) -> None:
     for summary in summaries:
         chains, dropped = summary.get("chains", 0), summary.get("dropped_chains", 0)
         if dropped > chains / 2:
-            raise MostChainsDroppedError(
-                f"{dropped} of {chains} chains were dropped or run again (filtered/* in metrics.jsonl)"
-            )
+            told = f"{dropped} of {chains} chains were dropped or run again (filtered/* in metrics.jsonl)"
+            raise MostChainsDroppedError(told)
 
 
 def best_checkpoint(summary: dict[str, Any], folder: Path) -> list[str]:

@@ -13,8 +13,7 @@ from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
-_NAMED = 8
-"""Maximum checkpoints near a wrong path that a message names: the last ones."""
+_NAMED = 8  # maximum checkpoints near a wrong path that a message names: the last ones
 
 
 @dataclass
@@ -34,21 +33,21 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     stage = stages_of(recipe)[-1]
     if isinstance(checkpoint, str):
         return Served(_unquantised(stage.with_model(checkpoint)), checkpoint)
+    lora = stage.model.lora
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         check_weights(checkpoint, "--checkpoint")
         check_weights_folder(checkpoint)
-        checkpoint = checkpoint.resolve()
-    if isinstance(recipe, StagedRecipe):
-        path = checkpoint or RunFolder(stage.output).need_checkpoint()
-    else:
-        path = checkpoint or Path(stage.model.path)
-    lora = stage.model.lora
-    if checkpoint is None and not isinstance(recipe, StagedRecipe) and lora is not None and lora.from_ is not None:
+        path = checkpoint.resolve()
+    elif isinstance(recipe, StagedRecipe):
+        path = RunFolder(stage.output).need_checkpoint()
+    elif lora is not None and lora.from_ is not None:
         # the network that training begins with
         adapter = Path(lora.from_)
         check_weights_folder(adapter)
         return Served(stage, str(adapter), "checkpoint", {"checkpoint": adapter}, _step_of(adapter))
+    else:
+        path = Path(stage.model.path)
     if path.is_dir():
         check_weights_folder(path)
     step = _step_of(path)
@@ -77,7 +76,6 @@ def trained_in(run: Path, recipe: Recipe | StagedRecipe, overrides: Sequence[str
 
 
 def _step_of(path: Path) -> int | None:
-    """Return the training step of a checkpoint; None for any other model."""
     if not (path / INFO).is_file():
         return None
     try:

@@ -57,11 +57,8 @@ def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, sa
 @asynccontextmanager
 async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIterator[tuple[Child, str]]:
     """Run a server on `recipe.model`, and yield it with its address. The server ends with the context, or when this
-    process ends in any way.
-
-    Raises ChildFailed, with the server's reason, if it does not start. The log is deleted when the context ends, unless
-    the server failed to start or had already ended.
-    """
+    process ends in any way. Raises ChildFailed, with the server's reason, if it does not start. Its log is then
+    kept, as when it ends too early."""
     await run_in_thread(partial(check_names, model_names(recipe)))
     descriptor, log = tempfile.mkstemp(prefix="agentfactory-server-", suffix=".log")
     os.close(descriptor)
@@ -78,7 +75,6 @@ async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIte
 
 
 async def _ready(child: Child, seconds: float) -> str:
-    """Wait until the server answers, and return its address."""
     try:
         async with asyncio.timeout(seconds):
             while (url := serving.ready_url(child.tail(1000))) is None:

@@ -7,7 +7,7 @@ live rollouts, the worker and the weight sync.
 import logging
 import signal
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.findings import Finding
 from agentfactory.base.processes.memory import return_freed_memory
-from agentfactory.base.run_notices import Notice, Notices, notify
+from agentfactory.base.run_notices import Notice, notify
 from agentfactory.base.user_code.source_files import digests_of
 from agentfactory.launching.launch_plan import Assignment, resume_stages
 from agentfactory.launching.progress import Progress, tell_warnings
@@ -74,44 +74,36 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
     return_freed_memory()
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
-    if not isinstance(asked, Assignment):
+    is_launched = isinstance(asked, Assignment)
+    if not is_launched:
         check_hub(recipe, "train")
     accelerator = make_accelerator(recipe)
     check_same_recipe(recipe)
     folder, stop = RunFolder(recipe.output), Stop()
     with ExitStack() as stack:
         checkpoint = _open_folder(recipe, folder, asked, accelerator, stack)
-        display = _open_display(recipe, folder, checkpoint, stop, stack) if accelerator.is_main_process else None
+        run = _Run(recipe, folder, checkpoint, accelerator, stop, stack)
+        display = _Display(run) if accelerator.is_main_process else None
         stop.listen(accelerator, folder.note_stopping)
-        if recipe.train.algorithm == "sft":
-            result = _train_sft(recipe, folder, checkpoint, accelerator, stop)
-        else:
-            note = display.note_groups if display else None
-            result = _train_rl(recipe, folder, checkpoint, accelerator, stop, note, stack)
+        note = display.note_groups if display else None
+        result = run.train_sft() if recipe.train.algorithm == "sft" else run.train_rl(note)
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
             summary = _summary(recipe, folder, result, stop.agreed_on, display)
             folder.write_summary(summary)
-            display.say_what_ended_it(result.steps, is_launched=isinstance(asked, Assignment))
+            display.say_what_ended_it(result.steps, is_launched)
         stop.end(accelerator)
         accelerator.end_training()
-    if display is not None and stop.agreed_on is None and not isinstance(asked, Assignment):
+    if display is not None and stop.agreed_on is None and not is_launched:
         check_dropped([summary])
     return stop.agreed_on
 
 
 def _open_folder(
-    recipe: Recipe,
-    folder: RunFolder,
-    asked: str | Assignment | None,
-    accelerator: Accelerator,
-    stack: ExitStack,
+    recipe: Recipe, folder: RunFolder, asked: str | Assignment | None, accelerator: Accelerator, stack: ExitStack
 ) -> Path | None:
-    """Let rank 0 create or reopen the run folder and lock it; return the checkpoint to resume from, in every process.
-
-    Raises RunFolderError and SettingError.
-    """
+    """Let rank 0 create or reopen the run folder and lock it; return the checkpoint to resume from, in each process."""
     opened: list[Path | None] = [None]
     if accelerator.is_main_process:
         if isinstance(asked, Assignment):
@@ -140,63 +132,109 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
     return checkpoint
 
 
-def _train_sft(
-    recipe: Recipe, folder: RunFolder, checkpoint: Path | None, accelerator: Accelerator, stop: Stop
-) -> TrainResult:
-    tasks = _sft_tasks(recipe) if accelerator.is_main_process else None
-    # conversations in data files bring their own tools
-    in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
-    renderer = _load_renderer(recipe, folder, in_data)
-    checkpoints = _checkpoints(recipe, folder, checkpoint, renderer.tokenizer)
-    checkpoints.note_renderer(renderer.chat_template, renderer.info)
-    rows = _sft_rows(recipe, renderer, tasks) if accelerator.is_main_process else None
-    images = _images(recipe, folder)
-    return train_sft(recipe, accelerator, checkpoints, rows=rows, log=folder.log, stop=stop, images=images)
+@dataclass(frozen=True)
+class _Run:
+    """The parts that every step of the assembly needs. `stack` closes what is opened."""
 
+    recipe: Recipe
+    folder: RunFolder
+    checkpoint: Path | None
+    accelerator: Accelerator
+    stop: Stop
+    stack: ExitStack
 
-def _train_rl(
-    recipe: Recipe,
-    folder: RunFolder,
-    checkpoint: Path | None,
-    accelerator: Accelerator,
-    stop: Stop,
-    note: Note | None,
-    stack: ExitStack,
-) -> TrainResult:
-    tokenizer = load_tokenizer(recipe.model.path)
-    checkpoints = _checkpoints(recipe, folder, checkpoint, tokenizer)
-    services = Services(folder.log, note, stop=stop)
-    services = _with_rollouts(services, recipe, folder, tokenizer, checkpoints, accelerator, stack)
-    return train_rl(recipe, accelerator, checkpoints, services, _images(recipe, folder))
+    @property
+    def images(self) -> Path:
+        """The folder of the images in the training rows; saved groups have theirs beside them."""
+        saved = self.recipe.train.from_trajectories
+        return images_beside(Path(saved)) if saved else self.folder.images
 
+    def train_sft(self) -> TrainResult:
+        """Train on conversations or saved rows."""
+        recipe, is_main = self.recipe, self.accelerator.is_main_process
+        tasks = _sft_tasks(recipe) if is_main else None
+        # conversations in data files bring their own tools
+        in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
+        renderer = self._load_renderer(in_data)
+        checkpoints = self._checkpoints(renderer.tokenizer)
+        checkpoints.note_renderer(renderer.chat_template, renderer.info)
+        rows = _sft_rows(recipe, renderer, tasks) if is_main else None
+        log, images = self.folder.log, self.images
+        return train_sft(recipe, self.accelerator, checkpoints, rows=rows, log=log, stop=self.stop, images=images)
 
-def _checkpoints(
-    recipe: Recipe, folder: RunFolder, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase
-) -> Checkpoints:
-    info: dict[str, Any] = {
-        "algorithm": recipe.train.algorithm,
-        "seed": recipe.seed,
-        "recipe": yaml.safe_load(recipe.to_saved(folder.whole)),
-        "contents": content_digests(recipe),
-        "code": digests_of(code_files(recipe)),
-    }
-    return Checkpoints(folder.checkpoints, tokenizer, recipe.train, info, folder.growing, checkpoint)
+    def train_rl(self, note: Note | None) -> TrainResult:
+        """Train on chains, live or saved; `note` gets the groups of each step."""
+        tokenizer = load_tokenizer(self.recipe.model.path)
+        checkpoints = self._checkpoints(tokenizer)
+        services = self._with_rollouts(Services(self.folder.log, note, stop=self.stop), tokenizer, checkpoints)
+        return train_rl(self.recipe, self.accelerator, checkpoints, services, self.images)
 
+    def _checkpoints(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoints:
+        recipe, folder = self.recipe, self.folder
+        info: dict[str, Any] = {
+            "algorithm": recipe.train.algorithm,
+            "seed": recipe.seed,
+            "recipe": yaml.safe_load(recipe.to_saved(folder.whole)),
+            "contents": content_digests(recipe),
+            "code": digests_of(code_files(recipe)),
+        }
+        return Checkpoints(folder.checkpoints, tokenizer, recipe.train, info, folder.growing, self.checkpoint)
 
-def _load_renderer(recipe: Recipe, folder: RunFolder, tools_in_data: bool = False) -> Renderer:
-    return load_renderer(
-        recipe.model,
-        recipe.rollout.parser,
-        reasoning=recipe.rollout.reasoning,
-        tools=tools_in_data or bool(recipe.tools or recipe.mcp_servers),
-        images=folder.images,
-    )
+    def _load_renderer(self, tools_in_data: bool = False) -> Renderer:
+        rollout, tools = self.recipe.rollout, tools_in_data or bool(self.recipe.tools or self.recipe.mcp_servers)
+        images = self.folder.images
+        return load_renderer(self.recipe.model, rollout.parser, reasoning=rollout.reasoning, tools=tools, images=images)
 
-
-def _images(recipe: Recipe, folder: RunFolder) -> Path:
-    """Return the folder of the images in the training rows; saved groups have theirs beside them."""
-    saved = recipe.train.from_trajectories
-    return images_beside(Path(saved)) if saved else folder.images
+    def _with_rollouts(
+        self, services: Services, tokenizer: PreTrainedTokenizerBase, checkpoints: Checkpoints
+    ) -> Services:
+        """Open the source of groups and the weight sync, and add them to `services`."""
+        recipe, folder, main = self.recipe, self.folder, self.accelerator.is_main_process
+        train, train_state = recipe.train, checkpoints.train_state
+        total = train.steps * train.batch_size
+        if train.from_trajectories:
+            renderer = self._load_renderer()
+            checkpoints.note_renderer(renderer.chat_template, renderer.info)
+            saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
+            if not main:
+                return replace(services, source=None)
+            check_saved_chains(read_groups(saved), tokenizer, saved)
+            if recipe.teacher is not None and recipe.teacher.context is not None:
+                check_saved_prompts(read_groups(saved), saved)
+            return replace(services, source=SavedGroups(saved, total, skip=taken))
+        # every rank computes the trainer's logprobs, because the policy may be sharded
+        servers: list[ServerControl] = []
+        probes = _probes(recipe, tokenizer, folder)
+        canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
+        if not main:
+            return replace(services, canary=canary)
+        servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
+        for server in servers:
+            server.require(backend_of(recipe).routes)
+        backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), services.turns
+        if recipe.placement.mode == "time_share":
+            servers[0].require(SLEEP_ROUTES)
+            turns = TimeShare(servers[0], self.accelerator.device, recipe.server.retry_seconds, services.stop)
+            backend = turns.waking(backend)
+        sync = RetryingSync(backend, canary, recipe.server.retry_seconds)
+        self.stack.callback(sync.close)
+        job = Job(
+            recipe,
+            base=folder.path,
+            urls=[server.url for server in servers],
+            trajectories=folder.trajectories,
+            images=folder.images,
+            batch_size=train.batch_size,
+            total=total,
+            teachers=recipe.teacher_servers,
+            trained=train_state.trained,
+            versions=train_state.labels,
+            context=recipe.teacher.context if recipe.teacher is not None else None,
+        )
+        workers = RolloutWorkers(job, folder.logs, sync.bring_back)
+        self.stack.callback(workers.close)
+        checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
+        return replace(services, source=workers, sync=sync, canary=canary, turns=turns)
 
 
 def _sft_tasks(recipe: Recipe) -> list[Task] | None:
@@ -222,48 +260,31 @@ def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> l
     return conversation_rows(tasks, renderer)
 
 
-def _open_display(
-    recipe: Recipe, folder: RunFolder, checkpoint: Path | None, stop: Stop, stack: ExitStack
-) -> "_Display":
-    progress = Progress(recipe.train.steps, "sft" if recipe.train.algorithm == "sft" else "grpo")
-    stack.callback(progress.close)
-    notices = stack.enter_context(tell_warnings(progress.note))
-    for text in changed_code(recipe, checkpoint) if checkpoint is not None else ():
-        # shown when the run folder was rewound, and repeated at the end
-        notices.take(Notice(text, text))
-    tracking = None
-    if recipe.track.trackers:
-        told, step = yaml.safe_load(recipe.to_yaml()), step_of(checkpoint) if checkpoint else 0
-        tracking = stack.enter_context(Tracking(recipe.track, folder.title, folder.path, told, step, folder.images))
-    return _Display(recipe, folder, stop, progress, notices, tracking)
-
-
 class _Display:
-    """The display of a run: progress and warnings in the terminal, and the trackers. For rank 0."""
+    """The display of a run: progress and warnings in the terminal, and the trackers. For rank 0. At a symptom of
+    train.stop_when, it asks the run to stop."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: RunFolder,
-        stop: Stop,
-        progress: Progress,
-        notices: Notices,
-        tracking: Tracking | None,
-    ):
-        """Create the display; at a symptom of train.stop_when, it asks `stop` to end the run."""
+    def __init__(self, run: _Run):
+        recipe, folder, checkpoint, stack = run.recipe, run.folder, run.checkpoint, run.stack
+        self._folder, self._stop, self._stop_when = folder, run.stop, recipe.train.stop_when
+        self._progress = Progress(recipe.train.steps, "sft" if recipe.train.algorithm == "sft" else "grpo")
+        stack.callback(self._progress.close)
+        self.notices = stack.enter_context(tell_warnings(self._progress.note))
+        for text in changed_code(recipe, checkpoint) if checkpoint is not None else ():
+            # shown when the run folder was rewound, and repeated at the end
+            self.notices.take(Notice(text, text))
+        self._tracking: Tracking | None = None
+        if recipe.track.trackers:
+            told, step = yaml.safe_load(recipe.to_yaml()), step_of(checkpoint) if checkpoint else 0
+            tracking = Tracking(recipe.track, folder.title, folder.path, told, step, folder.images)
+            self._tracking = stack.enter_context(tracking)
+        self._health = Health(alike=ordered_by(recipe) is None)
         self.findings: list[Finding] = []
         """The findings of the run, including those from before it was resumed."""
-        self.notices = notices
-        self._stop_when = recipe.train.stop_when
-        self._folder = folder
-        self._stop = stop
-        self._progress = progress
-        self._tracking = tracking
-        self._health = Health(alike=ordered_by(recipe) is None)
         for metrics in folder.read_metrics():
             for finding in self._health.note(metrics):
                 self.findings.append(finding)
-                notices.take(Notice(finding.topic, finding.text))
+                self.notices.take(Notice(finding.topic, finding.text))
         folder.on_log = self._show
 
     def _show(self, metrics: dict[str, Any]) -> None:
@@ -293,63 +314,6 @@ class _Display:
             self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
 
 
-def _with_rollouts(
-    services: Services,
-    recipe: Recipe,
-    folder: RunFolder,
-    tokenizer: PreTrainedTokenizerBase,
-    checkpoints: Checkpoints,
-    accelerator: Accelerator,
-    stack: ExitStack,
-) -> Services:
-    """Open the source of groups and the weight sync, and add them to `services`."""
-    train, train_state, main = recipe.train, checkpoints.train_state, accelerator.is_main_process
-    total = train.steps * train.batch_size
-    if train.from_trajectories:
-        renderer = _load_renderer(recipe, folder)
-        checkpoints.note_renderer(renderer.chat_template, renderer.info)
-        saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
-        source = SavedGroups(saved, total, skip=taken) if main else None
-        if main:
-            check_saved_chains(read_groups(saved), tokenizer, saved)
-            if recipe.teacher is not None and recipe.teacher.context is not None:
-                check_saved_prompts(read_groups(saved), saved)
-        return replace(services, source=source)
-    # every rank computes the trainer's logprobs, because the policy may be sharded
-    servers: list[ServerControl] = []
-    probes = _probes(recipe, tokenizer, folder)
-    canary = Canary(servers, probes, recipe.model.dtype, rounded=bool(recipe.rounding))
-    if not main:
-        return replace(services, canary=canary)
-    servers += [ServerControl(url, recipe.server.api_key_env) for url in recipe.server.urls]
-    for server in servers:
-        server.require(backend_of(recipe).routes)
-    backend, turns = make_sync(recipe, servers, folder.sync, recipe.name), services.turns
-    if recipe.placement.mode == "time_share":
-        servers[0].require(SLEEP_ROUTES)
-        turns = TimeShare(servers[0], accelerator.device, recipe.server.retry_seconds, services.stop)
-        backend = turns.waking(backend)
-    sync = RetryingSync(backend, canary, recipe.server.retry_seconds)
-    stack.callback(sync.close)
-    job = Job(
-        recipe,
-        base=folder.path,
-        urls=[server.url for server in servers],
-        trajectories=folder.trajectories,
-        images=folder.images,
-        batch_size=train.batch_size,
-        total=total,
-        teachers=recipe.teacher_servers,
-        trained=train_state.trained,
-        versions=train_state.labels,
-        context=recipe.teacher.context if recipe.teacher is not None else None,
-    )
-    workers = RolloutWorkers(job, folder.logs, sync.bring_back)
-    stack.callback(workers.close)
-    checkpoints.note_renderer(workers.ready.chat_template, workers.ready.renderer)
-    return replace(services, source=workers, sync=sync, canary=canary, turns=turns)
-
-
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
     longest = min(recipe.server.max_model_len, recipe.rollout.max_total_tokens) - 1
     vision = load_vision(recipe.model.path)
@@ -371,7 +335,6 @@ def _summary(
     ended_by: signal.Signals | Symptom | None,
     display: _Display,
 ) -> dict[str, Any]:
-    """Return the content of summary.json."""
     status = "completed"
     reason = {}
     if isinstance(ended_by, signal.Signals):
@@ -395,13 +358,7 @@ def _summary(
         "train_wall_seconds": result.seconds,
         "seed": recipe.seed,
         "checkpoint": below(result.checkpoint) if result.checkpoint else None,
-        "best_checkpoint": best
-        and {
-            "path": below(best.path),
-            "step": best.step,
-            "metric": best.metric,
-            "value": best.value,
-        },
+        "best_checkpoint": best and {**asdict(best), "path": below(best.path)},
         **chains_dropped(folder.read_metrics()),
         "warnings": display.notices.last_lines(),
     }

@@ -135,7 +135,7 @@ async def test_images_are_shown_by_their_paths_in_any_line(
 def test_what_cannot_be_talked_to_is_told(project: Path) -> None:
     def refused(run: str, checkpoint: Path | None = None) -> str:
         with pytest.raises((SettingError, RunFolderError)) as told:
-            chat.run(argparse.Namespace(run=Path(run), checkpoint=checkpoint))
+            chat.run(argparse.Namespace(run=Path(run), checkpoint=checkpoint), print)
         return str(told.value)
 
     assert "nowhere is not a run folder" in refused("nowhere")

@@ -28,7 +28,11 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content
 IDS = torch.arange(3, 15)[None]
 
 Make = Callable[..., Path]
-REFUSED = (SettingError, RunFolderError)
+
+
+def refused(checkpoint: Path, output: Path, told: str, adapter: bool = False, push: str | None = None) -> None:
+    with pytest.raises((SettingError, RunFolderError), match=told):
+        export(checkpoint, output, adapter=adapter, push=push, say=print)
 
 
 @pytest.fixture
@@ -95,13 +99,11 @@ def test_the_adapter_alone(make_checkpoint: Make, tmp_path: Path) -> None:
 
 def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Command, tmp_path: Path) -> None:
     checkpoint, output = make_checkpoint(lora=False, dtype="bfloat16"), tmp_path / "model"
-    result = agentfactory("export", str(checkpoint), "--output", str(output))
-    assert result.returncode == 0, result.stderr
+    result = agentfactory("export", str(checkpoint), "--output", str(output), status=0)
     assert result.stdout == f"exported {checkpoint} to {output}\n"
     assert names(output) == names(checkpoint) - {"training_state", "trainer_state.json", "digests.json"}
     assert (output / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
-    result = agentfactory("export", str(checkpoint), "--output", str(output))
-    assert result.returncode == 2
+    result = agentfactory("export", str(checkpoint), "--output", str(output), status=2)
     assert result.stderr == f"agentfactory: --output: {output} is not empty; fix: --output OTHER\n"
 
 
@@ -117,12 +119,10 @@ def test_the_last_checkpoint_of_a_run(
     parts = [run / name for name in stages] or [run]
     for part in parts[: len(stages)]:
         RunFolder.create(part, "name: a")
-    with pytest.raises(REFUSED, match=rf"{parts[-1]}/checkpoints holds no checkpoint; fix: run `agentfactory train`"):
-        export(run, tmp_path / "out", adapter=False, push=None, say=print)
+    refused(run, tmp_path / "out", rf"{parts[-1]}/checkpoints holds no checkpoint; fix: run `agentfactory train`")
     for part in parts[:-1]:
         shutil.copytree(checkpoint, part / "checkpoints" / "step-000090")
-        with pytest.raises(REFUSED, match=rf"grpo/checkpoints holds no checkpoint; fix: name an earlier stage, {part}"):
-            export(run, tmp_path / "out", adapter=False, push=None, say=print)
+        refused(run, tmp_path / "out", rf"grpo/checkpoints holds no checkpoint; fix: name an earlier stage, {part}")
     for step in (7, 10):
         shutil.copytree(checkpoint, parts[-1] / "checkpoints" / f"step-{step:06d}")
     last = parts[-1] / "checkpoints" / "step-000010"
@@ -136,36 +136,29 @@ def test_the_last_checkpoint_of_a_run(
 def test_an_upload_that_fails_is_told(make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     output = tmp_path / "model"
-    with pytest.raises(REFUSED, match=rf"--push me/thing: HF_HUB_OFFLINE is set; .*; {output} is written"):
-        export(make_checkpoint(lora=False), output, adapter=False, push="me/thing", say=print)
+    told = rf"--push me/thing: HF_HUB_OFFLINE is set; .*; {output} is written"
+    refused(make_checkpoint(lora=False), output, told, push="me/thing")
     assert (output / "model.safetensors").exists()
 
 
 def test_what_cannot_be_exported(make_checkpoint: Make, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(lora=False)
-    with pytest.raises(REFUSED, match=r"nothing does not exist; fix: name a run"):
-        export(tmp_path / "nothing", tmp_path / "out", adapter=False, push=None, say=print)
-    with pytest.raises(REFUSED, match=r"base is not a checkpoint; fix: name a run"):
-        export(tmp_path / "base", tmp_path / "out", adapter=False, push=None, say=print)
-    with pytest.raises(REFUSED, match=r"--adapter: .* holds a full model; fix: leave it out"):
-        export(checkpoint, tmp_path / "out", adapter=True, push=None, say=print)
+    refused(tmp_path / "nothing", tmp_path / "out", r"nothing does not exist; fix: name a run")
+    refused(tmp_path / "base", tmp_path / "out", r"base is not a checkpoint; fix: name a run")
+    refused(checkpoint, tmp_path / "out", r"--adapter: .* holds a full model; fix: leave it out", adapter=True)
     (checkpoint / "config.json").write_text("{}")
-    with pytest.raises(REFUSED, match=r"step-000007 is damaged: config\.json"):
-        export(checkpoint, tmp_path / "out", adapter=False, push=None, say=print)
+    refused(checkpoint, tmp_path / "out", r"step-000007 is damaged: config\.json")
     shutil.rmtree(checkpoint)
     adapter = make_checkpoint(lora=True)
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(REFUSED, match=r"adapter for .*base, which does not exist; fix: move or link it there"):
-        export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
+    refused(adapter, tmp_path / "out", r"adapter for .*base, which does not exist; fix: move or link it there")
     kept = {name: (adapter / name).read_text() for name in (INFO, DIGESTS)}
     (adapter / INFO).write_text("{}")
     (adapter / DIGESTS).write_text(json.dumps({**json.loads(kept[DIGESTS]), INFO: digest(adapter / INFO)}))
-    with pytest.raises(REFUSED, match=r"its base model cannot be read"):
-        export(adapter, tmp_path / "out", adapter=True, push=None, say=print)
+    refused(adapter, tmp_path / "out", r"its base model cannot be read", adapter=True)
     for name, text in kept.items():
         (adapter / name).write_text(text)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text("{}")
-    with pytest.raises(REFUSED, match=r"cannot be merged into its base .*; fix: put the base back, or --adapter"):
-        export(adapter, tmp_path / "out", adapter=False, push=None, say=print)
+    refused(adapter, tmp_path / "out", r"cannot be merged into its base .*; fix: put the base back, or --adapter")
     assert not list(tmp_path.glob("*out*"))

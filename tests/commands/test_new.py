@@ -11,22 +11,12 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.commands.main import main
 from agentfactory.commands.new import TEMPLATES, write_task
-from agentfactory.launching.prepare import prepare
-from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe, StagedRecipe
-from tests.forked import TRAINER, Forked, start_engine
 
 pytestmark = pytest.mark.processes
-
-SHORT = [
-    *("sft.train.steps=60", "sft.train.warmup_steps=5"),
-    *("grpo.train.steps=1", "grpo.train.warmup_steps=0", "grpo.train.batch_size=2", "grpo.eval.data=null"),
-]
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new task of each kind."""
     return write_task("my_own", tmp_path_factory.mktemp("new") / "deep" / "task", kind=request.param)
 
 
@@ -50,11 +40,8 @@ def test_the_command_says_what_it_wrote(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("My-Task", "must be a valid name of a Python file"),
-        ("class", "must be a valid name of a Python file"),
-        ("json", "a module of Python's or AgentFactory's"),
-        ("agentfactory", "a module of Python's or AgentFactory's"),
-        ("make_pictures", "a module of Python's or AgentFactory's"),
+        *((name, "must be a valid name of a Python file") for name in ("My-Task", "class")),
+        *((name, "a module of Python's or AgentFactory's") for name in ("json", "agentfactory", "make_pictures")),
         ("yaml", "the name of an installed package"),
     ],
 )
@@ -99,35 +86,3 @@ def test_no_held_out_task_is_trained(folder: Path) -> None:
     assert sum(map(len, pictures)) < 2**20
     for subject in ("images",) if "images" in trained[0] else ("question",):
         assert not {str(row[subject]) for row in trained} & {str(row[subject]) for row in held_out}
-
-
-@pytest.mark.long
-def test_the_tiny_recipe_trains_to_a_reward(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the stages as `agentfactory train` runs them; the command itself, and how well it learns: tests/learn/learn_new.py
-    monkeypatch.chdir(tmp_path)
-    recipe = load_recipe(folder / "tiny" / "recipe.yaml", SHORT)
-    assert isinstance(recipe, StagedRecipe)
-    assert recipe.prepare is not None
-    prepare(recipe.prepare, recipe.output / "prepared", recipe.seed)
-    sft, grpo = recipe.stages
-    trainer = Forked(TRAINER, write(sft, tmp_path), log=tmp_path / "sft.log")
-    assert trainer.wait() == 0, trainer.log.read_text()
-    checkpoint = sft.output / "checkpoints" / "step-000060"
-    engine, url = start_engine(checkpoint, "--dtype", "float32", "--max-model-len", "256", log=tmp_path / "engine.log")
-    try:
-        options = [f"model.path={checkpoint}", f"server.url={url}"]
-        trainer = Forked(TRAINER, write(grpo, tmp_path), *options, log=tmp_path / "grpo.log")
-        assert trainer.wait() == 0, trainer.log.read_text()
-    finally:
-        engine.kill()
-    assert re.search(r"step 1/1 +reward [\d.]+ +success [\d.]+ +turns 2", trainer.log.read_text())
-    metrics = [json.loads(line) for line in (grpo.output / "metrics.jsonl").read_text().splitlines()]
-    # most calls are well-formed after as little: the chain of a call and a last word ends by itself
-    assert next(line["trajectory/tool_calls"] for line in metrics if "trajectory/tool_calls" in line) > 0.5
-
-
-def write(stage: Recipe, folder: Path) -> str:
-    """The resolved recipe of a stage as a file."""
-    path = folder / f"{stage.name}.yaml"
-    path.write_text(stage.to_yaml())
-    return str(path)

@@ -79,22 +79,7 @@ def test_a_folder_without_weights_is_refused_and_the_checkpoints_near_it_are_nam
         what_is_served(recipe, Path("empty"))
     with pytest.raises(SettingError, match="--model: runs/mine: neither"):
         named("runs/mine")
-
-
-def test_chains_are_run_saved_and_told(
-    agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path
-) -> None:
-    overrides = [f"output={tmp_path}", f"server.url={warm_server}", f"model.path={warm_start}"]
-    small = ["data.limit=2", "rollout.group_size=3"]
-    result = agentfactory("rollout", str(quickstart_run / "grpo" / "recipe.yaml"), *overrides, *small)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[0] == "running 2 tasks, each by 3 chains"
-    summary = json.loads((tmp_path / "rollout" / "summary.json").read_text())
-    means = f"reward {summary['reward']:.4f}, success {summary['success']:.4f}, failed {summary['failed']:.4f}"
-    assert lines[-2].startswith(f"means over chains: {means}; ")
-    assert summary["checkpoint"] == f"policy at {warm_server}", "the server's weights, whatever model.path says"
-    assert [len(group.trajectories) for group in read_groups(tmp_path / "rollout" / "trajectories")] == [3, 3]
+    assert named("x/y") == "x/y", "of the hub"
 
 
 BROKEN = f"""
@@ -112,15 +97,21 @@ class Broken(TreasureHunt):
 """
 
 
-def test_a_tool_that_raises_at_most_of_its_calls_is_told(
+def test_chains_are_run_saved_and_told_and_so_is_a_tool_that_raises_at_most_of_its_calls(
     agentfactory: Command, quickstart_run: Path, tmp_path: Path, warm_server: str, warm_start: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     overrides = [f"output={tmp_path}", f"server.url={warm_server}", f"model.path={warm_start}"]
-    overrides += [f"tools=[{tmp_path}/broken.py:Broken]", "data.limit=4", "rollout.group_size=4"]
-    result = agentfactory("rollout", str(quickstart_run / "grpo" / "recipe.yaml"), *overrides)
-    assert result.returncode == 0, result.stderr
-    (told,) = [line for line in result.stdout.splitlines() if line.startswith("warning: tool ")]
+    overrides += [f"tools=[{tmp_path}/broken.py:Broken]", "data.limit=4", "rollout.group_size=3"]
+    result = agentfactory("rollout", str(quickstart_run / "grpo" / "recipe.yaml"), *overrides, status=0)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "running 4 tasks, each by 3 chains"
+    summary = json.loads((tmp_path / "rollout" / "summary.json").read_text())
+    means = f"reward {summary['reward']:.4f}, success {summary['success']:.4f}, failed {summary['failed']:.4f}"
+    assert lines[-2].startswith(f"means over chains: {means}; ")
+    assert summary["checkpoint"] == f"policy at {warm_server}", "the server's weights, whatever model.path says"
+    assert [len(group.trajectories) for group in read_groups(tmp_path / "rollout" / "trajectories")] == [3] * 4
+    (told,) = [line for line in lines if line.startswith("warning: tool ")]
     assert re.fullmatch(r"warning: tool move: (\d+) of \1 calls failed, such as: ValueError: no legs", told)
 
 

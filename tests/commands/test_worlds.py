@@ -1,7 +1,9 @@
 """`agentfactory worlds list | show | try`, on worlds of a file and on the installed ones."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -91,16 +93,30 @@ class Prints(Plain):
 '''
 
 
+Worlds = Callable[..., Any]
+
+
+@pytest.fixture
+def worlds(capsys: pytest.CaptureFixture[str]) -> Worlds:
+    """`worlds(status, *arguments)` runs `agentfactory worlds ARGUMENTS`, which ends with `status`; it returns its
+    output."""
+
+    def run(status: int, *arguments: str) -> Any:
+        assert main(["worlds", *arguments]) == status
+        return capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture
 def garden(tmp_path: Path) -> str:
     (tmp_path / "garden.py").write_text(GARDEN)
     return f"{tmp_path / 'garden.py'}:"
 
 
-def test_an_episode_is_shown_turn_by_turn(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_episode_is_shown_turn_by_turn(garden: str, worlds: Worlds) -> None:
     row = json.dumps({"question": "Water every bed.", "beds": 2})
-    assert main(["worlds", "try", f"{garden}Garden", "--row", row, "--option", "pump=7"]) == 0
-    shown = capsys.readouterr().out
+    shown = worlds(0, "try", f"{garden}Garden", "--row", row, "--option", "pump=7").out
     opening, first, last, reward = (
         shown.index(text) for text in ("2 dry beds and a pump of 7", "1 are dry", "all wet", "reward: reward 1, wet 1")
     )
@@ -109,18 +125,19 @@ def test_an_episode_is_shown_turn_by_turn(garden: str, capsys: pytest.CaptureFix
     assert "turn 3" not in shown
 
 
-def test_calls_can_be_given(garden: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_can_be_given(garden: str, tmp_path: Path, worlds: Worlds) -> None:
     calls = tmp_path / "calls.jsonl"
     calls.write_text('{"name": "water", "arguments": {"litres": 5}}\n{"name": "rain"}\n')
     row = '{"question": "?", "beds": 5}'
-    assert main(["worlds", "try", f"{garden}Garden", "--row", row, "--calls", str(calls)]) == 0
-    shown = capsys.readouterr().out
+    shown = worlds(0, "try", f"{garden}Garden", "--row", row, "--calls", str(calls)).out
     assert "turn 1: water(litres=5)\n    4 are dry" in shown
     assert "turn 2: rain()\n    error (unknown_tool)" in shown
     assert "reward: reward 0" in shown
     calls.write_text('{"tool": "water"}')
-    assert main(["worlds", "try", f"{garden}Garden", "--row", row, "--calls", str(calls)]) == 2
-    assert f"--calls: {calls}, line 1: got " in capsys.readouterr().err
+    assert (
+        f"--calls: {calls}, line 1: got "
+        in worlds(2, "try", f"{garden}Garden", "--row", row, "--calls", str(calls)).err
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,9 +149,8 @@ def test_calls_can_be_given(garden: str, tmp_path: Path, capsys: pytest.CaptureF
         ("Prints", "Prints prints to stdout, which breaks"),
     ],
 )
-def test_a_broken_world_is_named(world: str, told: str, garden: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["worlds", "try", f"{garden}{world}", "--turns", "2"]) == 1
-    assert told in capsys.readouterr().err
+def test_a_broken_world_is_named(world: str, told: str, garden: str, worlds: Worlds) -> None:
+    assert told in worlds(1, "try", f"{garden}{world}", "--turns", "2").err
 
 
 @pytest.mark.extended
@@ -145,65 +161,54 @@ def test_a_broken_world_is_named(world: str, told: str, garden: str, capsys: pyt
         ("HangsInTool", "HangsInTool: water hangs: no answer within --seconds 2"),
     ],
 )
-def test_a_world_that_hangs_is_named(world: str, told: str, garden: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["worlds", "try", f"{garden}{world}", "--seconds", "2"]) == 1
-    assert told in capsys.readouterr().err
+def test_a_world_that_hangs_is_named(world: str, told: str, garden: str, worlds: Worlds) -> None:
+    assert told in worlds(1, "try", f"{garden}{world}", "--seconds", "2").err
 
 
-def test_a_world_without_tools_may_judge_the_last_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_world_without_tools_may_judge_the_last_message(tmp_path: Path, worlds: Worlds) -> None:
     text = "from agentfactory import Environment\n\n\nclass Riddle(Environment):\n"
     text += "    def reset(self):\n        return 'Why?'\n\n"
     text += "    def reward(self, prediction):\n        return len(prediction)\n"
     (tmp_path / "riddle.py").write_text(text)
-    assert main(["worlds", "try", f"{tmp_path / 'riddle.py'}:Riddle"]) == 0
-    shown = capsys.readouterr().out
+    shown = worlds(0, "try", f"{tmp_path / 'riddle.py'}:Riddle").out
     assert "it has no tools: the reward reads the model's last message" in shown
     assert "reward: reward 0" in shown
 
 
-def test_an_error_that_the_model_reads_is_no_fault(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["worlds", "try", f"{garden}Tells", "--turns", "2"]) == 0
-    assert "error (tool_error): ValueError: it is wet" in capsys.readouterr().out
+def test_an_error_that_the_model_reads_is_no_fault(garden: str, worlds: Worlds) -> None:
+    assert "error (tool_error): ValueError: it is wet" in worlds(0, "try", f"{garden}Tells", "--turns", "2").out
 
 
-def test_missing_rows_are_told(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["worlds", "try", f"{garden}Garden"]) == 2
-    told = capsys.readouterr().err
+def test_missing_rows_are_told(garden: str, worlds: Worlds) -> None:
+    told = worlds(2, "try", f"{garden}Garden").err
     assert 'Garden needs tasks with beds, and no task source has them; fix: give a row by --row \'{"beds"' in told
-    assert main(["worlds", "try", f"{garden}Garden", "beds=2"]) == 2
-    assert "beds=2: " in capsys.readouterr().err
-    assert main(["worlds", "try", "webshp"]) == 2
-    assert "there is no world 'webshp'; fix: did you mean webshop?" in capsys.readouterr().err
+    assert "beds=2: " in worlds(2, "try", f"{garden}Garden", "beds=2").err
+    assert "there is no world 'webshp'; fix: did you mean webshop?" in worlds(2, "try", "webshp").err
 
 
-def test_a_recipe_can_be_tried(garden: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_can_be_tried(garden: str, tmp_path: Path, worlds: Worlds) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "Water them.", "beds": 1}\n')
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("tools: ['garden.py:Garden']\ndata: {path: rows.jsonl}\nrollout: {system_prompt: You garden.}\n")
-    assert main(["worlds", "try", str(recipe)]) == 0
-    shown = capsys.readouterr().out
+    shown = worlds(0, "try", str(recipe)).out
     assert "task 1 of 1" in shown
     assert "You garden." in shown
     assert "reward: reward 1" in shown
 
 
-def test_a_world_is_shown(garden: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["worlds", "show", f"{garden}Garden"]) == 0
-    shown = capsys.readouterr().out
+def test_a_world_is_shown(garden: str, worlds: Worlds) -> None:
+    shown = worlds(0, "show", f"{garden}Garden").out
     for text in ("Beds that need water.", "water(litres: integer = 1)", "pump: int = 2\n        litres per second."):
         assert text in shown
     assert "its rows have question, beds" in shown
     assert "reward: its own" in shown
 
 
-def test_installed_worlds_are_listed_with_what_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_worlds_are_listed_with_what_is_missing(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "agentfactory.base.user_code.extras.is_installed", lambda package: package != "html_to_markdown"
     )
-    assert main(["worlds", "list", "--json"]) == 0
-    entries = {(each["kind"], each["name"]): each for each in json.loads(capsys.readouterr().out)}
+    entries = {(each["kind"], each["name"]): each for each in json.loads(worlds(0, "list", "--json").out)}
     browse = entries["world", "browse"]
     assert browse["needs"] == ["agentfactory-rl[browse]"]
     assert "html_to_markdown is not installed; fix: pip install 'agentfactory-rl[browse]'" in browse["missing"]
@@ -214,12 +219,9 @@ def test_installed_worlds_are_listed_with_what_is_missing(
 
 
 @pytest.mark.parametrize("world", ["harbor", "search", "webshop"])
-def test_the_shown_recipe_is_valid(
-    world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shown_recipe_is_valid(world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worlds: Worlds) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["worlds", "show", world, "--json"]) == 0
-    shown = yaml.safe_load(json.loads(capsys.readouterr().out)["recipe"])
+    shown = yaml.safe_load(json.loads(worlds(0, "show", world, "--json").out)["recipe"])
     (tmp_path / "tasks.jsonl").write_text('{"question": "?", "goal": 1}\n')
     (tmp_path / "my_rewards.py").write_text(
         "from agentfactory import reward as mark\n\n\n@mark\ndef reward(prediction):\n    return 1.0\n"
@@ -268,14 +270,16 @@ def test_random_calls_fit_the_schema(schema: dict[str, object]) -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_a_recipe_with_sources_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_with_sources_is_refused(tmp_path: Path, worlds: Worlds) -> None:
     (tmp_path / "worlds.py").write_text(GARDEN)
     sources = [{"name": name, "path": "rows.jsonl", "tools": ["worlds.py:Garden"]} for name in ("bed", "lawn")]
     (tmp_path / "rows.jsonl").write_text('{"question": "go", "beds": 1}\n')
     fields = {"model": {"path": "m"}, "data": {"sources": sources}, "train": {"steps": 1}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
-    assert main(["worlds", "try", str(tmp_path / "recipe.yaml")]) == 2
-    assert "data.sources: got 2 sources, and one world is played; fix: name the world" in capsys.readouterr().err
+    assert (
+        "data.sources: got 2 sources, and one world is played; fix: name the world"
+        in worlds(2, "try", str(tmp_path / "recipe.yaml")).err
+    )
 
 
 def test_random_texts_are_those_of_the_world() -> None:

@@ -1,4 +1,4 @@
-"""Two stages that train one adapter, or merge it, by the command line: resumed, exported and evaluated."""
+"""Two stages that train one adapter, or merge it, by the command line: resumed, moved and exported."""
 
 import json
 import shutil
@@ -24,17 +24,27 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 IDS = torch.arange(3, 19)[None]
 WEIGHTS = "adapter_model.safetensors"
+STAGES = ("sft", "grpo")
 
 
 @pytest.fixture
-def done(
-    agentfactory: Command,
+def done(agentfactory: Command) -> Callable[..., str]:
+    def run(*arguments: str) -> str:
+        result = agentfactory(*arguments, status=0)
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def whole(
+    done: Callable[..., str],
     model_folder: Path,  # noqa: F811
     make_groups: Callable[..., list[Group]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., str]:
-    """`done(*arguments)`: run the command in a folder with `both.yaml`, SFT and GRPO on saved rows."""
+) -> Path:
+    """A run of `both.yaml`, SFT and GRPO on saved rows with one adapter, in the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model_folder, tmp_path / "model")
     write_groups(tmp_path / "groups.jsonl", make_groups(8, 4))
@@ -44,13 +54,16 @@ def done(
     loss = {"kl": {"coefficient": 0.1}}
     grpo = {"name": "grpo", "model": {**model, "lora": {}}, "train": {**course, "steps": 3, "loss": loss}}
     (tmp_path / "both.yaml").write_text(yaml.safe_dump({"stages": [sft, grpo]}))
+    said = done("train", "both.yaml", "output=whole")
+    assert "continues the adapter in whole/sft/checkpoints/step-000002 (rank 3) on " in said
+    assert metrics(tmp_path / "whole/grpo")[0]["kl"] == 0
+    return tmp_path / "whole"
 
-    def run(*arguments: str) -> str:
-        result = agentfactory(*arguments)
-        assert result.returncode == 0, result.stderr + result.stdout
-        return result.stdout
 
-    return run
+def killed_between_stages(whole: Path, name: str) -> Path:
+    copy = whole.with_name(name)
+    shutil.copytree(whole, copy, ignore=shutil.ignore_patterns("grpo", ".lock"))
+    return copy
 
 
 @torch.no_grad()
@@ -70,55 +83,42 @@ def last(stage: Path) -> Path:
     return max((stage / "checkpoints").glob("step-*"))
 
 
-def test_an_adapter_goes_on_and_resumes_between_and_within_stages(done: Callable[..., str], tmp_path: Path) -> None:
-    said = done("train", "both.yaml", "output=whole")
-    assert "continues the adapter in whole/sft/checkpoints/step-000002 (rank 3) on " in said
-    assert metrics(tmp_path / "whole/grpo")[0]["kl"] == 0
-
-    # as killed between the stages, and then within the second
-    half = tmp_path / "half"
-    done("train", "both.yaml", "output=half", "grpo.train.steps=1")
-    shutil.rmtree(half / "grpo")
+def test_an_adapter_goes_on_or_is_merged_and_resumes_between_and_within_stages(
+    done: Callable[..., str], whole: Path, tmp_path: Path
+) -> None:
+    half = killed_between_stages(whole, "half")
     said = done("train", "both.yaml", "output=half", "--resume", "grpo.train.steps=1")
     assert "stage 1 of 2: sft (completed)" in said
+    # a run may be moved between two attempts
     moved = half.rename(tmp_path / "moved")
     done("train", str(moved / "recipe.yaml"), "--resume", "grpo.train.steps=3")
-    whole, resumed = (load_file(last(tmp_path / name / "grpo") / WEIGHTS) for name in ("whole", "moved"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert not half.exists()
+    weights, resumed = (load_file(last(run / "grpo") / WEIGHTS) for run in (whole, moved))
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
-    done("export", "whole", "--output", "exported")
-    expected = scores(PeftModel.from_pretrained(network(tmp_path / "model"), last(tmp_path / "whole/grpo")))
-    torch.testing.assert_close(scores(network(tmp_path / "exported")), expected, atol=1e-5, rtol=0)
-    before = scores(PeftModel.from_pretrained(network(tmp_path / "model"), last(tmp_path / "whole/sft")))
-    assert (expected - before).abs().max() > 0.01
+    done("export", "moved", "--output", "exported")
+    adapted = [scores(PeftModel.from_pretrained(network(tmp_path / "model"), last(whole / name))) for name in STAGES]
+    torch.testing.assert_close(scores(network(tmp_path / "exported")), adapted[1], atol=1e-5, rtol=0)
+    assert (adapted[1] - adapted[0]).abs().max() > 0.01
 
-    # by another run, from the checkpoint, with its own fields
-    recipe = yaml.safe_load((tmp_path / "both.yaml").read_text())["stages"][1]
-    recipe["model"]["lora"] = {"from": "whole/grpo/checkpoints/step-000003"}
-    (tmp_path / "more.yaml").write_text(yaml.safe_dump(recipe))
-    done("train", "more.yaml", "output=more", "train.steps=1")
-    assert metrics(tmp_path / "more")[0]["kl"] == 0
-
-
-def test_a_stage_of_another_rank_trains_on_the_merged_base(done: Callable[..., str], tmp_path: Path) -> None:
-    said = done("train", "both.yaml", "output=run", "grpo.model.lora.rank=2", "grpo.train.steps=1")
+    # a stage of another rank trains on the merged base
+    killed_between_stages(whole, "run")
+    said = done("train", "both.yaml", "output=run", "--resume", "grpo.model.lora.rank=2", "grpo.train.steps=1")
     assert "is first merged into " in said
     assert "(rank is 2, not 3)" in said
     assert "\nmerged in float32\n" in said
-    sft, grpo = tmp_path / "run/sft", tmp_path / "run/grpo"
-    expected = scores(PeftModel.from_pretrained(network(tmp_path / "model"), last(sft)))
-    merged = scores(network(grpo / "merged"))
     # the sum is rounded to float32
-    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=0)
+    merged = scores(network(tmp_path / "run/grpo/merged"))
+    torch.testing.assert_close(merged, adapted[0], atol=1e-5, rtol=0)
     assert (merged - scores(network(tmp_path / "model"))).abs().max() > 0.01
-    assert metrics(grpo)[0]["kl"] == 0
+    assert metrics(tmp_path / "run/grpo")[0]["kl"] == 0
 
-    moved = (tmp_path / "run").rename(tmp_path / "moved")
-    done("train", str(moved / "recipe.yaml"), "--resume", "grpo.train.steps=2")
-    grpo = moved / "grpo"
-    done("export", "moved", "--output", "exported")
+    # its base moves with it
+    grpo = (tmp_path / "run").rename(tmp_path / "elsewhere") / "grpo"
+    done("train", "elsewhere/recipe.yaml", "--resume", "grpo.train.steps=2")
+    done("export", "elsewhere", "--output", "other")
     expected = scores(PeftModel.from_pretrained(network(grpo / "merged"), last(grpo)))
-    torch.testing.assert_close(scores(network(tmp_path / "exported")), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores(network(tmp_path / "other")), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.long

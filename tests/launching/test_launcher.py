@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 
+from agentfactory.commands import main as commands
+from agentfactory.launching import launch_plan
 from agentfactory.launching.child_processes import Terminated
-from agentfactory.launching.launcher import _note_signal
+from agentfactory.launching.launcher import _first_rank_that_failed, _note_signal
 from agentfactory.launching.run_folder import RunFolder
+from tests.forked import Forked
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -69,15 +73,6 @@ summary = {"status": "completed", "steps": step, "seed": recipe.seed}
 folder.write_summary({**summary, "checkpoint": f"checkpoints/{folder.last_checkpoint().name}"})
 """
 
-COMMAND = """
-import sys
-from pathlib import Path
-from agentfactory.commands import main
-from agentfactory.launching import launch_plan as plan
-plan.TRAINER = [str(Path("trainer.py").resolve())]
-sys.exit(main.main(sys.argv[1:]))
-"""
-
 STAGE = """
 model: {path: '${prepared}/model'}
 data: {path: '${prepared}/talks.jsonl'}
@@ -99,17 +94,29 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "both"
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", COMMAND, *arguments]
+def main() -> int:
+    """`agentfactory` with the scripted trainer; see Forked."""
+    launch_plan.TRAINER = (str(Path("trainer.py").resolve()),)
+    return commands.main(sys.argv[1:])
 
 
-def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **env}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
+def start(staged: Path, *arguments: str, **env: str) -> Forked:
+    said = Path(tempfile.mkdtemp(dir=staged.parents[1]))
+    return Forked(__name__, "train", "both.yaml", *arguments, log=said / "out", errors=said / "errors", **env)
+
+
+def ended(command: Forked) -> "subprocess.CompletedProcess[str]":
+    status = command.wait()
+    out, errors = (command.log.with_name(name).read_text() for name in ("out", "errors"))
+    return subprocess.CompletedProcess((), status, out, errors)
+
+
+def run(staged: Path, *arguments: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    return ended(start(staged, *arguments, **env))
 
 
 def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) -> None:
-    result = run("train", "both.yaml", "seed=5", "first.train.steps=12")
+    result = run(staged, "seed=5", "first.train.steps=12")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("training")] == [
@@ -127,12 +134,12 @@ def test_stages_run_in_order_each_from_the_last_ones_checkpoint(staged: Path) ->
     assert summary["checkpoint"] == "second/checkpoints/step-000003"
 
     # --overwrite keeps what the recipe reads
-    assert run("train", "both.yaml", "--overwrite", "second.data.path=runs/both/second/metrics.jsonl").returncode == 2
+    assert run(staged, "--overwrite", "second.data.path=runs/both/second/metrics.jsonl").returncode == 2
     assert (staged / "second" / "metrics.jsonl").exists()
 
 
 def test_a_run_that_a_symptom_ended_has_a_status_of_its_own(staged: Path) -> None:
-    result = run("train", "both.yaml", "first.train.max_grad_norm=3")
+    result = run(staged, "first.train.max_grad_norm=3")
     assert result.returncode == 3
     reason = "train.stop_when: entropy: step 3: too much of it; best checkpoint runs/both/first/checkpoints/step-000002"
     assert f"stopped: {reason} (eval/sampled/success 0.75); run folder runs/both" in result.stderr
@@ -144,12 +151,12 @@ def test_a_run_that_a_symptom_ended_has_a_status_of_its_own(staged: Path) -> Non
 
 
 def test_what_prepare_made_is_checked_before_anything_starts(staged: Path) -> None:
-    result = run("train", "both.yaml", "prepare=make.py:fail")
+    result = run(staged, "prepare=make.py:fail")
     assert result.returncode == 1
     assert "the prepare function ended with exit status 1: RuntimeError: no disk" in result.stderr
     assert not (staged / "prepared").exists(), "nothing looks prepared"
     for option in (("--overwrite",), ("--resume",)):
-        result = run("train", "both.yaml", "prepare=make.py:bad", *option)
+        result = run(staged, "prepare=make.py:bad", *option)
         assert result.returncode == 2
         assert "data.path: " in result.stderr
         assert result.stderr.endswith(
@@ -159,27 +166,21 @@ def test_what_prepare_made_is_checked_before_anything_starts(staged: Path) -> No
         assert json.loads((staged / "summary.json").read_text())["status"] == "failed"
 
 
-def begin_long_training() -> subprocess.Popen[str]:
-    launcher = subprocess.Popen(
-        command("train", "both.yaml", "train.max_grad_norm=60.0"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert launcher.stdout is not None
-    while "training" not in launcher.stdout.readline():
-        assert launcher.poll() is None
-        time.sleep(0.01)
+def begin_long_training(staged: Path) -> Forked:
+    launcher = start(staged, "train.max_grad_norm=60.0")
+    wait_for(lambda: "training" in (launcher.log.read_text() if launcher.log.exists() else ""))
     return launcher
 
 
 def test_an_interrupted_run_says_so(staged: Path) -> None:
-    """For SIGTERM see tests/test_hygiene.py."""
-    launcher = begin_long_training()
+    launcher = begin_long_training(staged)
     os.kill(launcher.pid, signal.SIGINT)
-    _, said = launcher.communicate(timeout=20)
-    assert launcher.returncode == 130
-    assert said.splitlines()[-1] == "agentfactory: interrupted by Ctrl-C; run folder runs/both; continue with --resume"
+    result = ended(launcher)
+    assert result.returncode == 130
+    assert (
+        result.stderr.splitlines()[-1]
+        == "agentfactory: interrupted by Ctrl-C; run folder runs/both; continue with --resume"
+    )
     found = json.loads((staged / "summary.json").read_text())
     assert (found["status"], found["reason"]) == ("interrupted", "Ctrl-C")
 
@@ -192,8 +193,14 @@ def test_the_reason_of_a_stage_is_the_signal_that_the_user_sent(tmp_path: Path) 
         assert folder.read_summary() == {"status": "interrupted", "reason": reason, "steps": 3}
 
 
+def test_of_several_ranks_the_first_cause_is_told() -> None:
+    log = ["[rank1]: Traceback (most recent call last):", "[rank1]: ValueError: no luck", "[rank0]: connection lost"]
+    assert _first_rank_that_failed([*log, "torch.distributed.elastic: train failed"]) == "ValueError: no luck"
+    assert _first_rank_that_failed(log[:1]) is None
+
+
 def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:
-    launcher = begin_long_training()
+    launcher = begin_long_training(staged)
 
     def state() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in staged.rglob("*") if path.is_file()}
@@ -201,36 +208,32 @@ def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:
     before = state()
     fix = "fix: wait for it, end it, or output=OTHER"
     for option in ("--resume", "--overwrite"):
-        result = run("train", "both.yaml", "train.max_grad_norm=60.0", option)
+        result = run(staged, "train.max_grad_norm=60.0", option)
         assert result.returncode == 2
         assert result.stderr == f"agentfactory: output: {staged}: a run is alive there (pid {launcher.pid}); {fix}\n"
     assert state() == before
-    assert launcher.poll() is None
+    assert launcher.is_running()
     trainer = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text())
     launcher.kill()
-    launcher.wait(timeout=20)
     try:
         os.kill(trainer, 0)
-        result = run("train", "both.yaml", "--overwrite")
+        result = run(staged, "--overwrite")
     finally:
         os.kill(trainer, signal.SIGKILL)
-        launcher.communicate(timeout=20)
     assert result.returncode == 0, f"a child keeps the lock of a launcher that was killed: {result.stderr}"
 
 
-def test_a_staged_run_goes_on_in_the_stage_that_broke(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staged_run_goes_on_in_the_stage_that_broke(staged: Path) -> None:
     longer = "second.train.steps=9"
-    monkeypatch.setenv("CRASH", "1")
-    result = run("train", "both.yaml", longer, "second.train.checkpoint_every=5")
+    result = run(staged, longer, "second.train.checkpoint_every=5", CRASH="1")
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert "the trainer ended with exit status 1: ValueError: crashed" in last
     assert str(staged / "second" / "logs" / "train.log") in last
     summary = json.loads((staged / "summary.json").read_text())
     assert (summary["status"], "crashed" in summary["reason"]) == ("failed", True)
-    monkeypatch.delenv("CRASH")
     # a bare --resume takes no override for a path
-    result = run("train", "both.yaml", "--resume", longer)
+    result = run(staged, "--resume", longer)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[:4] == [
         "stage 1 of 2: first (completed)",

@@ -22,7 +22,6 @@ from tests.launching.test_resume import recipe_of, write_checkpoint
 
 @pytest.fixture
 def two_stages(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe of two stages on one model, on a machine without a GPU."""
     monkeypatch.setattr("agentfactory.placement.placement.GPU_DRIVERS", ())
     recipe = yaml.safe_load((project / "recipe.yaml").read_text())
     for name in ("first", "second"):

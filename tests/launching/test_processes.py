@@ -50,7 +50,6 @@ def start(children: Children, folder: Path, name: str, code: str, *arguments: st
 
 
 def written(path: Path) -> str:
-    """What a child writes there, once it does."""
     return wait_for(lambda: path.exists() and path.read_text())
 
 
@@ -215,7 +214,6 @@ def test_a_server_is_not_waited_for_when_the_trainer_has_ended(tmp_path: Path) -
 
 
 def test_sighup_unwinds_the_launcher(tmp_path: Path) -> None:
-    """As SIGINT and SIGTERM do: see test_launcher.py and tests/test_hygiene.py."""
     code = f"""
 import sys
 from pathlib import Path

@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ STEP["seconds/step"] = 90.0
 
 def test_plain_lines_without_a_terminal() -> None:
     out = io.StringIO()
-    with Progress(2, "grpo", Console(file=out, width=60)) as progress:
+    with closing(Progress(2, "grpo", Console(file=out, width=60))) as progress:
         progress.update(
             {"step": 0, "eval/sampled/success": 0.05, "eval/sampled/reward": 0.3, "eval/greedy/success": 0.0}
         )
@@ -38,7 +38,7 @@ def test_plain_lines_without_a_terminal() -> None:
 
 def test_sft_shows_its_loss_and_the_last_step() -> None:
     out = io.StringIO()
-    with Progress(500, "sft", Console(file=out)) as progress:
+    with closing(Progress(500, "sft", Console(file=out))) as progress:
         for step in range(1, 501):
             progress.update({"step": step, "loss": 2 / step, "grad_norm": 1.0, "tokens_per_second": 10.0})
     lines = out.getvalue().splitlines()
@@ -49,7 +49,7 @@ def test_sft_shows_its_loss_and_the_last_step() -> None:
 
 def test_a_table_and_a_bar_on_a_terminal() -> None:
     out = io.StringIO()
-    with Progress(2, "grpo", Console(file=out, force_terminal=True, width=100, height=30)) as progress:
+    with closing(Progress(2, "grpo", Console(file=out, force_terminal=True, width=100, height=30))) as progress:
         progress.update(STEP)
     text = out.getvalue()
     assert "reward" in text

@@ -12,7 +12,7 @@ import yaml
 from agentfactory.base.config import McpServerConfig
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.source_files import digests_of
-from agentfactory.launching.launch_plan import State, resume_stages
+from agentfactory.launching.launch_plan import StagePlan, State, resume_stages
 from agentfactory.launching.resumption import changed_code, code_files, content_digests, rewind
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.load import load_recipe
@@ -57,12 +57,22 @@ def run(project: Path) -> RunFolder:
     return folder
 
 
+def resumed(*overrides: str, asked: str = "auto") -> StagePlan:
+    (part,) = resume_stages([recipe_of(*overrides)], asked)
+    return part
+
+
+def refused(told: str, *overrides: str, asked: str = "auto") -> None:
+    with pytest.raises((SettingError, RunFolderError), match=told):
+        resumed(*overrides, asked=asked)
+
+
 def lines(file: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
 
 def test_from_the_newest_checkpoint(run: RunFolder) -> None:
-    (part,) = resume_stages([recipe_of()], "auto")
+    part = resumed()
     assert (part.state, part.checkpoint) == (State.STARTED, run.checkpoints / "step-000006")
     said: list[str] = []
     rewind(recipe_of(), run, part.checkpoint, said.append)
@@ -76,7 +86,7 @@ def test_from_the_newest_checkpoint(run: RunFolder) -> None:
 
 def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
     for attempt, aside in ((1, "set-aside"), (2, "set-aside-2")):
-        (part,) = resume_stages([recipe_of()], str(run.checkpoints / "step-000002"))
+        part = resumed(asked=str(run.checkpoints / "step-000002"))
         said: list[str] = []
         rewind(recipe_of(), run, part.checkpoint, said.append)
         assert said[0] == f"later checkpoints are set aside: {'step-000004, ' * (attempt == 1)}step-000006 in " + str(
@@ -91,30 +101,25 @@ def test_from_an_earlier_one_later_ones_are_set_aside(run: RunFolder) -> None:
 def test_where_no_checkpoint_is_it_begins_again(run: RunFolder) -> None:
     for path in checkpoints(run.checkpoints):
         path.rename(run.path / path.name)
-    (part,) = resume_stages([recipe_of()], "auto")
+    part = resumed()
     assert (part.state, part.checkpoint) == (State.STARTED, None)
     rewind(recipe_of(), run, None, [].append)
     assert [file.read_text() for file in run.growing().values()] == [""] * 4
-    with pytest.raises(SettingError, match=r"seed: got 1, but .*recipe\.yaml was trained with 0"):
-        resume_stages([recipe_of("seed=1")], "auto")
+    refused(r"seed: got 1, but .*recipe\.yaml was trained with 0", "seed=1")
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_offered(run: RunFolder) -> None:
     for step in (6, 4):
         (run.checkpoints / f"step-{step:06d}" / "trainer_state.json").write_text("{}")
     before = r"--resume runs/recipe/checkpoints/step-000002"
-    with pytest.raises(RunFolderError, match=rf"step-000006 is damaged: trainer_state.json .*; fix: {before}$"):
-        resume_stages([recipe_of()], "auto")
+    refused(rf"step-000006 is damaged: trainer_state.json .*; fix: {before}$")
     (run.checkpoints / "step-000002" / "trainer_state.json").unlink()
-    with pytest.raises(RunFolderError, match=r"none before it is intact: start again with --overwrite$"):
-        resume_stages([recipe_of()], "auto")
+    refused(r"none before it is intact: start again with --overwrite$")
 
 
 def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"model is not a checkpoint of the run; fix: name one in runs/recipe/"):
-        resume_stages([recipe_of()], str(project / "model"))
-    with pytest.raises(RunFolderError, match=r"step-000005 is not a checkpoint; fix: name one in"):
-        resume_stages([recipe_of()], str(run.checkpoints / "step-000005"))
+    refused(r"model is not a checkpoint of the run; fix: name one in runs/recipe/", asked=str(project / "model"))
+    refused(r"step-000005 is not a checkpoint; fix: name one in", asked=str(run.checkpoints / "step-000005"))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_a_path_that_is_none_of_its_checkpoints(run: RunFolder, project: Path) -
     ["train.steps=80", "train.processes=2 train.strategy=ddp", "limits.parallel_calls=2", "server.max_num_seqs=5"],
 )
 def test_what_may_change(run: RunFolder, override: str) -> None:
-    assert resume_stages([recipe_of(*override.split())], "auto")[0].checkpoint
+    assert resumed(*override.split()).checkpoint
 
 
 @pytest.mark.parametrize(
@@ -135,12 +140,10 @@ def test_what_may_change(run: RunFolder, override: str) -> None:
     ],
 )
 def test_what_must_not_change(run: RunFolder, override: str, said: str) -> None:
-    with pytest.raises(SettingError, match=said):
-        resume_stages([recipe_of(override)], "auto")
+    refused(said, override)
 
 
 def change_info(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the info of a checkpoint."""
     info = json.loads((path / "trainer_state.json").read_text())
     change(info)
     (path / "trainer_state.json").write_text(json.dumps(info))
@@ -150,13 +153,11 @@ def change_info(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def change_saved_recipes(run: RunFolder, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the recipe in every checkpoint."""
     for path in checkpoints(run.checkpoints):
         change_info(path, lambda info: change(info["recipe"]))
 
 
 def test_data_with_other_content_is_refused(run: RunFolder, project: Path) -> None:
-    """Checkpoints of earlier versions do not know the content."""
     recipe = recipe_of()
     assert resume_stages([recipe], "auto")[0].checkpoint
     contents = content_digests(recipe)
@@ -230,17 +231,13 @@ def test_the_operation_of_tools_may_change(run: RunFolder, override: str, refuse
 
 
 def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
-    """Of 0.1: nothing held its policy to the behaviour, and malformed turns were credited as their chains."""
-
     def remove(saved: dict[str, Any]) -> None:
         del saved["train"]["loss"]["behaviour_kl"], saved["train"]["advantage"]["malformed_turns"]
 
     change_saved_recipes(run, remove)
-    with pytest.raises(SettingError, match=r"malformed_turns: got 'blamed', but .* was trained with 'like_others'"):
-        resume_stages([recipe_of()], "auto")
+    refused(r"malformed_turns: got 'blamed', but .* was trained with 'like_others'")
     as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")
-    (part,) = resume_stages([recipe_of(*as_before)], "auto")
-    assert part.state is State.STARTED
+    assert resumed(*as_before).state is State.STARTED
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -251,27 +248,22 @@ def test_an_older_run_dropped_its_late_chains_if_it_had_any(run: RunFolder, stal
 
     change_saved_recipes(run, rewrite)
     now = [f"rollout.max_staleness={staleness}"]
-    (part,) = resume_stages([recipe_of(*now)], "auto")
-    assert part.state is State.STARTED
+    assert resumed(*now).state is State.STARTED
     now.append("rollout.late_chains=wait")
     if staleness:
-        with pytest.raises(SettingError, match=r"late_chains: got 'wait', but .* was trained with 'drop'"):
-            resume_stages([recipe_of(*now)], "auto")
-        return
-    (part,) = resume_stages([recipe_of(*now)], "auto")
-    assert part.state is State.STARTED
+        refused(r"late_chains: got 'wait', but .* was trained with 'drop'", *now)
+    else:
+        assert resumed(*now).state is State.STARTED
 
 
 def test_a_completed_run_goes_on_only_for_more_steps(run: RunFolder) -> None:
     run.write_summary({"status": "completed", "steps": 40})
-    with pytest.raises(RunFolderError, match=r"runs/recipe is completed, with 40 steps; fix: raise train.steps"):
-        resume_stages([recipe_of()], "auto")
-    assert resume_stages([recipe_of("train.steps=50")], "auto")[0].state is State.STARTED
-    assert resume_stages([recipe_of()], str(run.checkpoints / "step-000004"))[0].state is State.STARTED
+    refused(r"runs/recipe is completed, with 40 steps; fix: raise train.steps")
+    assert resumed("train.steps=50").state is State.STARTED
+    assert resumed(asked=str(run.checkpoints / "step-000004")).state is State.STARTED
 
 
 def test_stages(run: RunFolder) -> None:
-    """Completed ones are passed over; one that later ones began from cannot be trained on."""
     first = recipe_of()
     second = recipe_of("output=runs/second", f"model.path={run.checkpoints}/step-000006")
     third = recipe_of("output=runs/third")

@@ -12,7 +12,6 @@ SMOOTHED = 5
 
 
 def main(folder: Path, picture: Path) -> None:
-    """One line per algorithm: success of the training chains; dots: of the held-out tasks."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for file in sorted(folder.glob("*.jsonl")):

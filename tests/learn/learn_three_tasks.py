@@ -19,7 +19,6 @@ CHANCE = 13.8
 
 
 def success(run: Path, sources: list[str]) -> dict[str, float]:
-    """The success of the last evaluation, sampled, by source."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if f"eval/sampled/source/{sources[0]}/success" in line][-1]
     return {name: last[f"eval/sampled/source/{name}/success"] for name in sources}

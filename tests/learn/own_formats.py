@@ -147,7 +147,6 @@ def write_tasks(
 
 
 def save(network: type[PreTrainedModel], config: Any, folder: Path, seed: int) -> None:
-    """Write an untrained network."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network(config).save_pretrained(folder / "model")

@@ -26,15 +26,12 @@ class Habit(React):
     """ReAct after a thought that has a line `Observation:`, and with an observation made up after each action."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """See Parser."""
         return super().read(text.removeprefix(_THOUGHT).removesuffix(_MADE_UP), specs)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """See Parser."""
         return _THOUGHT + super().write(calls, specs) + _MADE_UP
 
     def write_answer(self, text: str) -> str:
-        """See Parser."""
         return _THOUGHT + super().write_answer(text)
 
 

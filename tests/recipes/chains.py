@@ -1,7 +1,9 @@
-"""Chains of a recipe with completions scripted by the test."""
+"""Rows of a recipe, and chains with completions scripted by the test."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.chains.chain_runner import ChainRunner
@@ -12,6 +14,11 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Trajectory
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.seeing_server import serve_seeing
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 async def chain_of(recipe: Recipe, base: Path, task: dict, texts: Sequence[str], images: Path) -> Trajectory:

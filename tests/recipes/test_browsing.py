@@ -61,7 +61,6 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def chains(folder: Path, address: str, texts: list[str]) -> AsyncIterator[Any]:
-    """Chains with the tools, rewards and turns of the recipe."""
     taken = recipe()
     servers = {name: server.model_dump() for name, server in taken.mcp_servers.items()}
     servers["search"]["options"]["engine"] = {"cache": str(folder / "cache"), "calls_per_second": 1000.0}

@@ -1,6 +1,5 @@
 """The code interpreter's recipe: its questions, transcripts and reward."""
 
-import json
 import random
 from pathlib import Path
 
@@ -9,23 +8,13 @@ import pytest
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.conftest import REPOSITORY
+from tests.recipes.chains import read_rows
 
 RECIPES = REPOSITORY / "recipes" / "code_interpreter"
 make_task, interpreter_answered = (
     load_object(f"arithmetic.py:{name}", RECIPES) for name in ("make_task", "interpreter_answered")
 )
 prepare, HABIT = (load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "TAKES_THE_NEXT_OPERATOR"))
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, 0)
-    return folder
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_question_says_what_its_row_holds() -> None:

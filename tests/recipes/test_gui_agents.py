@@ -37,7 +37,6 @@ chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="there is
 
 
 def screenshot(box: list[float]) -> bytes:
-    """A PNG file of 400 x 300 pixels with a button."""
     image = Image.new("RGB", (400, 300), "white")
     ImageDraw.Draw(image).rectangle(box, fill="blue")
     file = BytesIO()
@@ -169,7 +168,6 @@ async def test_what_is_no_click_is_not_rewarded() -> None:
 
 
 def small(name: str, folder: Path, kind: str) -> Recipe:
-    """A recipe with a small network of the model's family."""
     loaded = load_recipe(str(FOLDER / f"{name}.yaml"), [], "train", [])
     path = make_vision_model(folder / kind, kind)
     updates = {"path": str(path), "dtype": "float32", "max_image_pixels": 300_000}

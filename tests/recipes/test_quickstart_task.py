@@ -1,6 +1,5 @@
 """The quickstart's environment, tasks, transcripts, tokenizer and chat template."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.tool import InvalidArguments
+from tests.recipes.chains import read_rows
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 TreasureHunt = load_object("treasure_hunt.py:TreasureHunt", QUICKSTART)
@@ -21,19 +21,8 @@ prepare = load_object("prepare.py:prepare", QUICKSTART)
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, 0)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def tokenizer(prepared: Path) -> PreTrainedTokenizerFast:
     return load_tokenizer(str(prepared / "model"))
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def hunt(start: list[int], treasure: list[int]) -> TreasureHunt:

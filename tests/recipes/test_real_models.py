@@ -73,5 +73,4 @@ def test_the_docs_show_the_tables(placements: dict[str, Placement]) -> None:
 
 
 def without_source(table: str) -> str:
-    """A table without the note that the hub could not be reached."""
     return "\n".join(line for line in table.splitlines() if "the hub cannot be reached" not in line)

@@ -138,7 +138,6 @@ def test_every_question_of_our_file_can_be_answered_from_its_passages(index: str
 
 
 def test_the_held_out_questions_are_those_of_the_test_split(tmp_path: Path) -> None:
-    """The data set has Search-R1's columns."""
     rows = [
         {
             **row,

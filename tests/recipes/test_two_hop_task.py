@@ -1,6 +1,5 @@
 """The two-hop search recipe: its catalogue, questions, transcripts and reward."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.worlds.search.local_index import LocalIndex
 from tests.conftest import REPOSITORY
+from tests.recipes.chains import read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -19,20 +19,9 @@ answered, COUNTRIES, UNKNOWN = (
 prepare, HELD_OUT = (load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "HELD_OUT"))
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, 0)
-    return folder
-
-
-def rows(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
 def test_two_searches_lead_to_the_answer_and_one_does_not(prepared: Path) -> None:
     index = LocalIndex(prepared / "index")
-    for task in rows(prepared / "heldout.jsonl"):
+    for task in read_rows(prepared / "heldout.jsonl"):
         [entry] = index.search(f"Object {task['object']}", 1)
         assert entry.title == f"Object {task['object']}"
         assert not any(country in entry.text for country in COUNTRIES)
@@ -43,10 +32,12 @@ def test_two_searches_lead_to_the_answer_and_one_does_not(prepared: Path) -> Non
 
 
 def test_no_object_is_trained_and_held_out(prepared: Path) -> None:
-    heldout, train = ({task["object"] for task in rows(prepared / name)} for name in ("heldout.jsonl", "train.jsonl"))
+    heldout, train = (
+        {task["object"] for task in read_rows(prepared / name)} for name in ("heldout.jsonl", "train.jsonl")
+    )
     assert len(heldout) == HELD_OUT
     assert not heldout & train
-    asked = " ".join(row["messages"][0]["content"] for row in rows(prepared / "transcripts.jsonl"))
+    asked = " ".join(row["messages"][0]["content"] for row in read_rows(prepared / "transcripts.jsonl"))
     assert {int(number) for number in re.findall(r"object (\d+)", asked)} <= train
 
 

@@ -1,7 +1,6 @@
 """WebShop's recipes: the small recipe's tasks and transcripts, and the recipes for real models."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
+from tests.recipes.chains import read_rows
 
 RECIPES = REPOSITORY / "recipes" / "webshop"
 prepare, what_is_asked, BUYS, CHOOSES, VISITS, ECHOES, GLANCES = (
@@ -23,22 +23,11 @@ prepare, what_is_asked, BUYS, CHOOSES, VISITS, ECHOES, GLANCES = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture(scope="module")
-def prepared(cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, 0)
-    return folder
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.long
@@ -94,7 +83,7 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["3b-lora-24gb", "7b-full-8gpu"])
 def test_the_real_models_recipes_say_which_file_is_missing(
-    name: str, tmp_path: Path, cache: None, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(RECIPES / f"{name}.yaml", lacks=[])
     assert isinstance(recipe, Recipe)

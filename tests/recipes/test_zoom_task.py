@@ -1,6 +1,5 @@
 """The zoom recipe: its images, transcripts, tool and reward."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.worlds.images.image_tools import ImageTools
 from tests.conftest import REPOSITORY
+from tests.recipes.chains import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
@@ -21,17 +21,6 @@ Picture, PATTERNS, named = (load_object(f"pictures.py:{name}", RECIPE) for name 
 prepare, VIEW, HELD_OUT, ASKED, GIVE_UP = (
     load_object(f"prepare.py:{name}", RECIPE) for name in ("prepare", "VIEW", "HELD_OUT", "ASKED", "GIVE_UP")
 )
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, 0)
-    return folder
-
-
-def rows(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def pixels(image: Image.Image) -> np.ndarray:
@@ -70,7 +59,7 @@ def test_each_pattern_is_seen_from_near(prepared: Path) -> None:
 
 def test_no_picture_is_trained_and_held_out(prepared: Path) -> None:
     heldout, train = (
-        {(prepared / image).read_bytes() for row in rows(prepared / name) for image in row["images"]}
+        {(prepared / image).read_bytes() for row in read_rows(prepared / name) for image in row["images"]}
         for name in ("heldout.jsonl", "train.jsonl")
     )
     assert len(heldout) == HELD_OUT

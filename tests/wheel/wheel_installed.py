@@ -22,7 +22,6 @@ VLLM_PYTHON = os.environ.get("AGENTFACTORY_VLLM_PYTHON")
 
 
 def tracked(*places: str) -> list[Path]:
-    """Files of the repository below `places`, with links as such."""
     said = subprocess.run(
         ["git", "ls-files", "-z", *places], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
@@ -69,7 +68,6 @@ def pip(programs: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def place(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with a task of its own, trained."""
     folder = tmp_path_factory.mktemp("place")
     run(folder, programs / "agentfactory", "new", "word_problems")
     print(run(folder, programs / "agentfactory", "train", "word_problems/tiny/recipe.yaml"))
@@ -155,7 +153,6 @@ def test_a_run_is_evaluated_and_viewed(wheel: Path, programs: Path, place: Path)
 
 @contextmanager
 def serving(programs: Path, folder: Path, recipe: str, *overrides: str) -> Iterator[str]:
-    """The address of `agentfactory serve`."""
     command = [str(programs / "agentfactory"), "serve", recipe, *overrides]
     with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -238,12 +238,8 @@ def make_app(world: ServedWorld) -> Starlette:
 async def serve(
     subject: Subject, host: str, port: int, api_key_env: str | None, say: Callable[[str], None], client: str = ""
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Says `ready http://HOST:PORT` once it listens, and where the `client` is.
-
-    Raises:
-        SettingError: the world needs rows and has none, an address or the key cannot be used.
-        ToolInfrastructureError: a tool server cannot be opened.
-    """
+    """Serve until SIGINT or SIGTERM. Says `ready http://HOST:PORT` once it listens, and where the `client` is. Raises
+    SettingError if the world lacks rows, or an address or the key cannot be used, and ToolInfrastructureError."""
     check_extra("openenv")
     parent_watch.follow_parent()
     tasks = subject.rows()

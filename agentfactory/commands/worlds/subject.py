@@ -158,12 +158,9 @@ class Subject:
 
 
 def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], seconds: float | None = None) -> Subject:
-    """Return the world, task source, `FILE.py:NAME` or recipe called `name`.
-
-    Args:
-        overrides: `field=value` of its task source, or of the recipe.
-        options: `NAME=VALUE`, arguments of the world's constructor.
-        seconds: Time limit of the world's start, of its reset, and of a call; None: those of the recipe.
+    """Return the world, task source, `FILE.py:NAME` or recipe called `name`, with `overrides` (`field=value` of its
+    task source or of the recipe), the world's constructor arguments `options` (`NAME=VALUE`), and the time limit
+    `seconds` of its start, of its reset and of a call (None: those of the recipe).
 
     Raises SettingError if there is none, or a field, an option or this machine does not suit it.
     """
@@ -176,10 +173,10 @@ def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], se
         return Subject(recipe.name, recipe)
     world, source = world_and_source(name, overrides)
     label = world.rpartition(":")[2]
-    limits: dict[str, Any] = (
-        {} if seconds is None else {"timeout_seconds": seconds, "pool": {"create_seconds": seconds}}
-    )
-    data: dict[str, Any] = {"name": label, "mcp_servers": {label: {"module": world, **limits}}}
+    server: dict[str, Any] = {"module": world}
+    if seconds is not None:
+        server |= {"timeout_seconds": seconds, "pool": {"create_seconds": seconds}}
+    data: dict[str, Any] = {"name": label, "mcp_servers": {label: server}}
     given = [f"mcp_servers.{label}.options.{option}" for option in options]
     if source is not None:
         data["data"] = {source: {}}
@@ -190,7 +187,8 @@ def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], se
         try:
             recipe = stages_of(load_recipe(file, given, "tools"))[-1]
         except SettingError as error:
-            raise _on_command_line(error, source) from None
+            # the field as the command line has it
+            raise error.at(field=error.field.removeprefix(f"data.{source}."), source="") from None
     return Subject(label, recipe, source)
 
 
@@ -224,9 +222,3 @@ def world_and_source(name: str, overrides: Sequence[str]) -> tuple[str, str | No
         fix = "give constructor arguments by --option NAME=VALUE, and a row by --row JSON"
         raise SettingError(overrides[0], f"{name} has no task source, so it has no fields", fix)
     return world, chosen
-
-
-def _on_command_line(error: SettingError, source: str | None) -> SettingError:
-    """Return the error for the fields as the command line has them."""
-    field = error.field.removeprefix(f"data.{source}.") if source is not None else error.field
-    return error.at(field=field, source="")

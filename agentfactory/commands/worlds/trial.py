@@ -15,18 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agentfactory.base import messages
 from agentfactory.base.errors import CommandFailed
-from agentfactory.base.messages import (
-    CallError,
-    Content,
-    ToolCall,
-    ToolInfrastructureError,
-    ToolResult,
-    ToolSpec,
-    properties_of,
-    required_of,
-    text_of,
-)
+from agentfactory.base.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening_prompt import opening_messages
@@ -70,9 +61,8 @@ class RandomCalls:
                 fault = None
             if fault is None:
                 return spec.name, arguments
-        raise NoLegalCall(
-            f"no random call fits the schema of {spec.name}: {fault}; fix: give calls by --calls FILE.jsonl"
-        )
+        fix = "give calls by --calls FILE.jsonl"
+        raise NoLegalCall(f"no random call fits the schema of {spec.name}: {fault}; fix: {fix}")
 
     def _value(self, schema: Any, root: dict[str, Any], depth: int) -> Any:
         chance = self._random
@@ -96,11 +86,11 @@ class RandomCalls:
             kind = chance.choice(kind)
         match kind:
             case "object":
-                required = required_of(schema)
-                names = [
-                    n for n in properties_of(schema) if n in required or (depth < _MOST_DEPTH and chance.random() < 0.5)
-                ]
-                return {name: self._value(properties_of(schema)[name], root, depth + 1) for name in names}
+                return {
+                    name: self._value(value, root, depth + 1)
+                    for name, value in messages.properties_of(schema).items()
+                    if name in messages.required_of(schema) or (depth < _MOST_DEPTH and chance.random() < 0.5)
+                }
             case "array":
                 least = int(schema.get("minItems", 0))
                 most = int(schema.get("maxItems", max(least, 0 if depth >= _MOST_DEPTH else 3)))
@@ -164,8 +154,7 @@ def read_calls(text: str, name: str) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-_LONGEST = 4000
-"""Characters of an observation that are shown."""
+_LONGEST = 4000  # characters of an observation that are shown
 
 
 class WorldFailed(CommandFailed):
@@ -184,12 +173,8 @@ class Episode:
 
 
 async def play(subject: Subject, episode: Episode) -> None:
-    """Play the episode and print it turn by turn.
-
-    Raises:
-        SettingError: the world needs rows and has none, or its rows cannot be made.
-        WorldFailed: the world raises, hangs or prints.
-    """
+    """Play the episode and print it turn by turn. Raises SettingError if the world needs rows and has none, or they
+    cannot be made, and WorldFailed if it raises, hangs or prints."""
     name = subject.name
     with _recorded() as (show, printed), TemporaryDirectory(prefix="agentfactory-images-") as images:
         try:
@@ -242,11 +227,10 @@ def _origin(subject: Subject, episode: Episode, rows: int) -> str:
 async def _take_turns(
     session: ToolSession, specs: Sequence[ToolSpec], episode: Episode, show: Callable[[str], None]
 ) -> None:
-    """Make the calls. Raises WorldFailed."""
     if not specs:
         raise WorldFailed("it has no tool, so no model can act on it; mark methods with @tool")
     source = RandomCalls([*specs], episode.seed)
-    source.see(text_of(session.opening or ""))
+    source.see(messages.text_of(session.opening or ""))
     for turn in range(episode.turns if episode.calls is None else len(episode.calls)):
         tool, arguments = source.draw() if episode.calls is None else episode.calls[turn]
         given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
@@ -256,7 +240,7 @@ async def _take_turns(
         show(_indented(f"error ({result.error.value}): {text}" if result.error is not None else text))
         if fault := _fault(tool, result, episode):
             raise WorldFailed(fault)
-        source.see(text_of(result.content))
+        source.see(messages.text_of(result.content))
         if result.finish:
             show("the world ends the episode")
             return
@@ -269,9 +253,9 @@ def _fault(tool: str, result: ToolResult, episode: Episode) -> str | None:
     if result.error is CallError.TIMEOUT:
         return f"{tool} hangs: no answer within --seconds {episode.seconds:g}"
     if result.error is CallError.TOOL_ERROR:
-        kind = text_of(result.content).partition(":")[0]
+        kind = messages.text_of(result.content).partition(":")[0]
         if kind != "ValueError" and isinstance(getattr(builtins, kind, None), type):
-            return f"{tool} raised {_short(text_of(result.content), 300)}"
+            return f"{tool} raised {_short(messages.text_of(result.content), 300)}"
     return None
 
 
@@ -288,7 +272,7 @@ def _recorded() -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
 
 
 def _shown(content: Content) -> str:
-    return _short(text_of(content), _LONGEST)
+    return _short(messages.text_of(content), _LONGEST)
 
 
 def _short(text: str, most: int = 400) -> str:

@@ -33,7 +33,6 @@ from agentfactory.commands.worlds.subject import (
 from agentfactory.commands.worlds.trial import read_calls
 from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
-from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.environments.environment import Environment, overrides
 from agentfactory.tools.prebuilt import prebuilt
@@ -44,16 +43,15 @@ _FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `list`, `show`, `try` or `serve`.
-
-    Raises:
-        SettingError: the command line is wrong, or something is missing.
-        WorldFailed: `try` found a fault of the world.
-        ToolInfrastructureError: a tool server cannot be opened.
-    """
+    """Run `list`, `show`, `try` or `serve`. Raises SettingError, WorldFailed if `try` found a fault of the world, or
+    ToolInfrastructureError if a tool server cannot be opened."""
     match options.action:
         case "list":
-            _list(options.json, say)
+            if options.json:
+                say(json.dumps([asdict(entry) for entry in catalogue()], indent=2, ensure_ascii=False))
+            else:
+                for entry in catalogue():
+                    say(entry.line)
         case "show":
             _show(options.world, options.json, say)
         case "try":
@@ -65,14 +63,6 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             client = f"\nverifiers' taskset agentfactory-world is in {_FOR_VERIFIERS}"
             client = client if options.protocol == "verifiers" else ""
             run_interruptibly(serve(subject, options.host, options.port, options.api_key_env, say, client))
-
-
-def _list(as_json: bool, say: Callable[[str], None]) -> None:
-    if as_json:
-        say(json.dumps([asdict(entry) for entry in catalogue()], indent=2, ensure_ascii=False))
-        return
-    for entry in catalogue():
-        say(entry.line)
 
 
 def _try(options: argparse.Namespace) -> None:
@@ -88,17 +78,14 @@ def _try(options: argparse.Namespace) -> None:
         except (OSError, ValueError) as error:
             fix = 'give a file with a line {"name": TOOL, "arguments": {...}} per call'
             raise SettingError("--calls", str(error), fix) from None
-    episode = Episode(options.turns, options.seed, options.seconds, _given_row(options.row), calls)
+    try:
+        row = None if options.row is None else clean_row(options.row, Path.cwd())
+    except ValueError as error:
+        raise SettingError("--row", str(error), "correct it") from error
+    episode = Episode(options.turns, options.seed, options.seconds, row, calls)
     with limited(options.seconds, "--seconds"), redirect_stdout(sys.stderr):
         subject = open_subject(options.world, options.overrides, options.option, options.seconds)
     run_interruptibly(play(subject, episode))
-
-
-def _given_row(row: Task | None) -> Task | None:
-    try:
-        return None if row is None else clean_row(row, Path.cwd())
-    except ValueError as error:
-        raise SettingError("--row", str(error), "correct it") from error
 
 
 def _show(name: str, as_json: bool, say: Callable[[str], None]) -> None:
@@ -158,17 +145,13 @@ def _say_table(title: str, fields: list[dict[str, str]], say: Callable[[str], No
 
 
 def _specs(found: Any) -> list[ToolSpec]:
-    """Return the tools of a world, without creating it."""
     if isinstance(found, type) and issubclass(found, Environment):
         names = dict.fromkeys(name for base in reversed(found.__mro__) for name in vars(base))
         return [method.spec for name in names if is_tool(method := getattr(found, name))]
-    if is_tool(found):
-        return [found.spec]
-    return []
+    return [found.spec] if is_tool(found) else []
 
 
 def _options(found: Any) -> list[dict[str, str]]:
-    """Describe the constructor's arguments."""
     # Any, because the class may be any
     constructor: Any = (
         vars(found).get("__init__", getattr(found, "__init__", None)) if isinstance(found, type) else None
@@ -192,7 +175,6 @@ def _options(found: Any) -> list[dict[str, str]]:
 
 
 def _fields(source: type[TaskSource]) -> list[dict[str, str]]:
-    """Describe the fields of a task source."""
     return [
         {
             "name": name,
@@ -212,7 +194,6 @@ def _type(field: Any) -> str:
 
 
 def _row_fields(found: Any) -> list[str]:
-    """Return the fields that every row must have."""
     fields = ["question"]
     if isinstance(found, type) and issubclass(found, Environment):
         parameters = [*inspect.signature(found.reset).parameters.values()][1:]
