@@ -1,9 +1,6 @@
-"""A harness that calls a solution's functions inside the sandbox. Its source is sent there, so it imports only the
-standard library.
-
-Its output cannot be trusted, because the solution shares its process. Forging the output gains nothing, because the
-expected outputs are not in the sandbox but compared outside.
-"""
+"""A harness that calls a solution's functions inside the sandbox, to which its source is sent. Its output cannot be
+trusted, because the solution shares its process; the expected outputs are compared outside. Imports only the standard
+library."""
 
 import inspect
 import json

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.text.parsers.blocks import fenced_blocks, read_call_object
+from agentfactory.rollout.text.parsers.blocks import fenced_blocks, join_parts, read_call_object
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec, join_results
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
 
@@ -25,11 +25,9 @@ _AFTER = re.compile(r"[\s\],;]*+(?:(?<=\n)[ \t]*+`{3,}+[ \t]*+(?=\n|\Z))?")
 
 
 class JsonCalls(Parser):
-    """`{"name": "search", "arguments": {"query": "rain"}}`, once per call, with or without a fence.
-
-    `parameters` may stand for `arguments`, the calls may be a list, and the outer braces may be doubled, as some chat
-    templates show them. Other JSON is ordinary text, and so are blocks in other languages.
-    """
+    """`{"name": "search", "arguments": {"query": "rain"}}`, once per call, with or without a fence. `parameters` may
+    stand for `arguments`, the calls may be a list, and the outer braces may be doubled, as some chat templates show
+    them. Other JSON is ordinary text, and so are blocks in other languages."""
 
     stops = (f"\n{_RESULT}",)
 
@@ -45,7 +43,7 @@ class JsonCalls(Parser):
             after = _AFTER.match(text, end)
             position = after.end() if after else end
         outside.append(text[position:])
-        return Reading("\n".join(part.strip() for part in outside if part.strip()), calls)
+        return Reading(join_parts(outside), calls)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         objects = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
@@ -56,7 +54,6 @@ class JsonCalls(Parser):
         return told and f"{told}\nThen wait: you are told the result. A turn without a call is your answer."
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """`[result of search]` and the result."""
         told = zip(calls, results, strict=True)
         return [join_results([(f"{_RESULT}{call.name}]\n", result, "") for call, result in told])]
 
@@ -88,12 +85,10 @@ def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Cal
             continue
         position = end
         if call is not None:
-            if doubled:
-                closing = skip_space(text, end)
-                position = closing + 1 if text.startswith("}", closing) else end
+            if doubled and text.startswith("}", closing := skip_space(text, end)):
+                position = closing + 1
             # a fence that opens the first call in it is part of the call
-            fenced = block is not None and last <= block.begin <= begin
-            if fenced and block is not None and not text[block.code : begin].strip(" \t\r\n["):
+            if block is not None and last <= block.begin <= begin and not text[block.code : begin].strip(" \t\r\n["):
                 begin = block.begin
             last = position
             yield begin, position, call

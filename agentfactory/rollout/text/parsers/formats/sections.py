@@ -9,39 +9,31 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_object
-from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, read_object
+from agentfactory.rollout.text.parsers.parser import Arguments, Call
 from agentfactory.rollout.text.parsers.values import skip_space
 
 _NAME = re.compile(r"\s*([^\s<>｜]+)[^\S\n]*")
 _ID = re.compile(r"\s*((?:functions\.)?([^\s<>:]+):\d+)\s*")
 
 
-class Section(NativeParser):
-    """Calls between the tags CALL and CALL_END, in a section between OPEN and CLOSE. Subclasses set the tags."""
+class Section(Blocks):
+    """Calls between the tags CALL and CALL_END, with SEPARATOR before the arguments, in a section between OPEN and
+    CLOSE. BETWEEN is the text between calls."""
 
-    OPEN: ClassVar[str]
-    CLOSE: ClassVar[str]
     CALL: ClassVar[str]
     CALL_END: ClassVar[str]
     SEPARATOR: ClassVar[str]
-    """Tag before the arguments."""
     BETWEEN: ClassVar[str] = ""
-    """Text between calls."""
 
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        ids: list[str] = []
-
-        def read_section(position: int) -> tuple[list[Call], int]:
-            calls: list[Call] = []
-            position = skip_space(text, position)
-            while not calls or text.startswith(self.CALL, position):
-                call, position = self.read_call(text, expect(text, position, self.CALL, self.OPEN), ids)
-                calls.append(call)
-                position = skip_space(text, expect(text, position, self.CALL_END, "the arguments"))
-            return calls, expect(text, position, self.CLOSE, self.CALL_END)
-
-        return read_blocks(text, self.OPEN, self.CLOSE, read_section, ids)
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        calls: list[Call] = []
+        position = skip_space(text, position)
+        while not calls or text.startswith(self.CALL, position):
+            call, position = self.read_call(text, expect(text, position, self.CALL, self.OPEN), ids)
+            calls.append(call)
+            position = skip_space(text, expect(text, position, self.CALL_END, "the arguments"))
+        return calls, expect(text, position, self.CLOSE, self.CALL_END)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         written = [f"{self.CALL}{self.write_call(number, *call)}{self.CALL_END}" for number, call in enumerate(calls)]
@@ -51,8 +43,7 @@ class Section(NativeParser):
         return f"Write calls as {self.write([('tool_name', {'argument_name': 'value'})], specs)}"
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
-        """Return the call at `position`, and the end position of its arguments. Append its id, if it has one, to `ids`.
-        Raises ValueError."""
+        """Return the call at `position`, and the end of its arguments; append its id, if any, to `ids`."""
         raise NotImplementedError
 
     def write_call(self, number: int, name: str, arguments: Arguments) -> str:
@@ -76,8 +67,7 @@ class DeepSeekV31(Section):
 
 
 class DeepSeekV3(DeepSeekV31):
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>search`, the arguments in a `json` code block, and
-    `<｜tool▁call▁end｜>`."""
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>search`, arguments in a `json` code block, `<｜tool▁call▁end｜>`."""
 
     BETWEEN = "\n"
 
@@ -93,8 +83,7 @@ class DeepSeekV3(DeepSeekV31):
 
 class Kimi(Section):
     """`<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "rain"}<|tool_call_end|>`, in a
-    section of calls. A call's id, `functions.NAME:NUMBER`, names the tool, and its result refers to the id. The number
-    counts the conversation's calls from 0."""
+    section. A result refers to its call's id, `functions.NAME:NUMBER`, whose number counts the conversation's calls."""
 
     OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, SEPARATOR, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
