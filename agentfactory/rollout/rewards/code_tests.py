@@ -82,8 +82,8 @@ def _read_assertion(text: str) -> CallTest:
 @reward
 @dataclass(config=OPTIONS)
 class CodeTests:
-    """1 if the program passes all tests, else 0; metrics `success` and `tests_passed`, the fraction passed. Testing stops
-    at the first failed test, unless `partial` is set, and always after a test that exceeds its time limit."""
+    """1 if the program passes all tests, else 0; metrics `success` and `tests_passed`, the fraction passed. Testing
+    stops at the first failed test, unless `partial` is set, and always after a test that exceeds its time limit."""
 
     field: str = "tests"
     """Field of the row: a list of tests, or its JSON text."""

@@ -152,15 +152,15 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
 
 
 def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Parameter], label: str, name: str) -> None:
+    from_chain = (*OFFERED, *GROUP_OFFERED)
     for option in options:
-        if option in (*OFFERED, *GROUP_OFFERED):
-            problem = f"{name} gets {option!r} from the chain"
-            raise SettingError(f"{label}.options.{option}", problem, "remove it, or give the parameter another name")
+        place = f"{label}.options.{option}"
+        if option in from_chain:
+            fix = "remove it, or give the parameter another name"
+            raise SettingError(place, f"{name} gets {option!r} from the chain", fix)
         if option not in known and not _takes_row(known):
-            takes = ", ".join(parameter for parameter in known if parameter not in (*OFFERED, *GROUP_OFFERED))
-            raise SettingError(
-                f"{label}.options.{option}", f"{name} has no such option", f"use one of {takes or 'none'}"
-            )
+            takes = ", ".join(parameter for parameter in known if parameter not in from_chain)
+            raise SettingError(place, f"{name} has no such option", f"use one of {takes or 'none'}")
 
 
 def _copies(wanted: dict[str, Any]) -> dict[str, Any]:
