@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
@@ -22,7 +23,10 @@ from tests.server_process import serve
 
 LEARN = Path(__file__).parents[1] / "learn"
 KEEPS, DROPS = LEARN / "thinks_and_keeps.jinja", LEARN / "thinks_and_drops.jinja"
+NOTE = "<note>rain</note>\n"
 ACTION = 'Thought: so\nAction: note\nAction Input: {"text": "rain"}'
+BYTES = bytes_to_unicode()
+"""The letter that byte-level tokenizers write for each byte."""
 Exchange = tuple[list[int], list[int], str | None]
 """A prompt, the completion, and the stop string that ended it."""
 
@@ -51,7 +55,7 @@ def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: s
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     # a split into bytes splits characters
-    for ids in (tokenizer.encode(text), [i for byte in text.encode() for i in tokens_of_byte(tokenizer, byte)]):
+    for ids in (tokenizer.encode(text), tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in text.encode()])):
         assert decode(ids) == text
         watch = StopWatch([stop], decode)
         first = next(count for count in range(1, len(ids) + 1) if stop in decode(ids[:count]))
@@ -59,29 +63,11 @@ def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: s
         assert tokens_of(text.index(stop) + len(stop), ids, decode) == first
 
 
-def tokens_of_byte(tokenizer, byte: int) -> list[int]:
-    """The token of a single byte."""
-    alphabet = {value: letter for letter, value in byte_letters().items()}
-    return [tokenizer.convert_tokens_to_ids(alphabet[byte])]
-
-
-def byte_letters() -> dict[str, int]:
-    """The letters that byte-level tokenizers write for bytes."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(byte): byte for byte in plain}
-    others = [byte for byte in range(256) if byte not in plain]
-    return letters | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 @pytest.mark.parametrize(
     ("parser", "text", "kept"),
     [
         ("react", f"{ACTION}\nObservation: noted. Final Answer: 3", f"{ACTION}\nObservation:"),
-        (
-            "tags",
-            "<note>rain</note>\n<information>noted</information><answer>3</answer>",
-            "<note>rain</note>\n<information>",
-        ),
+        ("tags", f"{NOTE}<information>noted</information><answer>3</answer>", f"{NOTE}<information>"),
     ],
 )
 async def test_what_a_server_samples_after_a_stop_is_in_no_row(
