@@ -1,5 +1,4 @@
 import json
-import random
 import subprocess
 import sys
 from functools import cache
@@ -170,15 +169,6 @@ def test_a_forking_template_extends_where_it_leaves_the_text_alone() -> None:
         )
 
 
-def test_context_that_was_cut_inside_a_call_or_a_thought_is_closed() -> None:
-    renderer = renderer_of("qwen3")
-    for text in ("<think>\nI wonder", '<tool_call>\n{"name": "mo', ""):
-        ids = [*renderer.open(OPENING, SPECS), *encode(renderer, text)]
-        piece = renderer.extend(ids, [], [{"role": "user", "content": "Too long."}], SPECS)
-        expected = "<|im_end|>\n<|im_start|>user\nToo long.<|im_end|>\n<|im_start|>assistant\n"
-        assert renderer.tokenizer.decode(piece) == expected
-
-
 def test_other_stop_tokens_do_not_close_a_turn() -> None:
     tokenizer = make_tokenizer(trl_template("qwen2_5"))
     other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
@@ -235,14 +225,6 @@ def test_parse_of_reasoning_that_the_generation_prompt_began() -> None:
     parsed = renderer.parse(encode(renderer, "I wonder.\n</think>\n\nNorth."))
     assert parsed.message == {"role": "assistant", "content": "North.", "reasoning_content": "I wonder."}
     assert renderer.parse(encode(renderer, "I wond")).message["content"] == ""
-
-
-def test_parse_survives_any_ids() -> None:
-    renderer = renderer_of("qwen3")
-    rng = random.Random(1)
-    for _ in range(500):
-        ids = rng.choices(range(len(renderer.tokenizer)), k=rng.randrange(20))
-        json.dumps(renderer.parse(ids).message).encode()
 
 
 # --- supervised rows ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 import yaml
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from PIL import Image
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
@@ -305,12 +306,9 @@ class JudgeServer:
     async def serving(self) -> AsyncIterator["JudgeServer"]:
         app = web.Application()
         app.add_routes([web.post("/v1/chat/completions", self.complete)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        yield self
-        await runner.cleanup()
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("/v1"))
+            yield self
 
 
 @pytest_asyncio.fixture

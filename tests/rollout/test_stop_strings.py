@@ -17,6 +17,7 @@ from agentfactory.rollout.trajectory import Trajectory
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.learn import runs
 from tests.recording_proxy import Recording
+from tests.rollout.test_family_exactness import noisy_turns
 from tests.rollout.test_token_exactness import check_rows, play_chains
 from tests.scripted_chains import ZERO, scripted_chains
 from tests.server_process import serve
@@ -107,7 +108,6 @@ async def test_rows_are_what_was_sent_and_sampled(tmp_path: Path, parser: str, t
     split into tokens, cut turns, noise and control tokens: each sampled token is trained once, that a turn
     ends where its stop string does, and that one in the reasoning ends no turn."""
     renderer = make_renderer(make_tokenizer(template.read_text(encoding="utf-8")), parser=parser, reasoning=reasoning)
-    tokenizer, rng = renderer.tokenizer, random.Random(f"{parser} {template.name} {reasoning}")
     action, stop = {
         "react": ('Action: run\nAction Input: {"code": "x"}', "\nObservation:"),
         "tags": ("<run>x</run>", "<information>"),
@@ -120,20 +120,8 @@ async def test_rows_are_what_was_sent_and_sampled(tmp_path: Path, parser: str, t
         *(stopped_thought + action + stop + " made up", f"hm {fence}{stop}", action, thought + action[:-3]),
     ]
 
-    def script(_: str) -> list[int]:
-        text = rng.choice(texts)
-        cuts = sorted(rng.randrange(len(text)) for _ in range(3))
-        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
-        if rng.random() < 0.2:
-            ids.insert(rng.randrange(len(ids)), rng.choice([i for i in tokenizer.added_tokens_decoder if i > 1]))
-        if rng.random() < 0.2:
-            ids = ids[: rng.randrange(1, len(ids) + 1)]
-        end = next((at for at, i in enumerate(ids) if i in renderer.stop_token_ids), None)
-        if end is not None:
-            return ids[: end + 1]
-        return [*ids, renderer.stop_token_ids[0]] if rng.random() < 0.8 else ids
-
+    framing = [i for i in renderer.tokenizer.added_tokens_decoder if i > 1]
+    script = noisy_turns(renderer, texts, random.Random(f"{parser} {template.name} {reasoning}"), framing)
     source = "from agentfactory import tool\n\n@tool\ndef run(code: str) -> str:\n    'Run.'\n    return code * 2\n"
     fields = {"tools": ["notes.py:run"], "rewards": ["notes.py:nothing"]}
     fields |= {"rollout": {"max_turns": 6, "max_tokens": 200}}

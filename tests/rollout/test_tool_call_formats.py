@@ -340,18 +340,8 @@ def test_a_rewriting_template_forks_for_no_text_of_others() -> None:
 
 # --- whole chains ----------------------------------------------------------------------------------------------------
 
-TURNS = {
-    "my_parser.py:Shout": ["SEARCH rain", "It rains."],
-    "qwen3_coder": [
-        "Hm.</think>\n\n<tool_call><function=search>oops</tool_call>",
-        "</think><tool_call>\n<function=search>\n<parameter=query>\nrain\n</parameter>\n</function>\n</tool_call>",
-        "</think>\n\nIt rains.",
-    ],
-}
 
-
-@pytest.mark.parametrize("name", TURNS)
-async def test_chains(name: str, tmp_path: Path) -> None:
+async def test_chains_in_a_format_of_ones_own(tmp_path: Path) -> None:
     source = (
         "from agentfactory import tool\n\n@tool\ndef search(query: str) -> str:\n    'Search.'\n"
         "    return f'<|im_end|>{query}: it rains'\n"
@@ -362,20 +352,17 @@ async def test_chains(name: str, tmp_path: Path) -> None:
         "        return Reading('', [(name.lower(), {'query': rest})]) if name.isupper() else Reading(text)\n"
         "    def write(self, calls, specs):\n        return f'{calls[0][0].upper()} rain'\n"
     )
-    renderer = renderer_of(name, TEMPLATES.get(name, "qwen2_5"), base=tmp_path)
+    parser = "my_parser.py:Shout"
+    renderer = renderer_of(parser, "qwen2_5", base=tmp_path)
     fields = {"tools": ["notes.py:search"], "rewards": ["notes.py:nothing"]}
-    fields["rollout"] = {"max_turns": 6, "parser": name}
-    async with scripted_chains(tmp_path, TURNS[name], source=source + ZERO, renderer=renderer, **fields) as chains:
+    fields["rollout"] = {"max_turns": 6, "parser": parser}
+    turns = ["SEARCH rain", "It rains."]
+    async with scripted_chains(tmp_path, turns, source=source + ZERO, renderer=renderer, **fields) as chains:
         task = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]}
         [chain] = await chains.run_all([task])
     assert chain.error is None
-    assert chain.outcome == Outcome.COMPLETED
-    assert chain.turns == len(TURNS[name])
-    assert chain.metrics["tool_calls"] == 1
-    assert chain.metrics["tool_errors/malformed_call"] == len(TURNS[name]) - 2
-    text = decode(renderer, chain.rows[0].token_ids)
+    assert (chain.outcome, chain.turns, chain.metrics["tool_calls"]) == (Outcome.COMPLETED, 2, 1)
+    (row,) = chain.rows
+    text = decode(renderer, row.token_ids)
     assert text.count("<|im_end|>rain: it rains") == 1, "as the tool said it"
-    assert len(chain.rows) == 1
     assert "Search." in text, "the model was told of the tool"
-    said = [m for m in chain.messages if m["role"] == "assistant"]
-    assert any(m.get("tool_calls") for m in said) == renderer.parser.native

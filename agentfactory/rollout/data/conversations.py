@@ -3,7 +3,7 @@ fixes for rows in the layouts of other projects."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -38,7 +38,6 @@ def is_messages(value: Any) -> bool:
 
 
 def _is_list_of(value: Any, *keys: str) -> bool:
-    """Return whether a value is a list, not empty, of objects with these keys."""
     return isinstance(value, list) and bool(value) and all(_has_keys(each, *keys) for each in value)
 
 
@@ -105,25 +104,22 @@ class Findings:
     call_keys: set[str] = field(default_factory=set)
 
 
-class Tools:
-    """The tools that a row describes, by name, which its calls are checked against."""
+Tools = Mapping[str, ToolSpec]
+"""The tools that a row describes, by name, which its calls are checked against."""
 
-    def __init__(self, specs: Sequence[ToolSpec]) -> None:
-        self.by_name = {spec.name: spec for spec in specs}
 
-    def fault(self, name: str, arguments: dict[str, Any]) -> str | None:
-        """Return why these tools refuse a call; None if they do not, or if the schema cannot be checked."""
-        if name not in self.by_name:
-            return f"there is no tool {name!r} among the row's tools ({', '.join(self.by_name) or 'none'})"
-        parameters = self.by_name[name].parameters
-        if fits_plainly(arguments, parameters):
-            return None
-        try:
-            problem = _check(json.dumps(parameters)).fault(arguments)
-        except UncheckedError:
-            return None
-        shown = problem and problem.removeprefix("the arguments: ")[:300]
-        return shown and f"the row's tool {name!r} refuses these arguments: {shown}"
+def _fault(tools: Tools, name: str, arguments: dict[str, Any]) -> str | None:
+    """Return why tools refuse a call; None if they do not, or if the schema cannot be checked."""
+    if name not in tools:
+        return f"there is no tool {name!r} among the row's tools ({', '.join(tools)})"
+    if fits_plainly(arguments, tools[name].parameters):
+        return None
+    try:
+        problem = _check(json.dumps(tools[name].parameters)).fault(arguments)
+    except UncheckedError:
+        return None
+    shown = problem and problem.removeprefix("the arguments: ")[:300]
+    return shown and f"the row's tool {name!r} refuses these arguments: {shown}"
 
 
 @lru_cache(256)
@@ -186,10 +182,9 @@ def _spec(tool: Any, place: str, findings: Findings, columnar: bool) -> ToolSpec
     return ToolSpec(given["name"], description, parameters)
 
 
-def clean_messages(messages: Any, tools: Tools | None, findings: Findings) -> list[Message]:
-    """Return messages in the OpenAI format with call arguments as objects, without padding nulls. Raise ValueError,
-    which names the message and the field, for anything else, and for a call that `tools` refuse, unless the message's
-    weight is 0."""
+def clean_messages(messages: Any, tools: Tools, findings: Findings) -> list[Message]:
+    """Return messages in the OpenAI format with call arguments as objects, without padding nulls. Raise ValueError with
+    the message and the field for anything else, and for a call that `tools` refuse, except of weight 0."""
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json_column(messages, "messages")
     if not isinstance(messages, list) or not messages:
@@ -235,7 +230,7 @@ def _in_the_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     return [message for _, message in sorted(zip(places, messages, strict=True), key=lambda pair: pair[0])]
 
 
-def _message(message: Any, place: str, tools: Tools | None, findings: Findings) -> Message:
+def _message(message: Any, place: str, tools: Tools, findings: Findings) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = f"; {FROM_AND_VALUE}" if _has_keys(message, "from", "value") else ""
         raise ValueError(f"{place}: got {short(message)}, not {{role: ..., content: ...}}{hint}")
@@ -292,15 +287,15 @@ def is_text_parts(content: Any) -> bool:
     )
 
 
-def _calls(calls: Any, place: str, tools: Tools | None, learned: bool, findings: Findings) -> list[dict[str, Any]]:
+def _calls(calls: Any, place: str, tools: Tools, learned: bool, findings: Findings) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise ValueError(f"{place}: got {short(calls)}, not a list of {{function: {{name: ..., arguments: ...}}}}")
     cleaned = []
     for number, given in enumerate(calls):
         call = _call(given, f"{place}.{number}", findings)
-        call = nulls.drop_from_call(call, {} if tools is None else tools.by_name, findings.nulls)
+        call = nulls.drop_from_call(call, tools, findings.nulls)
         function = call["function"]
-        if tools and learned and (fault := tools.fault(function["name"], function["arguments"])):
+        if tools and learned and (fault := _fault(tools, function["name"], function["arguments"])):
             raise ValueError(f"{place}.{number}: {fault}")
         cleaned.append(call)
     return cleaned

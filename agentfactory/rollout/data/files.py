@@ -19,8 +19,7 @@ _MOST_BYTES = 1 << 26
 """Maximum bytes of a file that is read before the start, in about a second in every trainer process."""
 _EXPANSION = 8
 """Typical ratio of a gzip file's content to its size."""
-_MARK = b"\xef\xbb\xbf"
-"""The byte order mark."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LONGEST_CELL = 1 << 30
 _SEVERAL = "join the files, or read them with data.source"
 _BY_DATASETS = "convert it: python -c 'import datasets; datasets.{read}.to_json(\"rows.jsonl\")'"
@@ -87,7 +86,7 @@ class RowFile:
                 # bytes: text would also be split at U+2028, which a JSON string may contain
                 for line in chunk.splitlines(keepends=True):
                     number += 1
-                    yield number, line.removeprefix(_MARK) if number == 1 else line
+                    yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
                 if number % 1000 == 0 and raw is not None:
                     self.share = min(1.0, raw.tell() / size)
 
@@ -141,7 +140,7 @@ def _jsonl(file: RowFile) -> Iterator[tuple[str, Any]]:
 def _json(file: RowFile) -> Iterator[tuple[str, Any]]:
     path = file.path
     with file.opened() as opened:
-        content = opened.read().removeprefix(_MARK)
+        content = opened.read().removeprefix(_BYTE_ORDER_MARK)
     rows = _parse(content, path, 1)
     if not isinstance(rows, list):
         problem = f"{path} holds a {type(rows).__name__}, not a list of rows"

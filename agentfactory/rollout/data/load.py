@@ -81,8 +81,7 @@ def _loaded(config: DataConfig, section: str) -> tuple[list[Task], list[Findings
 
 
 def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSpec]]:
-    """Return the messages and tools of row `number` for supervised fine-tuning. Raise SettingError with the row's
-    number if it has no messages, or if its tools are not in the OpenAI format."""
+    """Return the messages and tools of a row for supervised fine-tuning. Raise SettingError if it has none."""
     if "messages" not in task:
         problem = f"row {number} has no 'messages' but {sorted(task)}"
         raise SettingError("data.path", problem, fix_for_conversation(task))
@@ -107,7 +106,6 @@ def check_source(config: DataConfig, section: str) -> None:
 
 
 def _called(config: DataConfig) -> list[Any]:
-    """Return the rows of a source as JSON values."""
     if config.registered is not None:
         field, section = config.registered
         source = Extension(section.rows, (), {}, field, f"{type(section).__name__}.rows")
@@ -151,7 +149,6 @@ def _read(config: DataConfig) -> tuple[list[Any], bool]:
 
 
 def _origin(config: DataConfig) -> str:
-    """Return the field of `config` that gives the rows."""
     if config.registered is not None:
         return config.registered[0]
     return "source" if config.path is None else "path"
@@ -210,17 +207,16 @@ def _renamed(row: dict[str, Any], row_name: str, config: DataConfig) -> dict[str
     return row
 
 
-def _tools(row: Task, findings: Findings, columnar: bool) -> Tools | None:
-    """Return the tools that a row describes, if any. Their list in `row` loses its padding nulls."""
+def _tools(row: Task, findings: Findings, columnar: bool) -> Tools:
     given = row.get("tools")
     try:
         specs = specs_of(given, findings, columnar and not isinstance(given, str))
     except (ValueError, RecursionError):
         # in reinforcement learning, `tools` may be any field; sft refuses it
-        return None
+        return {}
     if isinstance(given, list) and findings.nulls.dropped:
         row["tools"] = [spec.to_openai() for spec in specs]
-    return Tools(specs) if specs else None
+    return {spec.name: spec for spec in specs}
 
 
 def _check_question(question: Any) -> None:
@@ -234,6 +230,5 @@ def _check_question(question: Any) -> None:
 
 
 def _folder(config: DataConfig) -> Path:
-    """Return the folder to which paths in rows are relative."""
     file = config.path or (config.source or "").partition(".py:")[0]
     return Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()

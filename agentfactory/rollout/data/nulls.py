@@ -26,8 +26,7 @@ class Nulls:
 
 
 def drop_from_message(message: Mapping[str, Any], nulls: Nulls) -> dict[str, Any]:
-    """Return an object of the OpenAI format, such as a message, without null fields. A null `content` is part of the
-    format."""
+    """Return an object of the OpenAI format, such as a message, without null fields, except `content`."""
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     nulls.dropped += len(message) - len(kept)
     return kept
@@ -126,8 +125,7 @@ def _prune(value: Any, schemas: Sequence[Any], root: dict[str, Any], nulls: Null
 
 
 def _inside(schemas: Sequence[Any], root: dict[str, Any], key: str | int) -> Iterator[Any]:
-    """Yield the schemas of a property, or of the item at a place. An object whose properties no schema declares may
-    have any."""
+    """Yield the schemas of a property or of the item at a place; True if no schema declares the object's properties."""
     parts = [part for schema in schemas for part in _parts(schema, root)]
     if isinstance(key, int):
         for part in parts:

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.rewards.reward_spec import reward
-from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted, field_of
+from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, field_of, last_match
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -50,7 +50,7 @@ class Answers:
         return accepted_answers(row, self.field)
 
     def _found(self, prediction: str) -> str:
-        return extracted(self.extract, prediction)
+        return prediction if self.extract is None else last_match(self.extract, prediction) or ""
 
 
 @dataclass(config=OPTIONS)
@@ -177,7 +177,6 @@ class RelaxedAccuracy(Answers):
     """1 if the prediction matches the answer, numbers within `tolerance`, as in ChartQA, else 0; metric `success`."""
 
     tolerance: Annotated[float, Field(ge=0)] = 0.05
-    """Maximum relative difference of a number from the answer."""
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
         found = self._found(prediction)

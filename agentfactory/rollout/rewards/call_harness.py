@@ -11,8 +11,7 @@ from typing import Any
 
 
 def comparable(value: Any) -> Any:
-    """Convert `value` to JSON types: tuples become lists, sets sorted lists, keys text. Raise TypeError for other
-    objects."""
+    """Convert `value` to JSON types: tuples to lists, sets to sorted ones, keys to text. Raise TypeError for others."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

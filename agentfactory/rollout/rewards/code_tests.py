@@ -88,7 +88,6 @@ class CodeTests:
     field: str = "tests"
     """Field of the row: a list of tests, or its JSON text."""
     partial: bool = False
-    """Use the fraction of passed tests as the reward."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Time limit of one program, and of all function calls together."""
     memory_mb: Annotated[int, Field(gt=0)] = 256

@@ -40,9 +40,7 @@ class Judge:
     failure raises RewardError; it never counts as 0."""
 
     url: str
-    """Base address, such as http://127.0.0.1:8000/v1."""
     model: str
-    """The model's name at the endpoint."""
     prompt: str
     """The judge's prompt, with `{prediction}`, `{conversation}` (all messages and calls) and any field of the row;
     literal braces must be doubled."""
@@ -56,14 +54,12 @@ class Judge:
     best: float = 1.0
     """Scores of the rewards 0 and 1. A score outside this range is an error."""
     api_key_env: str | None = None
-    """Environment variable that contains the API key."""
     concurrency: Annotated[int, Field(gt=0)] = 16
     """Maximum number of concurrent requests; further rewards wait, which counts towards their time limit."""
     retries: Annotated[int, Field(ge=0)] = 3
     """Number of retries after recoverable failures: no connection, 408, 429, 5xx, a response that is not a
     completion."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    """Additional fields of the request, such as max_tokens."""
 
     @field_validator("url")
     @classmethod
@@ -145,7 +141,6 @@ class Judge:
         return [part for part in parts if part != text_part("")]
 
     async def _ask(self, request: dict[str, Any]) -> str:
-        """Return the judge's answer. Raise RewardError if there is none."""
         self._open()
         address = pinned(f"{self.url}/chat/completions")
         for attempt in range(self.retries + 1):
@@ -184,7 +179,6 @@ def _fields(prompt: str) -> list[str]:
 
 
 def _content(answer: Any) -> str:
-    """Return the text of a chat completion. Raise ValueError if there is none."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):

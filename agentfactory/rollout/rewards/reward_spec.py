@@ -122,7 +122,6 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
 
 
 def _made(given: Any, config: RewardConfig, label: str, name: str) -> RewardSpec:
-    """Create the spec of a function, or of a class, which is instantiated with the options."""
     options = config.options
     if inspect.isclass(given):
         given, options = _instance(given, options, label, name), {}

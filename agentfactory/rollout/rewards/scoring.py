@@ -17,15 +17,7 @@ from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.rewards.reward_spec import (
-    GROUP_OFFERED,
-    OFFERED,
-    RewardError,
-    RewardSpec,
-    check_turns,
-    load_reward,
-    run,
-)
+from agentfactory.rollout.rewards.reward_spec import RewardError, RewardSpec, check_turns, load_reward, run
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Deadline
@@ -97,8 +89,7 @@ class Rewards:
         return {name: entry.name for entry in self._entries for name in _needed(entry)}
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        """Check every row of `section`; see `check`. The error names the row's number. The rewards' own checks stop
-        after OWN_CHECK_SECONDS."""
+        """Check the rows of `section`, for OWN_CHECK_SECONDS also by the rewards' own checks. Errors name the row."""
         until = time.monotonic() + OWN_CHECK_SECONDS
         with announced(f"checking the rows of {section} by the rewards"):
             for number, task in enumerate(tasks, 1):
@@ -110,8 +101,7 @@ class Rewards:
                     raise SettingError(error.field, problem, fix) from error.__cause__
 
     def check(self, task: Task, own: bool = True) -> None:
-        """Raise SettingError if a reward needs a field that `task` lacks, or if a field has a reserved parameter name.
-        `own`: also call the rewards' own checks."""
+        """Raise SettingError if a reward cannot be called for `task`, or (`own`) if its own check refuses the task."""
         for entry in self._entries:
             for name in entry.parameters:
                 if name in entry.offered and name in task:
@@ -158,7 +148,8 @@ class Rewards:
                 raise ValueError("no reward: the recipe has no rewards and no environment returned one")
             check_turns(environment, trajectory, "the environment")
             return replace(environment, metrics=self._known(environment.metrics))
-        offered = _offered(trajectory, environment, seen_images, view, workspace)
+        given = {"environment": environment, "seen_images": list(seen_images), "model_view": view}
+        offered = _offered(trajectory, **given, workspace=workspace)
         total = EnvironmentReward(0.0, self._known(environment.metrics) if environment else {})
         for entry in self._entries:
             if not entry.group:
@@ -168,15 +159,14 @@ class Rewards:
     async def try_on(
         self, number: int, task: Task, environment: EnvironmentReward | None, workspace: Path | None = None
     ) -> list[str]:
-        """Call every reward on a dummy answer to a task, and return the problems, which name its number. `environment`
-        is an environment's reward, if any, for a chain without actions."""
+        """Call every reward on a dummy answer to a task, and return the problems, with the task's number."""
         faults = []
         made = _made_chain(task)
-        offered = _offered(made, environment, (), ModelView(), workspace)
-        together = dict(zip(GROUP_OFFERED, ([prediction_of(made)] * 2, [made] * 2), strict=True))
+        given = {"environment": environment, "seen_images": [], "model_view": ModelView(), "workspace": workspace}
         for entry in self._entries:
             try:
-                verdict = await entry.ask(together if entry.group else offered, task)
+                offered = _offered_together([made] * 2) if entry.group else _offered(made, **given)
+                verdict = await entry.ask(offered, task)
                 for one in entry.parse_group(verdict, 2) if entry.group else [verdict]:
                     entry.parse(one, made)
             except (RewardError, TypeError, ValueError) as error:
@@ -205,13 +195,9 @@ class Rewards:
             member.metrics |= total.metrics
 
     async def _judge_together(self, members: list[Trajectory], task: Task) -> list[EnvironmentReward]:
-        """Return the sum of each member's reward so far and the group rewards."""
-        offered = dict(zip(GROUP_OFFERED, ([prediction_of(member) for member in members], members), strict=True))
         totals = [EnvironmentReward(member.reward or 0.0, {}, member.turn_rewards) for member in members]
-        for entry in self._entries:
-            if not entry.group:
-                continue
-            verdicts = entry.parse_group(await entry.ask(offered, task), len(members))
+        for entry in (entry for entry in self._entries if entry.group):
+            verdicts = entry.parse_group(await entry.ask(_offered_together(members), task), len(members))
             for member, total, verdict in zip(members, totals, verdicts, strict=True):
                 total.add(self._weighted(entry, entry.parse(verdict, member)))
         return totals
@@ -259,28 +245,22 @@ class Rewards:
                     logger.exception("closing the reward %s failed", entry.name)
 
 
-def _offered(
-    trajectory: Trajectory,
-    environment: EnvironmentReward | None,
-    seen_images: Sequence[str],
-    view: ModelView | None,
-    workspace: Path | None = None,
-) -> dict[str, Any]:
-    """Return the arguments that a reward may take, by name."""
+def _offered(trajectory: Trajectory, **given: Any) -> dict[str, Any]:
     prediction = prediction_of(trajectory)
-    offered = (prediction, prediction, trajectory, environment, list(seen_images), view, workspace)
-    return dict(zip(OFFERED, offered, strict=True))
+    return {"prediction": prediction, "final_response": prediction, "trajectory": trajectory, **given}
+
+
+def _offered_together(members: list[Trajectory]) -> dict[str, Any]:
+    return {"predictions": [prediction_of(member) for member in members], "trajectories": members}
 
 
 def _needed(entry: RewardSpec) -> list[str]:
-    """Return the fields of the row that a reward's parameters need."""
     known = (*entry.offered, *entry.options)
     required = [p.name for p in entry.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     return [name for name in required if name not in known]
 
 
 def _made_chain(task: Task) -> Trajectory:
-    """Return a one-turn chain that answers `task` with MADE_ANSWER."""
     opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
     row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
     messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]

@@ -36,14 +36,8 @@ def last_match(pattern: str, text: str) -> str | None:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether `pattern` matches all of `text`, ignoring surrounding whitespace. Raise TimeoutError if the match
-    takes too long."""
+    """Return whether `pattern` matches all of `text`, stripped. Raise TimeoutError if the match takes too long."""
     return regex.fullmatch(pattern, text.strip(), regex.DOTALL, timeout=SECONDS, concurrent=True) is not None
-
-
-def extracted(pattern: str | None, prediction: str) -> str:
-    """Return the part of a prediction to compare: all of it without `pattern`, otherwise `last_match` or ""."""
-    return prediction if pattern is None else last_match(pattern, prediction) or ""
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:

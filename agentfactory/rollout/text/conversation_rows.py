@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,23 +18,18 @@ Spans = list[tuple[int, int, float]]
 """(start, end, weight) of ranges of a text."""
 
 
+@dataclass
 class ConversationRows:
     """A converter of whole conversations to rows. `ends` are the tokens that end a text turn, and a turn with calls."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        behaviour: Behaviour,
-        parser: Parser,
-        encoder: Encoder,
-        ends: Sequence[int | None],
-    ) -> None:
-        self.template = template
-        self.behaviour = behaviour
-        self.parser = parser
-        self._encoder = encoder
-        self._ends = ends
-        self._ids = cached(4096, encoder.encode)
+    template: ChatTemplate
+    behaviour: Behaviour
+    parser: Parser
+    encoder: Encoder
+    ends: Sequence[int | None]
+
+    def __post_init__(self) -> None:
+        self._ids = cached(4096, self.encoder.encode)
 
     def row(self, lines: list[Line], plain: list[Message], tools: Tools, specs: list[ToolSpec]) -> Row:
         """Return the row of a conversation. `plain` are the messages of `lines`, and `tools` the tools of `specs`, in
@@ -79,7 +75,7 @@ class ConversationRows:
                 problem = self._fault(said, calls, specs)
             if problem is not None:
                 raise RenderError(f"message {lines[turn].index}: {problem}")
-            end = self._ends[bool(calls)]
+            end = self.ends[bool(calls)]
             ids = [*self._ids(said, False), *([] if end is None else [end])]
             _add(row, ids, [weights[turn]] * len(ids))
             text = prompt + said + closing.end
@@ -105,7 +101,7 @@ class ConversationRows:
             context = self._ids(text[begin:], begin > 0)
             _add(row, context, [0.0] * len(context))
             return
-        ids, starts = self._encoder.encode_with_offsets(text[begin:], follows=begin > 0)
+        ids, starts = self.encoder.encode_with_offsets(text[begin:], follows=begin > 0)
         _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
 
 

@@ -43,12 +43,10 @@ class Dialogue:
 
     def lines(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
         """Return the lines of a conversation, with instructions in the system message, or before the first user message
-        if there are no system messages. Text already in the format is unchanged.
-
-        Under a text format, calls are written as text, the results of a turn become one user message, and other
-        assistant messages are marked as answers if the format marks answers. Raises RenderError (a ValueError), naming
-        the message's index, for calls that the format cannot express.
-        """
+        if there are no system messages. Under a text format, calls are written as text, the results of a turn become
+        one user message, and other assistant messages are marked as answers if the format marks answers; text in the
+        format is unchanged. Raises RenderError (a ValueError), with the message's index, for calls that it cannot
+        express."""
         parser, instructions = self.parser, self.instructions(specs)
         messages = self._shown(messages)
         lines = as_lines(messages)
@@ -87,7 +85,6 @@ def as_lines(messages: Sequence[Message]) -> list[Line]:
 
 
 def _merge_results(lines: list[Line], parser: Parser, names: dict[str, str]) -> Line:
-    """Merge the tool messages of one turn into one user message."""
     if len({line.weight for line in lines}) > 1:
         raise RenderError(f"message {lines[0].index}: a turn's results become one message; give them equal weights")
     messages = [line.message for line in lines]
@@ -100,7 +97,6 @@ def _merge_results(lines: list[Line], parser: Parser, names: dict[str, str]) -> 
 
 
 def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
-    """Return an assistant message as plain text."""
     message = {key: value for key, value in line.message.items() if key != "tool_calls"}
     _, thought, words = split_reasoning(message.get("content") or "", opened=False)
     calls = [call_of(call) for call in line.message.get("tool_calls") or []]

@@ -142,7 +142,6 @@ def _tree(strings: set[str]) -> str:
 
 
 def _by_first(strings: set[str]) -> list[tuple[str, set[str]]]:
-    """Map each first character to the rests of the strings."""
     return [(c, {s[1:] for s in strings if s[0] == c}) for c in sorted({s[0] for s in strings})]
 
 

@@ -158,9 +158,8 @@ def load_renderer(
     base: Path = Path(),
     images: Path | None = None,
 ) -> Renderer:
-    """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder. `images` is
-    the folder for the run's images, for vision-language models; None converts images to text. Raises ValueError if a
-    file is missing or the template cannot be used."""
+    """Create the renderer of a recipe's model; see `make_renderer`. `images` is the folder for the run's images; None
+    converts images to text. Raises ValueError if a file is missing or the template cannot be used."""
     source = None
     if model.chat_template is not None:
         file = Path(model.chat_template)

@@ -165,7 +165,6 @@ class Renderer:
         return ids
 
     def _shown(self, messages: Sequence[Message]) -> list[Any]:
-        """Return the images of messages that the template gets."""
         return image_urls(messages) if self.behaviour.images else []
 
     def parse(
@@ -296,15 +295,13 @@ class Renderer:
         return True
 
     def _json(self, specs: list[ToolSpec]) -> str:
-        """Return the tools as JSON for the chat template; computed only when they change."""
         if specs != self._specs:
             shown = [map_strings(spec.to_openai(), self._encoder.mark) for spec in specs if self.parser.native]
             self._specs, self._tools = list(specs), json.dumps(shown)
         return self._tools
 
     def _plain(self, messages: list[Message]) -> list[Message]:
-        """Return messages for the chat template: text, and images if it supports them, without unsupported fields and
-        without control tokens."""
+        """Return messages for the chat template, without fields, images and control tokens that it must not get."""
         return [self._plain_message(message) for message in messages]
 
     def _plain_message(self, message: Message) -> Message:
@@ -332,8 +329,7 @@ class Renderer:
 
 
 def _without_reasoning(message: Message, tags: tuple[str, str]) -> Message:
-    """Return an assistant message without its reasoning, unless it contains nothing else: many templates refuse an
-    empty turn."""
+    """Return an assistant message without its reasoning, unless it is empty then, which many templates refuse."""
     left = {key: value for key, value in message.items() if key != "reasoning_content"}
     if isinstance(left.get("content"), str):
         left["content"] = split_reasoning(left["content"], False, tags)[2]

@@ -15,7 +15,6 @@ from agentfactory.rollout.text.probing.tool_probe import USE, reads_call
 from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
-"""Templates shipped with AgentFactory."""
 
 
 class Use(StrEnum):
@@ -77,8 +76,7 @@ def training_variant(source: str) -> tuple[str, str] | None:
 
 
 def tools_variant(template: ChatTemplate, parser: Parser, image: str | None) -> tuple[str, ChatTemplate] | None:
-    """Return (name, template) of one of our templates that renders conversations without tools like `template`; None if
-    there is none."""
+    """Return (name, template) of our template, if any, that renders conversations without tools like `template`."""
     try:
         conversations = [for_template(c) for c in probe(template, False, parser, image).conversations]
     except RenderError:
@@ -129,11 +127,8 @@ def choose_template(
     image: str | None = None,
     reasoning: Reasoning = Reasoning.AUTO,
 ) -> Choice:
-    """Probe a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`. A
-    template that ignores tools is replaced by an otherwise equivalent one of ours.
-
-    Raises RenderError with every reason if no template can be used.
-    """
+    """Probe a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`. Ours
+    replace equivalent templates that ignore tools. Raises RenderError."""
     template = ChatTemplate(tokenizer, source)
     reasons: list[str] = []
     behaviour, variant = None, None

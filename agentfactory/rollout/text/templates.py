@@ -70,9 +70,9 @@ class ChatTemplate:
         self.null_content = False
         self.tools_in_system = False
         self.write_calls: Callable[[list[dict[str, Any]]], str] | None = None
-        self._dummies = lru_cache(1024)(self._render_dummy)
-        self._prompts = lru_cache(1024)(self._render_prompt)
         # these take JSON, which is hashable and cheaper than a render
+        self._dummies = lru_cache(1024)(self._render_dummy)
+        self._prompts = lru_cache(1024)(lambda tools: self.render(_QUESTION, json.loads(tools), prompt=True))
         self._turns = cached(4096, self._render_turn)
         self._continuations = cached(4096, self._render_continuation)
 
@@ -97,7 +97,6 @@ class ChatTemplate:
         return text
 
     def _adapted(self, message: Message) -> Message:
-        """Return a message in the form that the template expects."""
         changed = dict(message)
         if "reasoning_content" in message:
             changed[self.reasoning_field] = changed.pop("reasoning_content")
@@ -178,9 +177,6 @@ class ChatTemplate:
         tools, closings = key
         return self.continuation(json.loads(new), json.loads(tools), closings)
 
-    def _render_prompt(self, tools: str) -> str:
-        return self.render(_QUESTION, json.loads(tools), prompt=True)
-
     def _render_dummy(self, calls: _Calls, tools: str) -> str:
         return self.render(_dummy(calls), json.loads(tools))
 
@@ -212,7 +208,6 @@ def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Me
 
 
 def _dummy(calls: _Calls) -> list[Message]:
-    """Return a conversation that ends with a turn of these calls."""
     if not calls:
         return [*_QUESTION, {"role": "assistant", "content": "dummy"}]
     made = [ToolCall(*call, {}).to_openai() for call in calls]
@@ -228,7 +223,8 @@ def shared_length(a: str, b: str) -> int:
 
 @dataclass
 class Behaviour:
-    """A template's behaviour, as found by the probes.
+    """A template's behaviour, as found by the probes: whether it renders system messages (`system`), several calls in a
+    turn, words next to calls, questions directly after results, and images in user messages and in tool messages.
 
     `rewrites` describes how the template rewrites history (None: it appends); `notes` are harmless findings. `tags`
     open and close reasoning in a turn. `conversations` are the probe conversations that it rendered.
@@ -240,7 +236,6 @@ class Behaviour:
     """True if it renders reasoning from a separate message field; otherwise reasoning stays in the content."""
     tags: tuple[str, str]
     system: bool
-    """True if it renders system messages."""
     frame: str
     """A rendered question, answer and question, with the tokens that frame turns."""
     whole_frame: str = ""
@@ -252,13 +247,9 @@ class Behaviour:
     complains_as_tool: bool = True
     """True if it renders a tool message without a call; otherwise a user message reports a malformed call."""
     questions_after_results: bool = True
-    """True if it renders a user message directly after a tool result."""
     parallel_calls: bool = True
-    """True if it renders several calls in one turn."""
     words_with_calls: bool = True
-    """True if it renders text next to tool calls."""
     images: bool = False
-    """True if it renders images in user messages."""
     images_of_tools: bool = True
     """True if it renders images in tool messages, or never gets any."""
     misprint: str | None = None

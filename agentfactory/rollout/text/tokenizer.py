@@ -16,8 +16,7 @@ from agentfactory.rollout.trajectory import Group, Trajectory
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or hub name, ignoring truncation and padding set in its files. Raises
-    ValueError if there is none."""
+    """Load a model's tokenizer, without the truncation and padding of its files. Raises ValueError if it has none."""
     try:
         config = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
         name = json.loads(Path(config).read_text(encoding="utf-8")).get("tokenizer_class") if config else None

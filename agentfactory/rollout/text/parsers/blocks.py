@@ -24,8 +24,7 @@ class Blocks(NativeParser):
         return read_blocks(text, self.OPEN, self.CLOSE, lambda start: self.read_block(text, start, specs, ids), ids)
 
     def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
-        """Parse the block after an opening tag, and append its calls' ids, if it has any. Raises ValueError with a
-        message for the model."""
+        """Parse the block after an opening tag, and append its calls' ids, if any. Raises ValueError for the model."""
         raise NotImplementedError
 
 
@@ -72,8 +71,7 @@ def read_object(text: str, position: int) -> tuple[dict[str, object], int]:
 
 
 def read_call_object(call: object, *keys: str, name_key: str = "name") -> Call:
-    """Parse a call from a JSON object with its name under `name_key` and its arguments under one of `keys`. Raises
-    ValueError with a message for the model."""
+    """Parse a call from a JSON object with its name under `name_key`, and its arguments under one of `keys`."""
     if not isinstance(call, dict):
         raise ValueError(f"expected a JSON object, not {KINDS[type(call)]}")
     name = call.get(name_key)

@@ -18,7 +18,6 @@ REASONING_TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
 )
-"""Opening and closing tags."""
 
 
 def reasoning_tags(text: str) -> tuple[str, str]:

@@ -20,7 +20,6 @@ KINDS = {
 }
 """JSON type -> its name in messages to the model."""
 MAX_DEPTH = 100
-"""Maximum nesting depth of arguments."""
 MAX_LITERAL = 100_000
 """Maximum characters of a value in Python's notation, whose parser takes 500 bytes of memory per character."""
 _SPACE = re.compile(r"\s*")
@@ -84,9 +83,8 @@ def skip_space(text: str, position: int) -> int:
 
 
 def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
-    """Convert a value written as text by its parameter's schema; `root` is the schema that contains its definitions.
-    The types are tried in the schema's order, but null first; a schema without types accepts JSON. Text that fits none
-    stays text, and the tool reports the error."""
+    """Convert a value written as text by its parameter's schema; `root` is the schema with the definitions. Types are
+    tried in order, but null first; without any, JSON is. Text that fits none stays text: the tool reports it."""
     types = list(dict.fromkeys(_types(schema, root, 0)))
     plain = text.strip()
     if ("null" in types or not types) and plain in ("null", "None"):
@@ -127,11 +125,9 @@ def _read_literal(plain: str, text: str) -> Any:
             return text
         value = ast.literal_eval(tree)
         check_depth(value)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Dict):
-                keys = [key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-                if len(set(keys)) < len(node.keys):
-                    return text
+        for keys in [node.keys for node in ast.walk(tree) if isinstance(node, ast.Dict)]:
+            if len({key.value for key in keys if isinstance(key, ast.Constant)}) < len(keys):
+                return text
         # sets, bytes, surrogate halves and infinities have no JSON; tuples would become lists
         return value if json.loads(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) == value else text
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -144,7 +140,6 @@ def write_value(value: Any) -> str:
 
 
 def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
-    """Yield the JSON types in a schema, in order."""
     if not isinstance(schema, dict) or depth > 8:
         return
     named = schema.get("type")

@@ -113,8 +113,7 @@ def short_conversations(behaviour: Behaviour, parser: Parser | None) -> list[lis
 
 
 def long_conversations(parser: Parser | None) -> list[list[Message]]:
-    """Return a conversation of many turns, and one of long messages: some templates drop old turns or cut long
-    messages."""
+    """Return conversations of many turns, and of long messages: some templates drop old turns or cut long messages."""
     conversations = []
     for text, turns in (("wordmany.", _TURNS), ("wordlong " * (_CHARACTERS // 9), 2)):
         texts = [f"word{number} {text}" for number in range(turns)]

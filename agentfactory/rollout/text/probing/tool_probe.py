@@ -191,7 +191,6 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
 
 
 def _fitting_formats(template: ChatTemplate) -> list[str]:
-    """Return the native formats that read a call as the template writes it."""
     native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
     return [n for n, p in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), p)]
 
@@ -208,8 +207,7 @@ def shows(template: ChatTemplate, messages: list[Message], specs: Tools, word: s
 
 
 def find_reasoning(template: ChatTemplate, specs: Tools) -> str | None:
-    """Find the message field that the template renders as reasoning, and return a turn with it; None if there is
-    none."""
+    """Find the message field that the template renders as reasoning, and return a turn with it, if there is one."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         template.reasoning_field = name
         try:

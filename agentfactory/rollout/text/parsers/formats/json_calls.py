@@ -59,7 +59,6 @@ class JsonCalls(Parser):
 
 
 def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Call]]:
-    """Yield the calls of a turn, each with its begin and end. Raises FormatError."""
     blocks = fenced_blocks(text)
     block = next(blocks, None)
     position = last = 0

@@ -34,18 +34,15 @@ class Hermes(Blocks):
 
 
 class GigaChat(Hermes):
-    """`<|function_call|>{"name": "search", "arguments": {"query": "rain"}}`."""
-
     OPEN, CLOSE, BREAK = "<|function_call|>", "", ""
 
 
 class JsonList(Blocks):
-    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list."""
+    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list. LONE: a
+    call may be without the list. CLOSE_ENDS_TURN: CLOSE is the end-of-turn token, which a turn's text does not have."""
 
     LONE: ClassVar[bool] = False
-    """True if a call may be written without the list."""
     CLOSE_ENDS_TURN: ClassVar[bool] = False
-    """True if `CLOSE` is the turn's end-of-turn token, which a turn's text does not include."""
 
     def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
         value, end = read_json(text, skip_space(text, position))
@@ -117,35 +114,25 @@ class Cohere(JsonList):
 
 
 class Granite(JsonList):
-    """`<|tool_call|>[{"name": "search", "arguments": {"query": "rain"}}]`."""
-
     OPEN, CLOSE = "<|tool_call|>", ""
     marks = ("<|tool_call|>",)
 
 
 class Hunyuan(JsonList):
-    """`<tool_calls>[{"name": "search", "arguments": {"query": "rain"}}]</tool_calls>`."""
-
     OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
 
 
 class Nemotron(JsonList):
-    """`<TOOLCALL>[{"name": "search", "arguments": {"query": "rain"}}]</TOOLCALL>`."""
-
     OPEN, CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 
 
 class Phi4(JsonList):
-    """`<|tool_call|>[{"name": "search", "arguments": {"query": "rain"}}]<|/tool_call|>`. llama.cpp's template for it
-    writes each call separately, without the list."""
-
+    # llama.cpp's template for it writes each call separately
     OPEN, CLOSE, LONE = "<|tool_call|>", "<|/tool_call|>", True
     marks = ("<|tool_call|>", "<|/tool_call|>")
 
 
 class Phi4Mini(JsonList):
-    """`functools[{"name": "search", "arguments": {"query": "rain"}}]`."""
-
     OPEN, CLOSE = "functools", ""
 
 

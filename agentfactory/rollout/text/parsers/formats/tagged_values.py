@@ -109,8 +109,6 @@ class TaggedValues(Blocks):
 
 
 class Qwen3Coder(TaggedValues):
-    """`<tool_call>`, `<function=search>`, `<parameter=query>`, a value, and the closing tags, each on a line."""
-
     BLOCK = "<tool_call>\n", "</tool_call>"
     CALL = "<function={name}>\n", "</function>\n"
     PARAMETER = "<parameter={key}>\n", "\n</parameter>\n"
@@ -118,8 +116,6 @@ class Qwen3Coder(TaggedValues):
 
 
 class SeedOss(Qwen3Coder):
-    """The same between `<seed:tool_call>` tags, without line breaks around values."""
-
     BLOCK = "<seed:tool_call>\n", "</seed:tool_call>"
     PARAMETER = "<parameter={key}>", "</parameter>\n"
 
@@ -145,8 +141,6 @@ class Hy3(TaggedValues):
 
 
 class MiniMax(TaggedValues):
-    """`<minimax:tool_call>`, then `<invoke name="search">`, `<parameter name="query">rain</parameter>`, `</invoke>`."""
-
     BLOCK = "<minimax:tool_call>\n", "</minimax:tool_call>"
     CALL = '<invoke name="{name}">\n', "</invoke>\n"
     PARAMETER = '<parameter name="{key}">', "</parameter>\n"
@@ -162,8 +156,6 @@ class DeepSeekV32(TaggedValues):
 
 
 class DeepSeekV4(DeepSeekV32):
-    """The same as DeepSeek V3.2, between `<｜DSML｜tool_calls>` tags."""
-
     BLOCK = "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
 
 
