@@ -145,8 +145,7 @@ def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = Fals
     tools = parse_json_column(tools, "tools")
     if tools is None:
         return []
-    if not isinstance(tools, list):
-        raise ValueError(f"tools: got {short(tools)}, not a list of {{type: function, function: {{name: ...}}}}")
+    _require(isinstance(tools, list), "tools", tools, "not a list of {type: function, function: {name: ...}}")
     findings = findings or Findings()
     specs = [_spec(tool, f"tools.{number}", findings, columnar) for number, tool in enumerate(tools)]
     names = [spec.name for spec in specs]
@@ -158,24 +157,20 @@ def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = Fals
 def _spec(tool: Any, place: str, findings: Findings, columnar: bool) -> ToolSpec:
     tool = parse_json_column(tool, place)
     given = _function_of(tool)
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
-        form = "{type: function, function: {name: ..., description: ..., parameters: ...}}"
-        raise ValueError(f"{place}: got {short(tool)}, which is not in the OpenAI format: {form}")
+    form = "{type: function, function: {name: ..., description: ..., parameters: ...}}"
+    _require(_is_named(given), place, tool, f"which is not in the OpenAI format: {form}")
     given = drop_from_message(given, findings.nulls)
-    if tool.get("function") is not None and tool.get("type") not in (None, "function"):
-        raise ValueError(f"{place}.type: got {short(tool['type'])}, not function")
+    beside = {} if tool.get("function") is None else {key: value for key, value in tool.items() if value is not None}
+    _require(beside.get("type", "function") == "function", f"{place}.type", beside.get("type"), "not function")
     for other in ("input_schema", "inputSchema"):  # of Anthropic and MCP
         if other in given and "parameters" not in given:
             given["parameters"] = given.pop(other)
     parameters = parse_json_column(given.get("parameters", _NO_PARAMETERS), f"{place}.parameters")
-    if not isinstance(parameters, dict):
-        raise ValueError(f"{place}.parameters: got {short(parameters)}, not a JSON Schema of type object")
+    _require(isinstance(parameters, dict), f"{place}.parameters", parameters, "not a JSON Schema of type object")
     description = given.get("description", "")
-    if not isinstance(description, str):
-        raise ValueError(f"{place}.description: got {short(description)}, not text")
+    _require(isinstance(description, str), f"{place}.description", description, "not text")
     if has_half_surrogate(given):
         raise ValueError(f"{place}: it has {HALF}")
-    beside = () if tool.get("function") is None else (key for key, value in tool.items() if value is not None)
     findings.keys |= {*given, *beside} - _TOOL_KEYS
     if count_nulls(parameters):
         parameters = nulls.drop_from_schema(parameters, findings.nulls, columnar)
@@ -187,8 +182,8 @@ def clean_messages(messages: Any, tools: Tools, findings: Findings) -> list[Mess
     the message and the field for anything else, and for a call that `tools` refuse, except of weight 0."""
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json_column(messages, "messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages: got {short(messages)}, not a list of {{role: ..., content: ...}}")
+    is_list = isinstance(messages, list) and bool(messages)
+    _require(is_list, "messages", messages, "not a list of {role: ..., content: ...}")
     cleaned = [_message(message, f"messages.{number}", tools, findings) for number, message in enumerate(messages)]
     return _in_the_order_of_calls(cleaned)
 
@@ -248,13 +243,12 @@ def _message(message: Any, place: str, tools: Tools, findings: Findings) -> Mess
     for name in _REASONING:
         if role == "assistant" and isinstance(message.get(name), str) and "reasoning_content" not in message:
             message["reasoning_content"] = message.pop(name)
-    if not isinstance(message.get("reasoning_content", ""), str):
-        raise ValueError(f"{place}.reasoning_content: got {short(message['reasoning_content'])}, not text")
-    weight = message.get("weight", 1)
-    if not is_finite_number(weight) or weight < 0:
-        raise ValueError(f"{place}.weight: got {short(weight)}, not a number of at least 0")
+    reasoning, weight = message.get("reasoning_content", ""), message.get("weight", 1)
+    _require(isinstance(reasoning, str), f"{place}.reasoning_content", reasoning, "not text")
+    is_weight = is_finite_number(weight) and weight >= 0
+    _require(is_weight, f"{place}.weight", weight, "not a number of at least 0")
     for name in ("name", "tool_call_id"):
-        _check_id(message.get(name, ""), f"{place}.{name}")
+        _require(isinstance(message.get(name, ""), str | int), f"{place}.{name}", message.get(name), "not text")
     calls = parse_json_column(message.pop("tool_calls", None), f"{place}.tool_calls")
     if calls not in (None, []):
         if role != "assistant":
@@ -267,17 +261,16 @@ def _message(message: Any, place: str, tools: Tools, findings: Findings) -> Mess
     if role == "assistant" and is_text_parts(content):
         # models write text: their own turns have no parts
         content = message["content"] = text_of(content)
-    if not isinstance(content, str | list):
-        raise ValueError(f"{place}.content: got {short(content)}, not text or a list of parts")
-    if has_half_surrogate([content, message.get("reasoning_content")]):
+    _require(isinstance(content, str | list), f"{place}.content", content, "not text or a list of parts")
+    if has_half_surrogate([content, reasoning]):
         raise ValueError(f"{place}: it has {HALF}")
     findings.fields |= message.keys() - _FIELDS
     return message
 
 
-def _check_id(value: Any, place: str) -> None:
-    if not isinstance(value, str | int):
-        raise ValueError(f"{place}: got {short(value)}, not text")
+def _require(fits: bool, place: str, value: Any, wrong: str) -> None:
+    if not fits:
+        raise ValueError(f"{place}: got {short(value)}, {wrong}")
 
 
 def is_text_parts(content: Any) -> bool:
@@ -288,8 +281,7 @@ def is_text_parts(content: Any) -> bool:
 
 
 def _calls(calls: Any, place: str, tools: Tools, learned: bool, findings: Findings) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise ValueError(f"{place}: got {short(calls)}, not a list of {{function: {{name: ..., arguments: ...}}}}")
+    _require(isinstance(calls, list), place, calls, "not a list of {function: {name: ..., arguments: ...}}")
     cleaned = []
     for number, given in enumerate(calls):
         call = _call(given, f"{place}.{number}", findings)
@@ -307,17 +299,17 @@ def _function_of(entry: Any) -> Any:
     return entry if nested is None else nested
 
 
+def _is_named(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
+
+
 def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     """Return a call with its arguments as an object; they may be JSON text, as in OpenAI's API."""
     given = _function_of(call)
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
-        raise ValueError(f"{place}: got {short(call)}, not {{function: {{name: ..., arguments: ...}}}}")
-    if call.get("type") not in (None, "function"):
-        raise ValueError(f"{place}.type: got {short(call['type'])}, not function")
-    known = {"type": "function"}
-    if call.get("id") is not None:
-        _check_id(call["id"], f"{place}.id")
-        known = {"id": call["id"], **known}
+    _require(_is_named(given), place, call, "not {function: {name: ..., arguments: ...}}")
+    _require(call.get("type") in (None, "function"), f"{place}.type", call.get("type"), "not function")
+    known = {} if call.get("id") is None else {"id": call["id"]}
+    _require(isinstance(known.get("id", ""), str | int), f"{place}.id", call.get("id"), "not text")
     arguments = given.get("arguments")
     others = {key for each in (call, given) for key, value in each.items() if value is not None} - _CALL_KEYS
     if arguments is None and others:
@@ -331,8 +323,8 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     elif arguments is None or arguments == "":
         # a column has null for an object without fields, and some servers write a call without arguments as empty text
         arguments = {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{place}.function.arguments: got {short(arguments)}, not an object of named arguments")
+    is_object = isinstance(arguments, dict)
+    _require(is_object, f"{place}.function.arguments", arguments, "not an object of named arguments")
     try:
         text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -340,7 +332,7 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     if has_half_surrogate([text, given["name"]]):
         raise ValueError(f"{place}: it has {HALF}")
     findings.nulls.dropped += sum(value is None for value in call.values())
-    return {**known, "function": {"name": given["name"], "arguments": arguments}}
+    return {**known, "type": "function", "function": {"name": given["name"], "arguments": arguments}}
 
 
 def has_half_surrogate(value: Any) -> bool:
