@@ -484,19 +484,18 @@ values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(text, children, max_size=3),
     max_leaves=8,
 )
+
+
+def called(name: str, given: dict[str, Any], **optional: Any) -> st.SearchStrategy[Any]:
+    return st.tuples(st.just(name), st.fixed_dictionaries(given, optional=optional))
+
+
 known = st.one_of(
-    st.tuples(st.just("search"), st.fixed_dictionaries({"query": text})),
-    st.tuples(
-        st.just("move"), st.fixed_dictionaries({"to": text}, optional={"by": st.integers(), "far": st.booleans()})
-    ),
-    st.tuples(st.just("add"), st.fixed_dictionaries({"a": st.integers() | st.floats(-1e9, 1e9), "b": st.none()})),
-    st.tuples(
-        st.just("put"),
-        st.fixed_dictionaries(
-            {"items": st.lists(text, max_size=3), "where": st.dictionaries(text, values, max_size=3)}
-        ),
-    ),
-    st.tuples(st.just("look"), st.just({})),
+    called("search", {"query": text}),
+    called("move", {"to": text}, by=st.integers(), far=st.booleans()),
+    called("add", {"a": st.integers() | st.floats(-1e9, 1e9), "b": st.none()}),
+    called("put", {"items": st.lists(text, max_size=3), "where": st.dictionaries(text, values, max_size=3)}),
+    called("look", {}),
 )
 
 
@@ -542,25 +541,20 @@ def mutate(rng: random.Random, text: str, others: list[str]) -> str:
     """Splice, delete, duplicate, flip, truncate and nest."""
     for _ in range(rng.randint(1, 4)):
         a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-        match rng.randrange(8):
-            case 0:
-                text = text[:a] + rng.choice(PIECES) + text[a:]
-            case 1:
-                text = text[:a] + text[min(b, a + 8) :]
-            case 2:
-                text = text[:b] + text[a:b] + text[b:]
-            case 3 if text:
-                at = min(a, len(text) - 1)
-                text = text[:at] + chr(ord(text[at]) ^ (1 << rng.randrange(8))) + text[at + 1 :]
-            case 4:
-                text = text[:b]
-            case 5:
-                other = rng.choice(others)
-                text = text[:a] + other[rng.randint(0, len(other)) :]
-            case 6:
-                text = text[:a] + rng.choice(others) + text[b:]
-            case _:
-                text = text[:a] + rng.choice(PIECES) * rng.randint(2, 30) + text[b:]
+        piece, other = rng.choice(PIECES), rng.choice(others)
+        changed = [
+            text[:a] + piece + text[a:],
+            text[:a] + text[min(b, a + 8) :],
+            text[:b] + text[a:b] + text[b:],
+            text[:a]
+            + "".join(chr(ord(letter) ^ (1 << rng.randrange(8))) for letter in text[a : a + 1])
+            + text[a + 1 :],
+            text[:b],
+            text[:a] + other[rng.randint(0, len(other)) :],
+            text[:a] + other + text[b:],
+            text[:a] + piece * rng.randint(2, 30) + text[b:],
+        ]
+        text = rng.choice(changed)
     return text
 
 

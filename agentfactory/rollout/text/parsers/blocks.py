@@ -54,6 +54,14 @@ def join_parts(outside: list[str]) -> str:
     return "\n".join(part.strip() for part in outside if part.strip())
 
 
+def match(pattern: re.Pattern[str], text: str, position: int, problem: str) -> re.Match[str]:
+    """Return the match of a pattern, which must come next. Raises ValueError."""
+    found = pattern.match(text, position)
+    if found is None:
+        raise ValueError(problem)
+    return found
+
+
 def expect(text: str, position: int, tag: str, after: str) -> int:
     """Return the position after `tag`, which must come next, ignoring white space. Raises ValueError."""
     position = skip_space(text, position)

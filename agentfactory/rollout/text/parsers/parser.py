@@ -76,6 +76,11 @@ class Parser:
     """True if the chat template shows the tools and writes calls and results, in the format that `read` parses."""
     stops: ClassVar[tuple[str, ...]] = ()
     """Texts that end a turn outside its reasoning. `read` gets the text before them."""
+    around_result: ClassVar[tuple[str, str]] = "Result of {}:\n", ""
+    """Text before and after each result; {} is the tool's name."""
+    call_ids: ClassVar[str] = "call_{number}"
+    after_form: ClassVar[str] = ""
+    """Text after the form of calls in the instructions."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         """Parse a turn in time linear in its length. The only permitted error, for any text, is FormatError."""
@@ -95,7 +100,7 @@ class Parser:
 
     def call_id(self, name: str, number: int) -> str:
         """Return the id of a chain's call; `number` counts the chain's calls from 0."""
-        return f"call_{number}"
+        return self.call_ids.format(name=name, number=number)
 
     def parse(self, text: str, specs: Sequence[ToolSpec] = ()) -> Reading:
         """Call `read`, and convert a FormatError to the reading's error, followed by the correct form."""
@@ -117,11 +122,12 @@ class Parser:
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """Return the system message's description of the tools and their calls; None for no description. Raises
         ValueError if the format cannot call these tools."""
-        return f"{describe(specs)}\n\n{self.form(specs)}" if specs else None
+        return f"{describe(specs)}\n\n{self.form(specs)}{self.after_form}" if specs else None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """Return the results as one user message."""
-        told = [(f"Result of {call.name}:\n", result, "") for call, result in zip(calls, results, strict=True)]
+        before, after = self.around_result
+        told = [(before.format(call.name), result, after) for call, result in zip(calls, results, strict=True)]
         return [join_results(told)]
 
     def complaint(self, text: str) -> list[Message]:

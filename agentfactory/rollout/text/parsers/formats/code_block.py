@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec, required_of
+from agentfactory.base.messages import ToolSpec, required_of
 from agentfactory.rollout.text.parsers.blocks import fenced_blocks, join_parts
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, join_results, parameters
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, parameters
 
 CODE = "code"
 
@@ -14,6 +14,7 @@ class CodeBlock(Parser):
     """A Python block between a line of three backquotes with `python` and a line of three backquotes. Several blocks of
     a turn run as one program, in order; blocks in other languages are ordinary text. Without one, it is an answer."""
 
+    around_result = "Output:\n", ""
     stops = ("```\nOutput:\n", "```\n\nOutput:\n")
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
@@ -49,9 +50,6 @@ class CodeBlock(Parser):
             f"You can run Python. {about}\n\n{self.form(specs)}\nThen wait: you are told its output. A turn without "
             "such a block is your last word."
         )
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        return [join_results([("Output:\n", result, "") for result in results])]
 
 
 def _code_tool(specs: Sequence[ToolSpec]) -> str:

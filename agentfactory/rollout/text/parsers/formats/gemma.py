@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match
 from agentfactory.rollout.text.parsers.parser import Arguments, Call
 from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_number, skip_space
 
@@ -26,9 +26,7 @@ class Gemma4(Blocks):
     OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
     def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
-        name = _NAME.match(text, position)
-        if name is None:
-            raise ValueError(f"no call:tool_name{{...}} after {self.OPEN}")
+        name = match(_NAME, text, position, f"no call:tool_name{{...}} after {self.OPEN}")
         arguments, end = self._mapping(text, name.end(), 0)
         return [(name[1], arguments)], expect(text, end, self.CLOSE, "the arguments")
 

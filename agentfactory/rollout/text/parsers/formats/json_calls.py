@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import fenced_blocks, join_parts, read_call_object
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec, join_results
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
 
 _KEYS = ("arguments", "parameters")
@@ -30,6 +30,8 @@ class JsonCalls(Parser):
     them. Other JSON is ordinary text, and so are blocks in other languages."""
 
     stops = (f"\n{_RESULT}",)
+    around_result = f"{_RESULT}{{}}]\n", ""
+    after_form = "\nThen wait: you are told the result. A turn without a call is your answer."
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         if any(line.startswith(_RESULT) for line in text.splitlines()):
@@ -48,14 +50,6 @@ class JsonCalls(Parser):
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         objects = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
         return "\n".join(f"```json\n{call}\n```" for call in objects)
-
-    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        told = super().instructions(specs)
-        return told and f"{told}\nThen wait: you are told the result. A turn without a call is your answer."
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        told = zip(calls, results, strict=True)
-        return [join_results([(f"{_RESULT}{call.name}]\n", result, "") for call, result in told])]
 
 
 def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Call]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, read_call_object, read_object
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match, read_call_object, read_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call, Reading
 from agentfactory.rollout.text.parsers.values import KINDS, read_json, skip_space
 
@@ -98,9 +98,7 @@ class Cohere(JsonList):
 
     OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
     TEXT_MARKS = re.compile(r"<\|(?:START|END)_(?:TEXT|RESPONSE)\|>")
-
-    def call_id(self, name: str, number: int) -> str:
-        return str(number)
+    call_ids = "{number}"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         found = super().read(text, specs)
@@ -141,10 +139,7 @@ class MistralV3(JsonList):
     the ids."""
 
     OPEN, CLOSE = "[TOOL_CALLS]", ""
-
-    def call_id(self, name: str, number: int) -> str:
-        """Return nine digits, since Mistral's templates require nine letters or digits."""
-        return f"{number:09d}"
+    call_ids = "{number:09d}"  # Mistral's templates require nine letters or digits
 
 
 class Mistral(MistralV3):
@@ -156,15 +151,11 @@ class Mistral(MistralV3):
     NAME, ID = re.compile(r"\s*([^\s\[\]{}]+)\s*"), re.compile(r"[A-Za-z0-9]{9}")
 
     def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
-        name = self.NAME.match(text, position)
-        if name is None:
-            raise ValueError(f"no tool's name after {self.OPEN}")
+        name = match(self.NAME, text, position, f"no tool's name after {self.OPEN}")
         position = name.end()
         if text.startswith(self.CALL_ID, position):
-            identity = self.ID.match(text, position + len(self.CALL_ID))
-            if identity is None:
-                raise ValueError(f"no id of nine letters or digits after {self.CALL_ID}")
-            position = identity.end()
+            position += len(self.CALL_ID)
+            position = match(self.ID, text, position, f"no id of nine letters or digits after {self.CALL_ID}").end()
         arguments, end = read_object(text, expect(text, position, self.CLOSE, "the name"))
         return [(name[1], arguments)], end
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, read_call_object, read_object
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match, read_call_object, read_object
 from agentfactory.rollout.text.parsers.parser import Call, FormatError, NativeParser, Reading, find_spec, sole_parameter
 from agentfactory.rollout.text.parsers.values import read_json, skip_space, whole_object
 
@@ -80,9 +80,7 @@ class Functionary(Blocks):
         return replace(found, content=words.rstrip(), calls=[*found.calls, ("python", arguments)])
 
     def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
-        name = _NAME.match(text, position)
-        if name is None:
-            raise ValueError(f"no tool's name and > after {self.OPEN}")
+        name = match(_NAME, text, position, f"no tool's name and > after {self.OPEN}")
         arguments, end = read_object(text, name.end())
         return [(name[1], arguments)], expect(text, end, self.CLOSE, "the JSON object")
 

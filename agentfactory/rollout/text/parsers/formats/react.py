@@ -4,10 +4,10 @@ import json
 import re
 from collections.abc import Sequence
 
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers import Arguments, Call, FormatError, Parser, Reading
 from agentfactory.rollout.text.parsers.blocks import join_parts
-from agentfactory.rollout.text.parsers.parser import describe, find_spec, join_results, parameters, sole_parameter
+from agentfactory.rollout.text.parsers.parser import find_spec, parameters, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 _LABEL = re.compile(r"^[ \t]*+(Thought|Action Input|Action|Observation|Final Answer)[ \t]*+:", re.MULTILINE)
@@ -19,6 +19,8 @@ class React(Parser):
     not a JSON object is the value of the tool's only parameter, or its only required one."""
 
     stops = ("\nObservation:",)
+    around_result = "Observation: ", ""
+    after_form = "\nAfter an action you are told its result as Observation: ..."
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         found = list(_LABEL.finditer(text))
@@ -58,12 +60,7 @@ class React(Parser):
         return f"Write either\n{call}\nor\n{_ANSWER_FORM}" if specs else f"Write\n{_ANSWER_FORM}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        if not specs:
-            return self.form(specs)
-        return f"{describe(specs)}\n\n{self.form(specs)}\nAfter an action you are told its result as Observation: ..."
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        return [join_results([("Observation: ", result, "") for result in results])]
+        return super().instructions(specs) or self.form(specs)
 
 
 def _arguments(name: str, text: str, specs: Sequence[ToolSpec]) -> Arguments:

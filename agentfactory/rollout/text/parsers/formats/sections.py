@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, read_object
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match, read_object
 from agentfactory.rollout.text.parsers.parser import Arguments, Call
 from agentfactory.rollout.text.parsers.values import skip_space
 
@@ -58,9 +58,9 @@ class DeepSeekV31(Section):
     CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
-        name, position = _name(text, position, self.CALL)
-        arguments, end = read_object(text, expect(text, position, self.SEPARATOR, "the name"))
-        return (name, arguments), end
+        name = match(_NAME, text, position, f"no tool's name after {self.CALL}")
+        arguments, end = read_object(text, expect(text, name.end(), self.SEPARATOR, "the name"))
+        return (name[1], arguments), end
 
     def write_call(self, number: int, name: str, arguments: Arguments) -> str:
         return f"{name}{self.SEPARATOR}{json.dumps(arguments, ensure_ascii=False)}"
@@ -73,9 +73,9 @@ class DeepSeekV3(DeepSeekV31):
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
         position = expect(text, expect(text, position, "function", self.CALL), self.SEPARATOR, "function")
-        name, position = _name(text, position, self.SEPARATOR)
-        arguments, end = read_object(text, expect(text, position, "```json", "the name"))
-        return (name, arguments), expect(text, end, "```", "the arguments")
+        name = match(_NAME, text, position, f"no tool's name after {self.SEPARATOR}")
+        arguments, end = read_object(text, expect(text, name.end(), "```json", "the name"))
+        return (name[1], arguments), expect(text, end, "```", "the arguments")
 
     def write_call(self, number: int, name: str, arguments: Arguments) -> str:
         return f"function{self.SEPARATOR}{name}\n```json\n{json.dumps(arguments, ensure_ascii=False)}\n```"
@@ -87,14 +87,10 @@ class Kimi(Section):
 
     OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, SEPARATOR, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-
-    def call_id(self, name: str, number: int) -> str:
-        return f"functions.{name}:{number}"
+    call_ids = "functions.{name}:{number}"
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
-        found = _ID.match(text, position)
-        if found is None:
-            raise ValueError(f"no id such as functions.tool_name:0 after {self.CALL}")
+        found = match(_ID, text, position, f"no id such as functions.tool_name:0 after {self.CALL}")
         arguments, end = read_object(text, expect(text, found.end(), self.SEPARATOR, "the id"))
         ids.append(found[1])
         return (found[2], arguments), end
@@ -105,10 +101,3 @@ class Kimi(Section):
     def form(self, specs: Sequence[ToolSpec]) -> str:
         call = f"{self.CALL}functions.tool_name:0{self.SEPARATOR}{{...}}{self.CALL_END}"
         return f"Write calls as {self.OPEN}{call}{self.CLOSE}"
-
-
-def _name(text: str, position: int, after: str) -> tuple[str, int]:
-    found = _NAME.match(text, position)
-    if found is None:
-        raise ValueError(f"no tool's name after {after}")
-    return found[1], found.end()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
+from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers import Arguments, Call, FormatError, Parser, Reading
 from agentfactory.rollout.text.parsers.blocks import join_parts
-from agentfactory.rollout.text.parsers.parser import describe, find_spec, join_results, parameters, sole_parameter
+from agentfactory.rollout.text.parsers.parser import find_spec, parameters, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 ANSWER, RESULT = "answer", "information"
@@ -21,6 +21,8 @@ class Tags(Parser):
     are ordinary text."""
 
     stops = (f"<{RESULT}>",)
+    around_result = f"<{RESULT}>", f"</{RESULT}>"
+    after_form = f"\nAfter a call you are told its result in <{RESULT}>."
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         by_name = {spec.name: spec for spec in specs}
@@ -67,12 +69,7 @@ class Tags(Parser):
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         for name in (spec.name for spec in specs if spec.name in (ANSWER, RESULT)):
             raise SettingError("rollout.parser", f"tags has <{name}> for itself", f"give the tool {name} another name")
-        if not specs:
-            return self.form(specs)
-        return f"{describe(specs)}\n\n{self.form(specs)}\nAfter a call you are told its result in <{RESULT}>."
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        return [join_results([(f"<{RESULT}>", result, f"</{RESULT}>") for result in results])]
+        return super().instructions(specs) or self.form(specs)
 
 
 def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
