@@ -307,7 +307,7 @@ def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
 
 
 def test_rows_name_the_message_that_cannot_be_rendered() -> None:
-    renderer = renderer_of("qwen3")
+    renderer = renderer_of("qwen2_5")
     with pytest.raises(ValueError, match="message 3: the chat template refuses the conversation"):
         renderer.conversation_row([*CONVERSATION[:3], {"role": "user", "content": None}], SPECS)
     with pytest.raises(ValueError, match="message 0: a model is never asked without a prompt: put a system or user"):
