@@ -162,7 +162,8 @@ class Rewards:
         """Call every reward on a dummy answer to a task, and return the problems, with the task's number."""
         faults = []
         made = _made_chain(task)
-        given = {"environment": environment, "seen_images": [], "model_view": ModelView(), "workspace": workspace}
+        given: dict[str, Any] = {"environment": environment, "seen_images": [], "workspace": workspace}
+        given["model_view"] = ModelView()
         for entry in self._entries:
             try:
                 offered = _offered_together([made] * 2) if entry.group else _offered(made, **given)
