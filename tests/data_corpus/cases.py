@@ -2,11 +2,12 @@
 error that names the row and what to type."""
 
 import gzip
-import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from agentfactory.base.messages import ToolSpec
 
 Rows = list[dict[str, Any]]
 
@@ -43,16 +44,11 @@ class Case:
 
 
 def lines(rows: Rows) -> str:
-    """Return rows as JSONL."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def compressed(text: str) -> bytes:
-    """Return text as a gzip file."""
-    raw = io.BytesIO()
-    with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:
-        file.write(text.encode())
-    return raw.getvalue()
+    return gzip.compress(text.encode(), mtime=0)
 
 
 def tool(name: str, properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
@@ -84,9 +80,36 @@ def lined(name: str, content: bytes | str | Rows, outcome: Rows | str | None = N
     return Case(name, "a.jsonl", content, outcome, **more)
 
 
+def table(name: str, rows: bytes | Rows, outcome: Rows | str, **more: Any) -> Case:
+    """Return a case of parquet."""
+    return Case(name, "a.parquet", rows, outcome, **more)
+
+
+def cells(name: str, text: str, outcome: Rows | str) -> Case:
+    """Return a case of CSV."""
+    return Case(name, "a.csv", text, outcome)
+
+
+def chat(
+    name: str,
+    messages: Any,
+    outcome: Rows | str | None = None,
+    tools: Any = None,
+    cleaned: Rows | None = None,
+    notices: tuple[str, ...] = (),
+) -> Case:
+    """Return a case of one conversation for SFT: its messages become `outcome`, and its tools `cleaned`, by default
+    both unchanged."""
+    row = {"messages": messages} if tools is None else {"tools": tools, "messages": messages}
+    known = tools if cleaned is None else cleaned
+    becomes = outcome if isinstance(outcome, str) else [{"messages": outcome or messages, "tools": known or []}]
+    return lined(name, [row], becomes, sft=True, notices=notices)
+
+
 Q: dict[str, Any] = {"question": "What is 2 plus 3?", "answer": "5"}
 USER = {"role": "user", "content": "hi"}
-HELLO = [USER, {"role": "assistant", "content": "hello"}]
+SAID = {"role": "assistant", "content": "hello"}
+HELLO = [USER, SAID]
 WEATHER = tool("weather", {"city": {"type": "string"}}, ["city"])
 ADD = tool("add", {"left": {"type": "integer"}, "right": {"type": "integer"}}, ["left", "right"])
 BOTH = [
@@ -110,25 +133,22 @@ FILES = [
     lined("byte order mark", b"\xef\xbb\xbf" + lines([Q]).encode(), [Q]),
     lined("blank lines", "\n" + lines([Q]) + "\n  \t\r\n" + lines([Q]) + "\n\n", [Q, Q]),
     lined("ends of lines of Windows", lines([Q, Q]).replace("\n", "\r\n"), [Q, Q]),
-    lined("a separator of lines in a text", '{"question": "a\u2028b"}\n', [{"question": "a\u2028b"}]),
+    lined("separators of lines in a text", '{"question": "a\u2028b\x85c"}\n', [{"question": "a\u2028b\x85c"}]),
+    Case("a list", "a.json", json.dumps([Q, Q]), [Q, Q]),
     Case("gzip", "a.jsonl.gz", compressed(lines([Q, Q])), [Q, Q]),
     Case("gzip that is none", "a.jsonl.gz", lines([Q]), r"a\.jsonl\.gz is damaged: Not a gzipped file.*; fix: "),
     Case("upper case", "a.JSONL", [Q], [Q]),
-    Case(
+    cells(
         "CSV",
-        "a.csv",
         'question,answer\n"What is 2 plus 3?",5\n\n"a ""b"",\nc",07\n',
         [Q, {"question": 'a "b",\nc', "answer": "07"}],
     ),
-    Case(
-        "CSV of semicolons", "a.csv", "question;answer\na;5\n", r"separates its columns by ';'; fix: save it with comm"
-    ),
-    Case("CSV with a missing cell", "a.csv", "question,answer\na\n", r"a\.csv:2 does not have 2 cells"),
-    Case("CSV with an open quote", "a.csv", 'question,answer\n"a,5\n', r"a\.csv:2 is not CSV: unexpected end"),
-    Case("CSV with a name twice", "a.csv", "question,question\na,5\n", r"a\.csv:1 names its columns"),
-    Case(
+    cells("CSV of semicolons", "question;answer\na;5\n", r"separates its columns by ';'; fix: save it with comm"),
+    cells("CSV with a missing cell", "question,answer\na\n", r"a\.csv:2 does not have 2 cells"),
+    cells("CSV with an open quote", 'question,answer\n"a,5\n', r"a\.csv:2 is not CSV: unexpected end"),
+    cells("CSV with a name twice", "question,question\na,5\n", r"a\.csv:1 names its columns"),
+    cells(
         "CSV with messages as JSON",
-        "a.csv",
         'messages,answer\n"[{""role"": ""user"", ""content"": ""hi""}]",5\n',
         [{"messages": [USER], "answer": "5"}],
     ),
@@ -143,14 +163,13 @@ FILES = [
     Case("a spreadsheet", "a.xlsx", b"PK", r"fix: convert it: python -c .*read_excel"),
     Case("zstd", "a.jsonl.zst", b"x", r"fix: decompress it: unzstd a\.jsonl\.zst"),
     lined("an empty file", "\n", r"a\.jsonl holds no rows"),
-    Case("damaged parquet", "a.parquet", b"PAR1", r"a\.parquet cannot be read as parquet"),
+    table("damaged parquet", b"PAR1", r"a\.parquet cannot be read as parquet"),
 ]
 
 QUESTIONS = [
     lined("messages as the question", [{"question": [USER], "answer": 1}], [{"messages": [USER], "answer": 1}]),
-    Case(
+    table(
         "messages as the question, parquet",
-        "a.parquet",
         [{"prompt": [USER]}],
         [{"messages": [USER]}],
         columns={"question": "prompt"},
@@ -158,14 +177,14 @@ QUESTIONS = [
     lined(
         "messages without content",
         [{"question": [{"role": "user"}]}],
-        r"row 1 .*: question: got \[.*, not text; messages belong into the field messages",
+        r"row 1 .*: question: got \[.*, not text; messages belong into",
     ),
     lined("an object as the question", [{"question": USER}], r"row 1 .*: question: got \{.*, not text"),
     lined("a number as the question", [{"question": 5}]),
     lined(
         "messages as JSON text in the question",
         [{"question": json.dumps([USER])}],
-        r"row 1 .*: question: .*which is messages; use data\.columns\.messages",
+        r"row 1 .*: question: .*which is messages; use data",
     ),
     lined("half of a surrogate pair", '{"question": "a\\ud83d"}\n', r"row 1 .*: question: it has half of a surr"),
     lined("both halves", '{"question": "\\ud83d\\ude00"}\n', [{"question": "😀"}]),
@@ -177,88 +196,55 @@ QUESTIONS = [
     lined("a null question", [{"question": None, "messages": [USER]}], [{"messages": [USER]}]),
 ]
 
+_WITH = [talk(call("find", {"text": "a", "limit": limit})) for limit in (1, None)]
+_PADDED = {"guest": {"name": "a", "age": None}, "extras": [{"name": "b", "age": None}]}
+_CYCLIC = tool("f", {"a": {"$ref": "#/properties/a"}})
+
 NULLS = [
-    Case(
+    table(
         "padding of parquet",
-        "a.parquet",
         BOTH,
         BOTH,
         sft=True,
         notices=(
-            r"nulls dropped from messages, calls and tools, because the tools do not allow them \(first in row 1\)",
+            r"nulls dropped from messages, calls and tools, because the tools do not allow .* \(first in row 1\)",
         ),
     ),
-    lined(
-        "a null that a schema allows",
-        [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": None}))}],
-        sft=True,
-    ),
-    Case(
+    chat("a null that a schema allows", _WITH[1], tools=[NULLABLE]),
+    table(
         "a null that a schema allows, parquet",
-        "a.parquet",
-        [
-            {"tools": json.dumps([NULLABLE]), "messages": talk(call("find", {"text": "a", "limit": n}))}
-            for n in (1, None)
-        ],
-        [{"tools": [NULLABLE], "messages": talk(call("find", {"text": "a", "limit": n}))} for n in (1, None)],
+        [{"tools": json.dumps([NULLABLE]), "messages": messages} for messages in _WITH],
+        [{"tools": [NULLABLE], "messages": messages} for messages in _WITH],
         sft=True,
         notices=("dropped from messages", "1 null kept in calls, because the tools allow them.*row 2"),
     ),
-    lined(
+    chat(
         "nested padding",
-        [
-            {
-                "tools": [NESTED],
-                "messages": talk(
-                    call("book", {"guest": {"name": "a", "age": None}, "extras": [{"name": "b", "age": None}]})
-                ),
-            }
-        ],
-        [{"tools": [NESTED], "messages": talk(call("book", {"guest": {"name": "a"}, "extras": [{"name": "b"}]}))}],
-        sft=True,
+        talk(call("book", _PADDED)),
+        talk(call("book", {"guest": {"name": "a"}, "extras": [{"name": "b"}]})),
+        tools=[NESTED],
         notices=("2 nulls dropped",),
     ),
-    lined(
-        "an object of any fields", [{"tools": [FREE], "messages": talk(call("save", {"data": {"a": None}}))}], sft=True
-    ),
-    lined(
-        "no tools to judge by",
-        [{"messages": talk(call("weather", {"city": None}))}],
-        [{"messages": talk(call("weather", {"city": None})), "tools": []}],
-        sft=True,
-    ),
-    lined(
+    chat("an object of any fields", talk(call("save", {"data": {"a": None}})), tools=[FREE]),
+    chat("no tools to judge by", talk(call("weather", {"city": None}))),
+    chat(
         "null fields of messages",
-        [
-            {
-                "messages": [
-                    USER | {"name": None, "tool_calls": None},
-                    {"role": "assistant", "content": "hello", "function_call": None, "weight": None, "refusal": None},
-                ]
-            }
-        ],
-        [{"messages": HELLO, "tools": []}],
-        sft=True,
+        [USER | {"name": None, "tool_calls": None}, SAID | {"function_call": None, "weight": None, "refusal": None}],
+        HELLO,
         notices=("^data: 5 nulls",),
     ),
-    lined(
-        "a default of null",
-        [{"tools": [tool("f", {"a": {"type": "string", "default": None}})], "messages": HELLO}],
-        sft=True,
-    ),
-    lined(
+    chat("a default of null", HELLO, tools=[tool("f", {"a": {"type": "string", "default": None}})]),
+    chat(
         "a cyclic schema",
-        [
-            {
-                "tools": [tool("f", {"a": {"$ref": "#/properties/a"}})],
-                "messages": talk(call("f", {"a": None, "b": None})),
-            }
-        ],
-        [{"tools": [tool("f", {"a": {"$ref": "#/properties/a"}})], "messages": talk(call("f", {"a": None}))}],
-        sft=True,
+        talk(call("f", {"a": None, "b": None})),
+        talk(call("f", {"a": None})),
+        tools=[_CYCLIC],
         notices=("1 null",),
     ),
 ]
+
+_SUM = call("add", {"left": 2, "right": 3})
+_NAMELESS = {"name": "add", "arguments": {"left": 1}}
 
 CALLS = [
     lined(
@@ -266,179 +252,126 @@ CALLS = [
         [Q | {"messages": HELLO}, {"messages": talk(call("add", "[1]"))}],
         r"row 2 .*: messages\.1\.tool_calls\.0\.function\.arguments: got \[1\], not an object",
     ),
-    lined(
+    chat(
         "arguments as Python writes them",
-        [{"messages": talk(call("add", "{'left': 1}"))}],
+        talk(call("add", "{'left': 1}")),
         r"row 1 .*: got \"\{'left': 1\}\", which is not JSON",
     ),
-    lined("null as the text of arguments", [{"messages": talk(call("add", "null"))}], r"row 1 .*the text 'null'"),
-    lined(
-        "arguments as JSON text",
-        [{"tools": [ADD], "messages": talk(call("add", '{"left": 2, "right": 3}'))}],
-        BOTH[1:],
-        sft=True,
-    ),
-    lined(
+    chat("null as the text of arguments", talk(call("add", "null")), r"row 1 .*the text 'null'"),
+    chat("arguments as JSON text", talk(call("add", '{"left": 2, "right": 3}')), talk(_SUM), tools=[ADD]),
+    chat(
         "no arguments",
-        [{"messages": talk(call("a", None), call("b", ""), call("c", "{}"))}],
-        [{"messages": talk(call("a", {}), call("b", {}), call("c", {})), "tools": []}],
-        sft=True,
+        talk(call("a", None), call("b", ""), call("c", "{}")),
+        talk(call("a", {}), call("b", {}), call("c", {})),
     ),
-    lined(
-        "NaN in arguments",
-        [{"messages": talk(call("add", {"left": float("nan")}))}],
-        r"row 1 .*arguments: got .*nan.*, which is not JSON",
+    chat(
+        "NaN in arguments", talk(call("add", {"left": float("nan")})), r"row 1 .*arguments: got .*nan.*, which is not"
     ),
     lined(
         "a missing argument",
         [BOTH[0], {"tools": [ADD], "messages": talk(call("add", {"left": 2}))}],
         r"row 2 .*: messages\.1\.tool_calls\.0: the row's tool 'add' refuses these arguments: 'right' is a required",
     ),
-    lined(
+    chat(
         "an argument of another type",
-        [{"tools": [ADD], "messages": talk(call("add", {"left": "2", "right": 3}))}],
+        talk(call("add", {"left": "2", "right": 3})),
         r"row 1 .*left: '2' is not of type 'integer'",
+        tools=[ADD],
     ),
-    lined(
+    chat(
         "a tool that the row does not have",
-        [{"tools": [ADD], "messages": talk(call("sub", {}))}],
+        talk(call("sub", {})),
         r"row 1 .*: there is no tool 'sub' among the row's tools \(add\)",
+        tools=[ADD],
     ),
-    lined(
+    chat(
         "a wrong call that is not learned",
         [
-            {
-                "tools": [ADD],
-                "messages": [
-                    USER,
-                    {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call("add", {"left": 2})]},
-                    {"role": "tool", "content": "right is missing"},
-                    *HELLO,
-                ],
-            }
+            USER,
+            {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call("add", {"left": 2})]},
+            {"role": "tool", "content": "right is missing"},
+            *HELLO,
         ],
-        sft=True,
+        tools=[ADD],
     ),
-    lined(
+    chat(
         "a pattern of another dialect",
-        [
-            {
-                "tools": [tool("f", {"a": {"type": "string", "pattern": r"\p{L}+"}})],
-                "messages": talk(call("f", {"a": "x"})),
-            }
-        ],
-        sft=True,
+        talk(call("f", {"a": "x"})),
+        tools=[tool("f", {"a": {"type": "string", "pattern": r"\p{L}+"}})],
     ),
-    lined(
-        "calls without the level function",
-        [{"messages": talk({"name": "add", "arguments": {"left": 1}})}],
-        [{"messages": talk({"type": "function", "function": {"name": "add", "arguments": {"left": 1}}}), "tools": []}],
-        sft=True,
-    ),
-    lined(
+    chat("calls without the level function", talk(_NAMELESS), talk({"type": "function", "function": _NAMELESS})),
+    chat(
         "calls as JSON text",
-        [{"messages": [USER, {"role": "assistant", "content": None, "tool_calls": json.dumps([call("add", {})])}]}],
-        [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}], "tools": []}],
-        sft=True,
+        [USER, {"role": "assistant", "content": None, "tool_calls": json.dumps([call("add", {})])}],
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}],
     ),
-    lined(
+    chat(
         "calls of a user",
-        [{"messages": [USER | {"tool_calls": [call("a", {})]}]}],
+        [USER | {"tool_calls": [call("a", {})]}],
         r"row 1 .*: messages\.0\.tool_calls: a message of the role 'user' has calls",
     ),
-    lined(
+    chat(
         "the call of OpenAI's first format",
-        [{"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "a", "arguments": "{}"}}]}],
+        [USER, SAID | {"function_call": {"name": "a", "arguments": "{}"}}],
         r"row 1 .*: messages\.1\.function_call: .*, which is not read; write tool_calls",
     ),
-    lined(
+    chat(
         "a call without a name",
-        [{"messages": talk({"function": {"arguments": {}}})}],
+        talk({"function": {"arguments": {}}}),
         r"row 1 .*: messages\.1\.tool_calls\.0: got .*, not \{function: \{name",
     ),
 ]
 
+_FUNCTION = ADD["function"]
+_STRICT = "tools have strict, which models do not get"
+
 TOOLS = [
-    lined("tools as JSON text", [{"tools": json.dumps([ADD]), "messages": BOTH[1]["messages"]}], BOTH[1:], sft=True),
-    lined(
-        "tools without the level function",
-        [{"tools": [ADD["function"]], "messages": BOTH[1]["messages"]}],
-        BOTH[1:],
-        sft=True,
-    ),
-    lined(
+    chat("tools as JSON text", talk(_SUM), tools=json.dumps([ADD]), cleaned=[ADD]),
+    chat("tools without the level function", talk(_SUM), tools=[_FUNCTION], cleaned=[ADD]),
+    chat(
         "a tool with its name alone",
-        [{"tools": [{"type": "function", "function": {"name": "a"}}], "messages": talk(call("a", {}))}],
-        [
-            {
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {
-                            "name": "a",
-                            "description": "",
-                            "parameters": {"type": "object", "properties": {}},
-                        },
-                    }
-                ],
-                "messages": talk(call("a", {})),
-            }
-        ],
-        sft=True,
+        talk(call("a", {})),
+        tools=[{"type": "function", "function": {"name": "a"}}],
+        cleaned=[ToolSpec("a", "", {"type": "object", "properties": {}}).to_openai()],
     ),
-    lined(
+    chat(
         "a strict tool",
-        [{"tools": [ADD | {"function": ADD["function"] | {"strict": True}}], "messages": BOTH[1]["messages"]}],
-        BOTH[1:],
-        sft=True,
-        notices=("tools have strict, which models do not get",),
+        talk(_SUM),
+        tools=[ADD | {"function": _FUNCTION | {"strict": True}}],
+        cleaned=[ADD],
+        notices=(_STRICT,),
     ),
-    lined(
+    chat(
         "a tool of MCP",
-        [
-            {
-                "tools": [{"name": "add", "description": "add", "inputSchema": ADD["function"]["parameters"]}],
-                "messages": BOTH[1]["messages"],
-            }
-        ],
-        BOTH[1:],
-        sft=True,
+        talk(_SUM),
+        tools=[{"name": "add", "description": "add", "inputSchema": _FUNCTION["parameters"]}],
+        cleaned=[ADD],
     ),
-    lined("tools that are names", [{"tools": ["add"], "messages": HELLO}], r"row 1: tools\.0: .*", sft=True),
+    chat("tools that are names", HELLO, r"row 1: tools\.0: .*", tools=["add"]),
     lined("tools that are names, in RL", [{"tools": ["add"], "question": "a"}]),
-    lined("a name twice", [{"tools": [ADD, ADD], "messages": HELLO}], r"row 1: tools: two .* the name 'add'", sft=True),
-    lined(
-        "tools that are not JSON", [{"tools": "add", "messages": HELLO}], r"row 1: tools: got 'add', which is", sft=True
-    ),
+    chat("a name twice", HELLO, r"row 1: tools: two .* the name 'add'", tools=[ADD, ADD]),
+    chat("tools that are not JSON", HELLO, r"row 1: tools: got 'add', which is", tools="add"),
 ]
 
 MESSAGES = [
-    lined("no text", [{"messages": [{"role": "user", "content": 5}]}], r"row 1 .*: messages\.0\.content: got 5"),
-    lined(
+    chat("no text", [USER | {"content": 5}], r"row 1 .*: messages\.0\.content: got 5"),
+    chat(
         "an object as a result",
-        [{"messages": [*talk(call("a", {}))[:2], {"role": "tool", "content": {"a": 1}}]}],
+        [*talk(call("a", {}))[:2], {"role": "tool", "content": {"a": 1}}],
         r"row 1 .*: messages\.2\.content: got \{'a': 1\}, not text",
     ),
-    lined(
+    chat(
         "a role of another project",
-        [{"messages": [{"role": "human", "content": "hi"}]}],
+        [USER | {"role": "human"}],
         r"row 1 .*: messages\.0\.role: got 'human', .*; rename it to user",
     ),
-    lined(
-        "reasoning by another name",
-        [{"messages": [USER, {"role": "assistant", "content": "b", "thinking": "a"}]}],
-        [{"messages": [USER, {"role": "assistant", "content": "b", "reasoning_content": "a"}]}],
-    ),
-    lined(
+    chat("reasoning by another name", [USER, SAID | {"thinking": "a"}], [USER, SAID | {"reasoning_content": "a"}]),
+    chat(
         "fields of no format",
-        [{"messages": [USER | {"time": 3}]}],
+        [USER | {"time": 3}],
         notices=("messages have the fields time, which only a chat template may read",),
     ),
-    lined(
-        "a weight that is none",
-        [{"messages": [USER | {"weight": "high"}]}],
-        r"row 1 .*: messages\.0\.weight: got 'high'",
-    ),
+    chat("a weight that is none", [USER | {"weight": "high"}], r"row 1 .*: messages\.0\.weight: got 'high'"),
     lined(
         "a conversation without messages",
         [{"question": "a", "answer": "b"}],
@@ -478,25 +411,20 @@ _SWIFT: dict[str, Any] = {
 _VERL_TASK = {key: value for key, value in _VERL.items() if key != "prompt"} | {"messages": [USER]}
 
 LAYOUTS = [
-    Case(
+    table(
         "verl, RL",
-        "a.parquet",
         [_VERL],
         [_VERL_TASK | {"answer": "72"}],
         columns={"messages": "prompt", "answer": "reward_model.ground_truth"},
     ),
-    Case("verl, RL, no columns", "a.parquet", [_VERL], r"row 1 .*neither .*" + RENAMED.format("messages=prompt")),
-    Case(
+    table("verl, RL, no columns", [_VERL], r"row 1 .*neither .*" + RENAMED.format("messages=prompt")),
+    table(
         "verl, RL, a nested field that is not there",
-        "a.parquet",
         [_VERL],
-        r"data\.columns\.answer: row 1 .* has no field "
-        r"'reward_model\.truth'",
+        r"data\.columns\.answer: row 1 .* has no field 'reward_model\.truth'",
         columns={"messages": "prompt", "answer": "reward_model.truth"},
     ),
-    Case(
-        "verl, SFT of a prompt and a response", "a.parquet", [{"prompt": "a", "response": "b"}], r"row 1 .*from_turns"
-    ),
+    table("verl, SFT of a prompt and a response", [{"prompt": "a", "response": "b"}], r"row 1 .*from_turns"),
     lined(
         "TRL, RL",
         [{"prompt": [USER], "solution": "5"}],
@@ -537,8 +465,8 @@ def _nested(levels: int) -> Any:
 
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"
+_TEXT = {"type": "text", "text": "b"}
 _PAGE = b"<!DOCTYPE html>\n<html></html>\n"
-_SAID = {"role": "assistant", "content": "hello"}
 
 REPORTS = [
     lined("a pointer of Git LFS", _POINTER, r"a\.jsonl:1 is not JSON.*; fix: it is a pointer of Git LFS"),
@@ -550,211 +478,109 @@ REPORTS = [
     Case(
         "columns of pandas", "a.json", json.dumps({"question": {"0": "a"}}), r"not a list of rows; .*orient='records'"
     ),
-    Case(
-        "an index of pandas",
-        "a.csv",
-        ",question\n0,a\n",
-        r"names its columns \['', .*; fix: .* \(pandas: index=False\)",
-    ),
-    Case(
+    cells("an index of pandas", ",question\n0,a\n", r"names its columns \['', .*; fix: .* \(pandas: index=False\)"),
+    cells(
         "an empty cell of messages",
-        "a.csv",
         'question,messages\na,\n"","[{""role"": ""user"", ""content"": ""hi""}]"\n',
         [{"question": "a"}, {"question": "", "messages": [USER]}],
     ),
-    Case("a table without rows", "a.parquet", [], r"a\.parquet holds no rows"),
-    lined(
+    table("a table without rows", [], r"a\.parquet holds no rows"),
+    chat(
         "calls without the field content",
-        [{"messages": [USER, {"role": "assistant", "tool_calls": [call("add", {})]}]}],
-        [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}], "tools": []}],
-        sft=True,
+        [USER, {"role": "assistant", "tool_calls": [call("add", {})]}],
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}],
     ),
     *(
-        lined(
-            f"calls as the text {text!r}",
-            [{"messages": [USER, _SAID | {"tool_calls": text}]}],
-            [{"messages": HELLO, "tools": []}],
-            sft=True,
-        )
+        chat(f"calls as the text {text!r}", [USER, SAID | {"tool_calls": text}], HELLO)
         for text in ("", " ", "[]", "null")
     ),
-    *(
-        lined(
-            f"tools as the text {text!r}",
-            [{"messages": HELLO, "tools": text}],
-            [{"messages": HELLO, "tools": []}],
-            sft=True,
-        )
-        for text in (" ", "[]", "null")
-    ),
-    lined(
-        "tools as the text None", [{"messages": HELLO, "tools": "None"}], r"row 1: tools: got 'None', which", sft=True
-    ),
-    lined(
-        "a tool as JSON text in a list",
-        [{"messages": BOTH[1]["messages"], "tools": [json.dumps(ADD)]}],
-        BOTH[1:],
-        sft=True,
-    ),
-    lined(
-        "content of both kinds",
-        [
-            {
-                "messages": [
-                    {"role": "system", "content": "a"},
-                    {"role": "user", "content": [{"type": "text", "text": "b"}]},
-                ]
-            }
-        ],
-    ),
-    lined(
+    *(chat(f"tools as the text {text!r}", HELLO, tools=text, cleaned=[]) for text in (" ", "[]", "null")),
+    chat("tools as the text None", HELLO, r"row 1: tools: got 'None', which", tools="None"),
+    chat("a tool as JSON text in a list", talk(_SUM), tools=[json.dumps(ADD)], cleaned=[ADD]),
+    chat("content of both kinds", [{"role": "system", "content": "a"}, USER | {"content": [_TEXT]}]),
+    chat(
         "content as an object",
-        [{"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}],
+        [USER | {"content": _TEXT}],
         r"row 1 .*: messages\.0\.content: got \{.*, not text or a list of parts",
     ),
-    lined(
-        "content as texts", [{"messages": [USER | {"content": ["a"]}]}], r"row 1 .*is 'a', not an object with a type"
-    ),
-    lined(
-        "parts of another API",
-        [{"messages": [USER, _SAID | {"content": [{"type": "tool_use"}]}]}],
-        r"row 1 .*'tool_use'; use text",
-    ),
+    chat("content as texts", [USER | {"content": ["a"]}], r"row 1 .*is 'a', not an object with a type"),
+    chat("parts of another API", [USER, SAID | {"content": [{"type": "tool_use"}]}], r"row 1 .*'tool_use'; use text"),
     lined("conversations of messages", [{"conversations": HELLO}], RENAMED.format("messages=conversations")),
-    lined("an assistant alone", [{"messages": [_SAID]}], [{"messages": [_SAID], "tools": []}], sft=True),
+    chat("an assistant alone", [SAID]),
     *(
-        lined(
+        chat(
             f"the field {name}",
-            [{"messages": [USER, _SAID | {name: value}]}],
+            [USER, SAID | {name: value}],
             rf"row 1 .*: messages\.1\.{name}: got {value}, which is not read; write weight: 1 or 0",
         )
-        for name, value in (
-            ("train", False),
-            ("training", True),
-            ("trainable", False),
-            ("mask", True),
-            ("loss_mask", 0),
-        )
+        for name, value in {"train": False, "training": True, "trainable": False, "mask": True, "loss_mask": 0}.items()
     ),
     lined("token ids", [{"input_ids": [1], "labels": [-100]}], r"row 1 .*; fix: .*rows of token ids are not read"),
-    lined(
-        "a role in capitals", [{"messages": [USER | {"role": "User"}]}], r"row 1 .*got 'User', .*; rename it to user"
-    ),
-    lined(
+    chat("a role in capitals", [USER | {"role": "User"}], r"row 1 .*got 'User', .*; rename it to user"),
+    chat(
         "arguments under another name",
-        [{"messages": talk({"name": "add", "parameters": {"left": 1}})}],
+        talk({"name": "add", "parameters": {"left": 1}}),
         r"row 1 .*no arguments but 'parameters'",
     ),
-    lined(
+    chat(
         "fields of calls",
-        [{"messages": talk(call("add", {}) | {"index": 0, "parsed": {"a": 1}})}],
-        [{"messages": talk(call("add", {})), "tools": []}],
-        sft=True,
+        talk(call("add", {}) | {"index": 0, "parsed": {"a": 1}}),
+        talk(call("add", {})),
         notices=("calls have parsed, which models do not get",),
     ),
-    lined(
-        "fields beside a tool",
-        [{"tools": [ADD | {"strict": True}], "messages": HELLO}],
-        [{"tools": [ADD], "messages": HELLO}],
-        sft=True,
-        notices=("tools have strict, which models do not get",),
-    ),
+    chat("fields beside a tool", HELLO, tools=[ADD | {"strict": True}], cleaned=[ADD], notices=(_STRICT,)),
     lined("a row as JSON text", json.dumps(json.dumps(Q)), r"row 1 .* is a str, not an object"),
-    lined(
+    chat(
         "reasoning that is no text",
-        [{"messages": [USER, _SAID | {"reasoning": ["a"], "reasoning_content": 5}]}],
+        [USER, SAID | {"reasoning": ["a"], "reasoning_content": 5}],
         r"row 1 .*reasoning_content: got 5, not text",
     ),
-    Case(
+    table(
         "calls of both layouts",
-        "a.parquet",
-        [{"messages": talk({"name": "a", "arguments": {"b": 1}, "function": None}, call("c", {"b": 1}))}],
-        [
-            {
-                "messages": talk(
-                    {"type": "function", "function": {"name": "a", "arguments": {"b": 1}}}, call("c", {"b": 1})
-                ),
-                "tools": [],
-            }
-        ],
+        [{"messages": talk({**_NAMELESS, "function": None}, _SUM)}],
+        [{"messages": talk({"type": "function", "function": _NAMELESS}, _SUM), "tools": []}],
         sft=True,
         notices=("dropped",),
     ),
 ]
 
 DEEP = [
-    lined(
+    chat(
         "content of 700 levels",
-        [{"messages": [{"role": "user", "content": [_nested(700)]}]}],
+        [USER | {"content": [_nested(700)]}],
         r"row 1 .*: its messages or tools have too many levels",
-    ),
+    )
 ]
 """Cases that a fuzzer, which recurses, does not try."""
 
 CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS, *DEEP]
 
-CONVERTED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
-    "from_sharegpt": (
-        _SHAREGPT,
-        {},
-        {
-            "tools": [ADD],
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "Go."},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [
-                        {"type": "function", "function": {"name": "add", "arguments": {"left": 2, "right": 3}}}
-                    ],
-                },
-                {"role": "tool", "content": "5"},
-                {"role": "assistant", "content": "Done."},
-            ],
-        },
-    ),
+_BRIEF = {"role": "system", "content": "Be brief."}
+_GO, _RESULT, _DONE = (
+    {"role": role, "content": text} for role, text in (("user", "Go."), ("tool", "5"), ("assistant", "Done."))
+)
+_ADDS = {"role": "assistant", "content": "", "tool_calls": [{key: _SUM[key] for key in ("type", "function")}]}
+
+CONVERTED: dict[str, tuple[dict[str, Any], dict[str, str], Rows, Rows]] = {
+    "from_sharegpt": (_SHAREGPT, {}, [_BRIEF, _GO, _ADDS, _RESULT, _DONE], [ADD]),
     "from_swift": (
         _SWIFT,
         {},
-        {
-            "tools": [ADD],
-            "messages": [
-                {"role": "user", "content": "Go."},
-                {
-                    "role": "assistant",
-                    "content": "I add.",
-                    "weight": 0.0,
-                    "tool_calls": [
-                        {"type": "function", "function": {"name": "add", "arguments": {"left": 2, "right": 3}}}
-                    ],
-                },
-                {"role": "tool", "content": "5"},
-                {"role": "assistant", "content": "Done.", "weight": 1.0},
-            ],
-        },
+        [_GO, _ADDS | {"content": "I add.", "weight": 0.0}, _RESULT, _DONE | {"weight": 1.0}],
+        [ADD],
     ),
-    "from_turns, TRL": ({"prompt": HELLO[:1], "completion": HELLO[1:]}, {}, {"messages": HELLO, "tools": []}),
+    "from_turns, TRL": ({"prompt": HELLO[:1], "completion": HELLO[1:]}, {}, HELLO, []),
     "from_turns, ms-swift": (
         {"query": "hi", "response": "hello", "history": [["a", "b"]], "system": "Be brief."},
         {"question": "query", "answer": "response"},
-        {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-                *HELLO,
-            ],
-            "tools": [],
-        },
+        [_BRIEF, USER | {"content": "a"}, SAID | {"content": "b"}, *HELLO],
+        [],
     ),
     "from_turns, Alpaca": (
         {"instruction": "Add.", "input": "2 and 3", "output": "5"},
         {"question": "instruction", "answer": "output"},
-        {
-            "messages": [{"role": "user", "content": "Add.\n2 and 3"}, {"role": "assistant", "content": "5"}],
-            "tools": [],
-        },
+        [USER | {"content": "Add.\n2 and 3"}, SAID | {"content": "5"}],
+        [],
     ),
 }
-"""Function of docs/data.md -> a row of another project, its options, and the conversation that it becomes."""
+"""Function of docs/data.md -> a row of another project, its options, and its messages and tools."""

@@ -17,8 +17,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from tests.mutants import JUNK, Mutants, keys_of
 
 ENDINGS = (".jsonl", ".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz", ".JSON", ".PARQUET")
 TEMPLATES = ("trl:qwen2_5", "trl:qwen3", "trl:llama3_1", "mistral_nemo", "qwen3_coder", "trl:gemma3")
-WITHOUT_TOOLS = "trl:gemma3"
 PIECES = ("", '"', "\\", "{", "]", "\\ud800", "\0", "null", "1e999", "\n", ",", ";", "\ufeff", "\u2028", "\r", "é")
 WORDS = (
     *("question", "messages", "prompt", "completion", "conversations", "chosen", "text", "system", "answer", "images"),
@@ -70,20 +68,12 @@ class Fuzzer:
         self.found: Counter[str] = Counter()
         self.faults: list[str] = []
         self.notices: list[str] = []
-        self._renderers: dict[tuple[str, bool], Renderer | None] = {}
         self._good = [case for case in self._cases if isinstance(case.outcome, list) and isinstance(case.content, list)]
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Collect the notices to the user in `notices`."""
-
-        class Collect(logging.Handler):
-            def emit(_, record: logging.LogRecord) -> None:
-                if notice := notice_of(record):
-                    self.notices.append(str(notice))
-
-        with handled_by(Collect()):
-            yield
+    def hear(self, record: logging.LogRecord) -> None:
+        """Collect a notice to the user."""
+        if notice := notice_of(record):
+            self.notices.append(str(notice))
 
     def step(self) -> None:
         """Try one mutant."""
@@ -180,23 +170,17 @@ class Fuzzer:
         given = rows_of(path, columns)
         assert len(given) == len(tasks), f"{len(given)} rows, and {len(tasks)} tasks"
         for row, task in zip(given, tasks, strict=True):
-            self._compare_task(row, task)
+            shared = (row.keys() | task.keys()) - {"messages", "tools", "images"}
+            for name in shared if "question" in task else shared - {"question"}:
+                assert same(row[name], task[name]), f"{name}: {row[name]!r}, and {task[name]!r}"
         if not all("messages" in task for task in tasks):
             return f"tasks{', told' if self.notices else ''}"
         return self._taught(given, tasks)
 
-    def _compare_task(self, row: dict[str, Any], task: dict[str, Any]) -> None:
-        """Compare all that tools and rewards get."""
-        for name in row.keys() | task.keys():
-            if name not in ("messages", "question", "tools", "images"):
-                assert same(row[name], task[name]), f"{name}: {row[name]!r}, and {task[name]!r}"
-        if "question" in task:
-            assert same(row["question"], task["question"])
-
     def _taught(self, rows: list[dict[str, Any]], tasks: list[dict[str, Any]]) -> str:
         """Compare what supervised fine-tuning learns from rows with the reference."""
         name = self.random.choice(TEMPLATES)
-        renderer = self._renderer(name, any(task.get("tools") for task in tasks))
+        renderer = renderer_of(name, any(task.get("tools") for task in tasks))
         if renderer is None:
             return "template refused"
         try:
@@ -217,9 +201,7 @@ class Fuzzer:
         told = " ".join(self.notices)
         for key in talk.unread:
             shown = key.encode("utf-8", "replace").decode()
-            assert re.search(rf"have .*{re.escape(shown)}.*, which models do not get", told), (
-                f"{key} is lost in silence"
-            )
+            assert re.search(rf"have .*{re.escape(shown)}.*, which models do not get", told), f"{key} is lost silently"
         outcome = "equal"
         try:
             whole, turns = render(renderer.tokenizer, renderer.chat_template, talk)
@@ -249,16 +231,17 @@ class Fuzzer:
                     assert not turn[len(run) :].strip(), f"{turn!r}, and {run!r}"
         return outcome
 
-    def _renderer(self, name: str, tools: bool) -> Renderer | None:
-        if (name, tools) not in self._renderers:
-            family = next((f for f in FAMILIES if f.template == name), None) or Family("", name, "")
-            try:
-                self._renderers[name, tools] = make_renderer(tokenizer_of(family), tools=tools)
-            except RenderError:
-                assert tools
-                assert name in [template for template, _ in REFUSED.values()]
-                self._renderers[name, tools] = None
-        return self._renderers[name, tools]
+
+@cache
+def renderer_of(name: str, tools: bool) -> Renderer | None:
+    """The renderer of a template; None if it supports no tools."""
+    family = next((f for f in FAMILIES if f.template == name), None) or Family("", name, "")
+    try:
+        return make_renderer(tokenizer_of(family), tools=tools)
+    except RenderError:
+        assert tools
+        assert name in [template for template, _ in REFUSED.values()]
+        return None
 
 
 def same(a: Any, b: Any) -> bool:
@@ -283,8 +266,9 @@ def _check_error(error: SettingError, path: Path, mutated: int | None, columns: 
 def fuzz(seed: int, seconds: float, folder: Path, steps: int | None = None) -> Fuzzer:
     """Run a fuzzer for `seconds`, or for `steps`."""
     fuzzer, until = Fuzzer(seed, folder), time.monotonic() + seconds
-    done = 0
-    with fuzzer.listening():
+    done, listener = 0, logging.Handler()
+    listener.emit = fuzzer.hear  # type: ignore[method-assign]
+    with handled_by(listener):
         while time.monotonic() < until if steps is None else done < steps:
             fuzzer.step()
             done += 1

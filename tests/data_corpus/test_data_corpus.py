@@ -46,11 +46,11 @@ def test_every_case_has_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_functions_of_the_page_convert_rows_of_other_projects(name: str, tmp_path: Path) -> None:
-    row, options, conversation = CONVERTED[name]
+    row, options, messages, tools = CONVERTED[name]
     page = (REPOSITORY / "docs/data.md").read_text()
     (code,) = re.findall(r"```python\n# my_rows\.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_rows.py").write_text(code)
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     source = f"{tmp_path}/my_rows.py:{name.partition(',')[0]}"
     config = DataConfig(source=source, options={"path": str(tmp_path / "rows.jsonl"), **options})
-    assert loaded(config, sft=True) == [conversation]
+    assert loaded(config, sft=True) == [{"messages": messages, "tools": tools}]

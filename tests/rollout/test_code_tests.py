@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.rewards.code_tests import CodeTests, code_of, read_tests, same_text, same_value
 
@@ -44,9 +42,8 @@ async def test_functions_are_called() -> None:
     assert await judge("def add(a, b): return 3", CALLS, partial=True) == verdict(0.5, 0.5)
     assert await judge("def add(a, b): return a.b", CALLS) == verdict(0.0, 0.0)
     assert await judge("def add(a, b)", CALLS) == verdict(0.0, 0.0)
-    assert await judge(
-        ADD + "    \ndef quit(): raise SystemExit", [{"function": "quit"}, *CALLS[:1]], partial=True
-    ) == (verdict(0.5, 0.5))
+    quits, tests = ADD + "    \ndef quit(): raise SystemExit", [{"function": "quit"}, *CALLS[:1]]
+    assert await judge(quits, tests, partial=True) == verdict(0.5, 0.5)
     method = [{"function": "Solution.add", "kwargs": {"a": 1, "b": 2}, "output": 3}]
     assert await judge("class Solution:\n    def add(self, a, b): return a + b", method) == verdict(1.0, 1.0)
     assert await judge(ADD + "if __name__ == '__main__':\n    raise SystemExit(input())", CALLS) == verdict(1.0, 1.0)
@@ -116,41 +113,31 @@ async def test_a_program_that_takes_too_long_is_stopped_and_no_other_is_run() ->
     assert await judge(hang, [*CALLS, *SUMS], partial=True, seconds=1.5) == verdict(0.25, 0.25)
 
 
-@pytest.mark.parametrize(
-    ("prediction", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("```py\nx = 1\n```\nor\n```\nx = 2\n```\nwhich prints\n```text\n2\n```", "x = 2\n"),
-        ("```text\n1\n```\nThen\n```Python3\nx = 1\n```", "x = 1\n"),
-        ("```python\nx = 1", "x = 1"),
-        ("say ```x``` twice", "say ```x``` twice"),
-        ("", ""),
-    ],
-)
-def test_code_is_found_in_a_message(prediction: str, code: str) -> None:
-    assert code_of(prediction) == code
+def test_code_is_found_in_a_message() -> None:
+    found = {
+        **{"x = 1": "x = 1", "```python\nx = 1\n```": "x = 1\n", "```python\nx = 1": "x = 1", "": ""},
+        "```py\nx = 1\n```\nor\n```\nx = 2\n```\nwhich prints\n```text\n2\n```": "x = 2\n",
+        "```text\n1\n```\nThen\n```Python3\nx = 1\n```": "x = 1\n",
+        "say ```x``` twice": "say ```x``` twice",
+    }
+    assert {prediction: code_of(prediction) for prediction in found} == found
+
+
+OUTSIDE = "cannot be checked outside the sandbox; write"
 
 
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        (None, "must be a list of tests"),
-        ([], "must be a list of tests"),
-        ("[", "cannot read the field 'tests'"),
-        ([{"input": "1"}], "is neither"),
-        ([{"input": "1", "output": "1", "function": "f"}], "is neither"),
-        ([3], "is neither"),
-        (["assert f(x) == 1"], "cannot read the field 'tests'"),
-        (["assert f(1)"], "cannot be checked outside the sandbox; write"),
-        (["assert f(1) < 2"], "cannot be checked outside the sandbox; write"),
-        (["assert f(**{'a': 1}) == 2"], "cannot be checked outside the sandbox; write"),
-        (["assert f(1) == 1; assert f(2) == 2"], "cannot be checked outside the sandbox; write"),
-        (["f(1) = 1"], "cannot read the field 'tests'"),
+        *((None, "must be a list of tests"), ([], "must be a list of tests"), ("[", "cannot read the field 'tests'")),
+        *(([{"input": "1"}], "is neither"), ([{"input": "1", "output": "1", "function": "f"}], "is neither")),
+        *(([3], "is neither"), (["assert f(x) == 1"], "cannot read the field 'tests'")),
+        *((["assert f(1)"], OUTSIDE), (["assert f(1) < 2"], OUTSIDE), (["assert f(**{'a': 1}) == 2"], OUTSIDE)),
+        *((["assert f(1) == 1; assert f(2) == 2"], OUTSIDE), (["f(1) = 1"], "cannot read the field 'tests'")),
     ],
 )
 def test_tests_that_cannot_be_judged_are_told_before_the_run(tests: Any, message: str) -> None:
-    rewards = Rewards.load([RewardConfig(reward="code_tests")], Path())
+    rewards = Rewards(["code_tests"])
     with pytest.raises(SettingError, match=message):
         rewards.check({"tests": tests})
     with pytest.raises(SettingError, match="needs the field 'tests'"):

@@ -21,16 +21,6 @@ def write(path: Path, text: str) -> DataConfig:
     return DataConfig(path=str(path))
 
 
-def test_json_jsonl_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
-    import datasets
-
-    jsonl = write(tmp_path / "t.jsonl", "\n".join(map(json.dumps, ROWS)))
-    as_json = write(tmp_path / "t.json", json.dumps(ROWS))
-    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "t.parquet")
-    parquet = DataConfig(path=str(tmp_path / "t.parquet"))
-    assert load_tasks(jsonl) == load_tasks(as_json) == load_tasks(parquet) == ROWS
-
-
 def test_columns_and_limit(tmp_path: Path) -> None:
     config = write(tmp_path / "t.json", json.dumps([{"problem": "p", "x": 1}] * 3))
     config = config.model_copy(update={"columns": {"question": "problem"}, "limit": 2})
@@ -40,18 +30,13 @@ def test_columns_and_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "columns", "message"),
     [
-        ("[]", {}, "holds no rows"),
-        ("{}", {}, "holds a dict, not a list of rows; fix: make it a list"),
         ("[\n{]", {}, r"data\.path: .*t\.json:2 is not JSON: .* at column 2; fix: correct it"),
         ("[1]", {}, "row 1 .* is a int"),
         ('[{"question": "a"}, {"text": "b"}]', {}, "row 2 .* neither 'question' nor 'messages'.*text.*; fix: rename"),
         ('[{"question": "a"}, {"question": null}]', {}, "row 2 of .*: question is null, .*; fix: write the task there"),
         ('[{"question": null, "messages": null}]', {}, "row 1 of .*: question and messages are null"),
         ('[{"text": null}]', {"question": "text"}, "row 1 of .*: text is null"),
-        ('[{"messages": "hi"}]', {}, r"row 1 .*: messages: got 'hi', not a list of {role: \.\.\., content"),
         ('[{"messages": [{"from": "human", "value": "hi"}]}]', {}, r"messages\.0: got .*'from'.*, not {role: "),
-        ('[{"messages": [{"role": "usr", "content": "hi"}]}]', {}, r"messages\.0\.role: got 'usr', not one of .*user"),
-        ('[{"messages": [{"role": "user", "content": 5}]}]', {}, r"messages\.0\.content: got 5, not text"),
         ('[{"question": "a"}]', {"answer": "solution"}, "data.columns.answer: row 1 .* no field 'solution'"),
     ],
 )
@@ -63,6 +48,7 @@ def test_bad_files_are_named(tmp_path: Path, text: str, columns: dict[str, str],
 
 CALL = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": {}}}]}
 CALLS = {**CALL, "tool_calls": [*CALL["tool_calls"], {"id": "b", "function": {"name": "look", "arguments": {}}}]}
+HM = {"role": "assistant", "content": "Hm."}
 USER, SEEN = {"role": "user", "content": "go"}, {"role": "tool", "content": "a wall"}
 
 
@@ -88,16 +74,10 @@ def test_results_come_in_the_order_of_their_calls(tmp_path: Path) -> None:
         ([USER, CALL, seen("c"), USER], r"messages\.2\.tool_call_id: got 'c', but the calls without a result are 'a'"),
         ([USER, CALLS, seen("a"), seen("a")], r"messages\.3\.tool_call_id: got 'a', .* without a result are 'b'"),
         ([USER, CALL, seen("a"), seen("a")], r"messages\.3: it is the result of no call; remove it"),
-        (
-            [USER, {"role": "assistant", "content": "Hm."}, seen("a")],
-            r"messages\.2: it is the result of no call; remove it",
-        ),
+        ([USER, HM, seen("a")], r"messages\.2: it is the result of no call; remove it"),
         ([USER, SEEN], r"messages\.1: it is the result of no call; remove it"),
         ([USER, CALL, {**seen("a"), "name": "go"}], r"messages\.2\.name: got 'go', but the call is of 'look'"),
-        (
-            [USER, {"role": "assistant", "content": "Hm.", "weight": 10**400}],
-            r"messages\.1\.weight: got 1000.*, not a number of at least 0",
-        ),
+        ([USER, {**HM, "weight": 10**400}], r"messages\.1\.weight: got 1000.*, not a number of at least 0"),
     ],
 )
 def test_calls_and_their_results_belong_together(tmp_path: Path, messages: list[Any], message: str) -> None:
@@ -133,16 +113,10 @@ def test_columns_of_media_that_are_not_read(tmp_path: Path, column: str, value: 
     load_tasks(write(tmp_path / "t.json", json.dumps([{"question": "Which?", "image": "ubuntu:24.04", "audio": 3}])))
 
 
-def test_bad_line_of_jsonl_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"t\.jsonl:2 is not JSON: .* at column 2; fix: correct it"):
-        load_tasks(write(tmp_path / "t.jsonl", '{"question": "a"}\n{'))
-
-
-@pytest.mark.parametrize("name", ["t.json", "t.jsonl"])
-def test_another_encoding_is_told_with_file_and_line(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes('["a",\n"\xe9"]\n'.encode("latin-1") if name == "t.json" else b'{}\n"\xe9"\n')
-    with pytest.raises(SettingError, match=r"t\.jsonl?:2 is not UTF-8: .*; fix: save it as UTF-8"):
-        load_tasks(DataConfig(path=str(tmp_path / name)))
+def test_another_encoding_is_told_with_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_bytes('["a",\n"\xe9"]\n'.encode("latin-1"))
+    with pytest.raises(SettingError, match=r"t\.json:2 is not UTF-8: .*; fix: save it as UTF-8"):
+        load_tasks(DataConfig(path=str(tmp_path / "t.json")))
 
 
 def test_parquet_is_read_without_a_copy_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +159,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(SettingError, match=r"t\.json cannot be read: Permission denied; fix: make it readable"):
         load_tasks(config)
-
-
-def test_only_an_end_of_line_ends_a_row(tmp_path: Path) -> None:
-    row = {"question": "a\u2028b\x85c"}
-    (tmp_path / "t.jsonl").write_bytes(json.dumps(row, ensure_ascii=False).encode() + b"\r\n")
-    assert load_tasks(DataConfig(path=str(tmp_path / "t.jsonl"))) == [row]
 
 
 def test_order_takes_every_task_once_an_epoch_and_depends_on_seed_and_position_alone() -> None:

@@ -11,14 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from agentfactory.rollout.text.encoding import MARK, Encoder, map_strings, skip_marked
 from tests.chat_tokenizers import make_tokenizer
 
-LLAMA = (
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-    "<|finetune|>",
-)
+LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<|finetune|>")
 
 
 def with_spaces() -> PreTrainedTokenizerFast:

@@ -1,10 +1,13 @@
 """Token in, token out for every model family and reasoning option: trained tokens are exactly the sampled ones."""
 
 import random
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from agentfactory.rollout.text.renderer import Renderer
 from tests.model_families import FAMILIES, Family, renderer_of
 from tests.rollout.test_token_exactness import check_rows
 from tests.scripted_chains import ZERO, scripted_chains
@@ -14,6 +17,32 @@ by_reasoning = pytest.mark.parametrize(
     "reasoning",
     ["template", pytest.param("keep", marks=pytest.mark.long), pytest.param("drop", marks=pytest.mark.extended)],
 )
+
+
+def noisy_turns(
+    renderer: Renderer, texts: list[str], rng: random.Random, framing: list[int]
+) -> Callable[[str], list[int]]:
+    """A server that samples texts in any split into tokens: some with noise before them, some with one of the tokens
+    `framing`, some cut, and most with an end-of-turn token."""
+    tokenizer, ends = renderer.tokenizer, renderer.stop_token_ids
+
+    def script(_: str) -> list[int]:
+        text = rng.choice(texts)
+        cuts = [0, *sorted(rng.randrange(len(text)) for _ in range(3)), len(text)]
+        parts = [text[start:end] for start, end in pairwise(cuts)]
+        ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
+        if rng.random() < 0.2:
+            ids.insert(rng.randrange(len(ids)), rng.choice(framing))
+        if rng.random() < 0.2:
+            ids[:0] = [rng.randrange(len(framing) + 10, 200) for _ in range(rng.randrange(3))]
+        if rng.random() < 0.2:
+            ids = ids[: rng.randrange(1, len(ids) + 1)]
+        stop = next((at for at, i in enumerate(ids) if i in ends), None)
+        if stop is not None:
+            return ids[: stop + 1]
+        return [*ids, rng.choice(ends)] if rng.random() < 0.8 else ids
+
+    return script
 
 
 @by_template
@@ -32,23 +61,7 @@ async def test_rows_are_what_was_sent_and_sampled(family: Family, reasoning: str
         thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     texts = [thought + call, call, thought + call, f"{call}\n{call}", call[:-9], thought[:-3] + call, "3.\n"]
     framing = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    ends = renderer.stop_token_ids
-
-    def script(_: str) -> list[int]:
-        text = rng.choice(texts)
-        at = rng.randrange(len(text))
-        ids = [i for part in (text[:at], text[at:]) for i in tokenizer.encode(part, add_special_tokens=False)]
-        if rng.random() < 0.2:
-            ids.insert(rng.randrange(len(ids)), rng.choice(framing))
-        if rng.random() < 0.3:
-            ids[:0] = [rng.randrange(len(framing) + 10, 200) for _ in range(rng.randrange(3))]
-        if rng.random() < 0.2:
-            ids = ids[: rng.randrange(1, len(ids) + 1)]
-        stop = next((at for at, i in enumerate(ids) if i in ends), None)
-        if stop is not None:
-            return ids[: stop + 1]
-        return [*ids, rng.choice(ends)] if rng.random() < 0.8 else ids
-
+    script = noisy_turns(renderer, texts, rng, framing)
     source = (
         "from agentfactory import tool\n\n@tool\ndef add(a: int, b: int) -> str:\n    'Add.'\n"
         f"    return {(tokenizer.eos_token + framing_text(renderer.tokenizer))!r} + str(a + b)\n"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import fastokens
@@ -26,11 +27,8 @@ def byte_level(pattern: str | None, normalizer: Any = None) -> Tokenizer:
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    tokenizer.pre_tokenizer = (
-        bytes_
-        if pattern is None
-        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_])
-    )
+    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
@@ -41,35 +39,14 @@ def byte_level(pattern: str | None, normalizer: Any = None) -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {
-    "gpt-2": byte_level(None),
-    "qwen": byte_level(QWEN, normalizers.NFC()),
-    "llama 3": byte_level(LLAMA),
-}
+TOKENIZERS = {"gpt-2": byte_level(None), "qwen": byte_level(QWEN, normalizers.NFC()), "llama 3": byte_level(LLAMA)}
 FAST = {name: FastEncoding(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+ODD = ("\r\n ", "'S", "123456", "e\u0301")
 PIECES = st.one_of(
     st.text(max_size=20),
-    st.sampled_from(
-        [
-            "<|im_start|>",
-            "<|im_end|>",
-            "<think>",
-            "<tool_call>",
-            "<|im_",
-            "  ",
-            "\n\n",
-            "\r\n ",
-            "'S",
-            "123456",
-            "e\u0301",
-        ]
-    ),
+    st.sampled_from([*("<|im_start|>", "<|im_end|>", "<think>", "<tool_call>", "<|im_", "  ", "\n\n"), *ODD]),
     st.text(alphabet="ab \n\t'.1é中🙂", max_size=30),
 )
-
-
-def unigram() -> Tokenizer:
-    return Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁a", -2.0)], unk_id=0))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -85,7 +62,7 @@ def test_ids_are_those_of_tokenizers(name: str, text: str) -> None:
 
 
 def test_a_tokenizer_that_fastokens_does_not_know_encodes_itself(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = unigram()
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁a", -2.0)], unk_id=0))
     with caplog.at_level(logging.INFO, "agentfactory.rollout.text.encoding"):
         encoding = FastEncoding(tokenizer)
     assert not encoding.fast
@@ -106,13 +83,7 @@ def test_a_tokenizer_with_other_ids_is_found_when_it_is_loaded(
 ) -> None:
     tokenizer = TOKENIZERS["qwen"]
     different = other_ids(tokenizer)
-
-    class Different:
-        @staticmethod
-        def from_json_str(_: str) -> Any:
-            return different
-
-    monkeypatch.setattr(fastokens, "Tokenizer", Different)
+    monkeypatch.setattr(fastokens, "Tokenizer", SimpleNamespace(from_json_str=lambda _: different))
     with caplog.at_level(logging.INFO, "agentfactory.rollout.text.encoding"):
         encoding = FastEncoding(tokenizer)
     assert not encoding.fast

@@ -1,7 +1,6 @@
-"""Messages to the model about malformed turns in each model family's format; and a QwQ-style template."""
+"""Messages to the model about malformed turns in each model family's format."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,6 @@ from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.text.parsers import NativeParser
 from agentfactory.rollout.text.renderer import Parsed, Renderer
 from tests.model_families import FAMILIES, Family, renderer_of
-from tests.scripted_chains import Scripted, scripted_chains
 
 by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 NOTE = ToolSpec(
@@ -66,9 +64,8 @@ def test_a_token_that_frames_others_turns_is_told(family: Family) -> None:
     renderer = renderer_of(family)
     foreign = list(renderer._foreign.values())
     if family.parser == "harmony":  # its turns have every token of the format: a turn of another role is malformed
-        check_told(
-            renderer, "<|channel|>final<|message|>3<|end|><|start|>user<|message|>And?", "write <|start|>assistant"
-        )
+        text = "<|channel|>final<|message|>3<|end|><|start|>user<|message|>And?"
+        check_told(renderer, text, "write <|start|>assistant")
         return
     assert foreign
     for token in foreign[:3]:
@@ -100,45 +97,3 @@ def test_two_calls_are_told_where_the_format_has_one(family: Family) -> None:
         assert [call.name for call in read(renderer, text)[1].calls] == ["note", "note"]
     else:
         check_told(renderer, text, "This turn has 2 tool calls: write one at a time, and wait for its result.")
-
-
-async def test_a_template_that_opens_and_drops_reasoning_forks(tmp_path: Path) -> None:
-    """QwQ: the generation prompt opens <think>, and earlier turns are rendered without reasoning."""
-    family = next(family for family in FAMILIES if family.name == "qwq")
-    renderer = renderer_of(family)
-    assert renderer.behaviour.opens_reasoning
-    assert renderer.info["choice"] == "fork"
-    assert "rewrites history: an assistant turn does not begin with the generation prompt" in str(
-        renderer.info["reasons"]
-    )
-    assert renderer.info["rows"].startswith("history as rendered by the template, a new row where it changes")
-
-    def check(scripted: Scripted, prompts: list[str]) -> None:
-        assert [prompt.endswith("<|im_start|>assistant\n<think>\n") for prompt in prompts] == [True, True]
-        assert "Perhaps" not in prompts[1]
-        assert '<tool_call>\n{"name": "note", "arguments": {"text": "rain"}}\n</tool_call>' in prompts[1]
-        assert "noted rain" in prompts[1]
-
-    texts = [written(renderer, "note", thought="Perhaps.\n"), "Well.\n</think>\n\nDone."]
-    async with scripted_chains(tmp_path, texts, renderer=renderer) as scripted:
-        chain = await scripted.run()
-        assert chain.outcome == "completed", chain.error
-        assert len(chain.rows) == 2
-        check(scripted, scripted.sent())
-        scripted.check(chain)
-        # the second row's prompt is what a deployed model would get
-        history: list[Message] = [
-            {"role": "user", "content": "go"},
-            {
-                "role": "assistant",
-                "content": "Perhaps.\n</think>",
-                "tool_calls": [{"type": "function", "function": CALL}],
-            },
-            {"role": "tool", "content": "noted rain"},
-        ]
-        specs = [spec.to_openai() for spec in scripted.runner.toolset.specs]
-        ids = renderer.tokenizer.apply_chat_template(history, tools=specs, add_generation_prompt=True)["input_ids"]
-        assert scripted.server.requests[1]["token_ids"] == ids
-
-
-CALL = {"name": "note", "arguments": {"text": "rain"}}

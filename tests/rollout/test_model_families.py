@@ -15,23 +15,13 @@ from agentfactory.rollout.text.templates import RenderError
 from tests.model_families import FAMILIES, REFUSED, Family, renderer_of, table
 
 by_template = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+_TYPES = {
+    **{"text": "string", "count": "integer", "real": "number", "flag": "boolean", "none": "null"},
+    **{"items": "array", "map": "object"},
+}
+_PROPERTIES = {name: {"type": kind} for name, kind in _TYPES.items()}
 SPECS = [
-    ToolSpec(
-        "do_it",
-        "Does it.",
-        {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string"},
-                "count": {"type": "integer"},
-                "real": {"type": "number"},
-                "flag": {"type": "boolean"},
-                "none": {"type": "null"},
-                "items": {"type": "array"},
-                "map": {"type": "object"},
-            },
-        },
-    ),
+    ToolSpec("do_it", "Does it.", {"type": "object", "properties": _PROPERTIES}),
     ToolSpec("look", "Looks.", {"type": "object", "properties": {}}),
 ]
 VALUES: dict[str, list[Any]] = {
@@ -103,6 +93,7 @@ def as_written(renderer: Renderer, messages: list[Message]) -> str | None:
 def test_30_conversations_are_written_and_read_back(family: Family) -> None:
     renderer = renderer_of(family)
     assert renderer.info["parser"] == family.parser
+    assert renderer.behaviour.misprint is None, "the template shows the calls that it writes"
     rng = random.Random(family.name)
     turns, calls = 0, 0
     for _ in range(30):

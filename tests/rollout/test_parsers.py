@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentfactory.base.messages import ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.text.parsers import PARSERS, Call, Parser, Reading, load_parser
+from agentfactory.rollout.text.parsers import PARSERS, Call, Reading, load_parser
 from agentfactory.rollout.text.parsers.values import MAX_LITERAL
 
 
@@ -36,10 +36,6 @@ SPECS = [
 ]
 
 
-def parser_of(name: str) -> Parser:
-    return load_parser(name)
-
-
 CALLS: list[list[Call]] = [
     [("search", {"query": "rain in\nMay"})],
     [("move", {"to": "north", "by": 2, "far": True})],
@@ -53,7 +49,7 @@ CALLS: list[list[Call]] = [
 
 def examples(name: str) -> list[str]:
     """Turns in the format, and malformed ones."""
-    parser = parser_of(name)
+    parser = load_parser(name)
     texts = ["", "A plain answer.", parser.write_answer("42")]
     for calls in CALLS:
         try:
@@ -66,6 +62,19 @@ def examples(name: str) -> list[str]:
 
 # --- each format -----------------------------------------------------------------------------------------------------
 
+
+def xml(name: str, **values: str) -> str:
+    """A call in Qwen3-Coder's format, without line breaks between tags."""
+    given = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    return f"<tool_call><function={name}>{given}</function></tool_call>"
+
+
+def seed(name: str, **values: str) -> str:
+    return xml(name, **values).replace("tool_call>", "seed:tool_call>")
+
+
+LOOK: list[Call] = [("look", {})]
+RAIN: list[Call] = [("search", {"query": "rain"})]
 READ: dict[str, list[tuple[str, list[Call], str]]] = {
     "hermes": [
         (
@@ -76,62 +85,29 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
         ),
         ('<tool_call>{"name": "f", "arguments": {}, "id": 7}</tool_call>', [("f", {})], ""),
         (
-            '<tool_call>{"name": "f", "arguments": {"s": "</tool_call> <tool_call> {"}}</tool_call>',
-            [("f", {"s": "</tool_call> <tool_call> {"})],
+            '<tool_call>{"name":"f","arguments":{"deep":[[{"x":null}],-1.5e3],"s":"</tool_call>\\ud83d\\ude00"}}</tool_call>',
+            [("f", {"deep": [[{"x": None}], -1500.0], "s": "</tool_call>😀"})],
             "",
         ),
-        (
-            '<tool_call>{"name":"f","arguments":{"deep":[[{"x":null}],true,-1.5e3],"s":"\\ud83d\\ude00"}}</tool_call>',
-            [("f", {"deep": [[{"x": None}], True, -1500.0], "s": "😀"})],
-            "",
-        ),
-        ("  An answer with { braces }.\n", [], "An answer with { braces }."),
     ],
     "qwen3_coder": [
         (
-            "I go.\n<tool_call>\n<function=move>\n<parameter=to>\nnorth\n</parameter>\n"
-            "<parameter=by>\n2\n</parameter>\n<parameter=far>\nFalse\n</parameter>\n</function>\n</tool_call>",
+            "I go.\n" + xml("move", to="\nnorth\n", by="\n2\n", far="\nFalse\n").replace("><", ">\n<"),
             [("move", {"to": "north", "by": 2, "far": False})],
             "I go.",
         ),
-        ("<tool_call><function=look></function></tool_call>", [("look", {})], ""),
-        (
-            "<tool_call><function=add><parameter=a>1</parameter><parameter=b>None</parameter></function></tool_call>",
-            [("add", {"a": 1, "b": None})],
-            "",
-        ),
-        (
-            "<tool_call>\n<function=python>\n<parameter=code>\nx = '</parameter>'\n\n\n</parameter>\n"
-            "</function>\n</tool_call>",
-            [("python", {"code": "x = '</parameter>'\n\n"})],
-            "",
-        ),
+        (xml("look"), LOOK, ""),
+        (xml("add", a="1", b="None"), [("add", {"a": 1, "b": None})], ""),
+        (xml("python", code="\nx = '</parameter>'\n\n\n"), [("python", {"code": "x = '</parameter>'\n\n"})], ""),
         # nothing is known of these: their values stay text
-        (
-            "<tool_call><function=fly><parameter=by>2</parameter></function></tool_call>"
-            "<tool_call><function=move><parameter=via>3</parameter></function></tool_call>",
-            [("fly", {"by": "2"}), ("move", {"via": "3"})],
-            "",
-        ),
+        (xml("fly", by="2") + xml("move", via="3"), [("fly", {"by": "2"}), ("move", {"via": "3"})], ""),
         # a value that does not match the schema stays text, and the tool reports it
-        (
-            "<tool_call><function=move><parameter=by>two</parameter></function></tool_call>",
-            [("move", {"by": "two"})],
-            "",
-        ),
+        (xml("move", by="two"), [("move", {"by": "two"})], ""),
     ],
     "llama3_json": [
-        ('{"name": "search", "parameters": {"query": "rain"}}', [("search", {"query": "rain"})], ""),
-        ('<|python_tag|>{"name": "look"}', [("look", {})], ""),
-        (
-            '{"name": "look", "parameters": {}}; {"name": "look", "arguments": {}}',
-            [("look", {}), ("look", {})],
-            "",
-        ),
-        ('{"answer": 3}', [], '{"answer": 3}'),
-        ('{"name": "Ada"}', [], '{"name": "Ada"}'),
-        ("{ the set of all }", [], "{ the set of all }"),
-        ("It is 3.", [], "It is 3."),
+        ('{"name": "search", "parameters": {"query": "rain"}}', RAIN, ""),
+        ('<|python_tag|>{"name": "look"}', LOOK, ""),
+        ('{"name": "look", "parameters": {}}; {"name": "look", "arguments": {}}', [("look", {}), ("look", {})], ""),
     ],
     "pythonic": [
         ("[search(query='rain'), look()]", [("search", {"query": "rain"}), ("look", {})], ""),
@@ -157,26 +133,19 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("look", {}), ("search", {"query": "rain"})],
             "",
         ),
-        ("[a list](of links)", [], "[a list](of links)"),
-        ("[1, 2]", [], "[1, 2]"),
     ],
     "seed_oss": [
         (
-            "I go.\n<seed:tool_call>\n<function=put>\n<parameter=items>['a', None]</parameter>\n"
-            "<parameter=where>{'x': True}</parameter>\n</function>\n</seed:tool_call>",
+            "I go.\n" + seed("put", items="['a', None]", where="{'x': True}").replace("><", ">\n<"),
             [("put", {"items": ["a", None], "where": {"x": True}})],
             "I go.",
         ),
-        (
-            "<seed:tool_call><function=python><parameter=code>\nx\n</parameter></function></seed:tool_call>",
-            [("python", {"code": "\nx\n"})],
-            "",
-        ),
+        (seed("python", code="\nx\n"), [("python", {"code": "\nx\n"})], ""),
     ],
     "apertus": [
         # the closing token may be the end-of-turn token, which the text does not include
         ('I go.<|tools_prefix|>[{"look": {}}, {"move": {"to": "n"}}]', [("look", {}), ("move", {"to": "n"})], "I go."),
-        ('<|tools_prefix|>[{"look": {}}]<|tools_suffix|>\n', [("look", {})], ""),
+        ('<|tools_prefix|>[{"look": {}}]<|tools_suffix|>\n', LOOK, ""),
     ],
     "cohere": [
         (
@@ -187,7 +156,7 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
         ),
         ("<|START_RESPONSE|>It is 3.<|END_RESPONSE|>", [], "It is 3."),
     ],
-    "gigachat": [('I go.<|function_call|>{"name": "look", "arguments": {}}', [("look", {})], "I go.")],
+    "gigachat": [('I go.<|function_call|>{"name": "look", "arguments": {}}', LOOK, "I go.")],
     "functionary": [
         (
             'I go.<function=look>{}</function><function=add>{"a": 1}</function>',
@@ -203,19 +172,15 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
         ('<function=look>{"a": "<|python_tag|>"}</function>', [("look", {"a": "<|python_tag|>"})], ""),
     ],
     "react": [
-        (
-            'Thought: rain?\nAction: search\nAction Input: {"query": "rain"}',
-            [("search", {"query": "rain"})],
-            "rain?",
-        ),
+        ('Thought: rain?\nAction: search\nAction Input: {"query": "rain"}', RAIN, "rain?"),
         ("Action: search\nAction Input: rain in May\n", [("search", {"query": "rain in May"})], ""),
-        ("Action: look\nAction Input: {}", [("look", {})], ""),
+        ("Action: look\nAction Input: {}", LOOK, ""),
         ("Action: move\nAction Input: north", [("move", {"to": "north"})], ""),
         ("Action: python\nAction Input:\nfor i in []:\n    i", [("python", {"code": "for i in []:\n    i"})], ""),
     ],
     "json": [
-        ('I go.\n```json\n{"name": "look", "arguments": {}}\n```\nThen.', [("look", {})], "I go.\nThen."),
-        ('I go. {"name": "look", "parameters": {}} Then.', [("look", {})], "I go.\nThen."),
+        ('I go.\n```json\n{"name": "look", "arguments": {}}\n```\nThen.', LOOK, "I go.\nThen."),
+        ('I go. {"name": "look", "parameters": {}} Then.', LOOK, "I go.\nThen."),
         (
             '```\n[{"name": "search", "arguments": {"query": "```"}},\n {"name": "look", "arguments": {}}]\n```',
             [("search", {"query": "```"}), ("look", {})],
@@ -230,30 +195,17 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("fly", {})],
             '{"type": "function", "function":\n}',
         ),
-        ('{"name": "look"}', [("look", {})], ""),
-        # JSON that is no call
-        ('{"name": "Ada"}', [], '{"name": "Ada"}'),
-        ('{"name": "look", "age": 3}', [], '{"name": "look", "age": 3}'),
-        ('{"parameters": {"a": 1}}', [], '{"parameters": {"a": 1}}'),
-        ('{"name": [', [], '{"name": ['),
-        ("It is {3}.", [], "It is {3}."),
-        (
-            '```python\nf({"name": "look", "arguments": {}})\n```',
-            [],
-            '```python\nf({"name": "look", "arguments": {}})\n```',
-        ),
-        ('```python\nx\n```\n{"name": "look", "arguments": {}}', [("look", {})], "```python\nx\n```"),
+        ('{"name": "look"}', LOOK, ""),
+        ('```python\nx\n```\n{"name": "look", "arguments": {}}', LOOK, "```python\nx\n```"),
     ],
     "code_block": [
         ("I count.\n```python\nprint(1)\n```\nThen.", [("python", {"code": "print(1)"})], "I count.\nThen."),
         ("```py\na = 1\n```\n```python\na\n```", [("python", {"code": "a = 1\n\na"})], ""),
         ("```python\ns = '''\n```sql\n'''\n```", [("python", {"code": "s = '''\n```sql\n'''"})], ""),
         ("````python\ns = '''\n```\n'''\n````", [("python", {"code": "s = '''\n```\n'''"})], ""),
-        ("```\n$ ls\n```", [], "```\n$ ls\n```"),
-        ("It is 3.", [], "It is 3."),
     ],
     "tags": [
-        ("<think>?</think><search> rain </search>", [("search", {"query": "rain"})], "<think>?</think>"),
+        ("<think>?</think><search> rain </search>", RAIN, "<think>?</think>"),
         ('<move>{"to": "north", "by": 2}</move>', [("move", {"to": "north", "by": 2})], ""),
         ("<move>north</move>\n<look></look>", [("move", {"to": "north"}), ("look", {})], ""),
         ('<add>{"a": 1, "b": 2}</add>', [("add", {"a": 1, "b": 2})], ""),
@@ -262,15 +214,33 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
 }
 
 
+WORDS = {
+    "hermes": ["An answer with { braces }."],
+    "llama3_json": ['{"answer": 3}', '{"name": "Ada"}', "{ the set of all }", "It is 3."],
+    "pythonic": ["[a list](of links)", "[1, 2]"],
+    "json": [
+        *('{"name": "Ada"}', '{"name": "look", "age": 3}', '{"parameters": {"a": 1}}', '{"name": [', "It is {3}."),
+        '```python\nf({"name": "look", "arguments": {}})\n```',
+    ],
+    "code_block": ["```\n$ ls\n```", "It is 3."],
+}
+"""Turns without a call."""
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in WORDS.items() for text in texts])
+def test_words_stay_words(name: str, text: str) -> None:
+    assert load_parser(name).parse(f" {text}\n", SPECS) == Reading(text)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "calls", "content"), [(n, *case) for n, cases in READ.items() for case in cases]
 )
 def test_forms_that_are_read(name: str, text: str, calls: list[Call], content: str) -> None:
-    assert parser_of(name).parse(text, SPECS) == Reading(content, calls)
+    assert load_parser(name).parse(text, SPECS) == Reading(content, calls)
 
 
 def test_final_answers() -> None:
-    react, tags = parser_of("react"), parser_of("tags")
+    react, tags = load_parser("react"), load_parser("tags")
     assert react.parse("Thought: so\nFinal Answer: it is\nThought: 3", SPECS).answer == "it is\nThought: 3"
     assert tags.parse("So. <answer> 3 </answer>", SPECS) == Reading("So.", answer="3")
     assert tags.parse("<answer>2</answer> no <answer>3</answer>", []).answer == "3", "the last word"
@@ -278,39 +248,39 @@ def test_final_answers() -> None:
         assert parser.parse(parser.write_answer(" 3 "), SPECS).answer == "3"
 
 
+ARGUMENTS = {
+    "{}": "not valid JSON",
+    '"{}"}': '"arguments" must be a JSON object, not a string',
+    "[1]}": '"arguments" must be a JSON object, not an array',
+    '{"x": NaN}}': "NaN is not JSON",
+    '{"x": 1e999}}': "too large",
+    '{"x": 1, "x": 2}}': "the key 'x' is given twice",
+    '{"x": "\\ud83d"}}': "surrogate",
+    # far from Python's limit, but others who pass the arguments on may be nearer to it
+    '{"a":' * 150 + "1" + "}" * 151: "nested too deeply",
+    '{"x": ' + "9" * 10_000 + "}}": "not valid JSON",
+    "{}} and more": "no </tool_call> after",
+}
+BODIES = {
+    "": "not valid JSON",
+    "move north": "not valid JSON",
+    "{'name': 'f'}": "not valid JSON",
+    '["f"]': "expected a JSON object, not an array",
+    "null": "expected a JSON object, not null",
+    '{"arguments": {}}': '"name" is missing',
+    '{"name": 3, "arguments": {}}': '"name" must be a non-empty string',
+    '{"name": "", "arguments": {}}': '"name" must be a non-empty string',
+    '{"name": "f", "parameters": {}}': '"arguments" is missing, but there is "parameters"',
+    '{"name": "f", "name": "g", "arguments": {}}': "the key 'name' is given twice",
+    '{"name": "look"}</tool_call><tool_call>oops': "Malformed tool call 2: not valid JSON",
+}
 REFUSED = {
     "hermes": [
-        ('<tool_call>{"name": "f", "arguments": {}', "not valid JSON"),
+        *((f'<tool_call>{{"name": "f", "arguments": {text}</tool_call>', why) for text, why in ARGUMENTS.items()),
+        *((f"<tool_call>{body}</tool_call>", reason) for body, reason in BODIES.items()),
         ('<tool_call>{"name": "f", "arguments": {}}', "no </tool_call> after"),
-        ('<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "no </tool_call> after"),
-        ("<tool_call>", "not valid JSON"),
-        ("<tool_call>move north</tool_call>", "not valid JSON"),
-        ("<tool_call>{'name': 'f'}</tool_call>", "not valid JSON"),
-        ('<tool_call>["f"]</tool_call>', "expected a JSON object, not an array"),
-        ("<tool_call>null</tool_call>", "expected a JSON object, not null"),
-        ('<tool_call>{"arguments": {}}</tool_call>', '"name" is missing'),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', '"name" must be a non-empty string'),
-        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', '"name" must be a non-empty string'),
-        ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', '"arguments" must be a JSON object, not a string'),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', '"arguments" must be a JSON object, not an array'),
-        ('<tool_call>{"name": "f", "parameters": {}}</tool_call>', '"arguments" is missing, but there is "parameters"'),
-        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is not JSON"),
-        ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "too large"),
-        ('<tool_call>{"name": "f", "arguments": {"x": 1, "x": 2}}</tool_call>', "the key 'x' is given twice"),
-        ('<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>', "the key 'name' is given twice"),
-        ('<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', "surrogate"),
         ('{"name": "f", "arguments": {}}</tool_call>', "</tool_call> without <tool_call>"),
         ("<tool_call>" + '{"a":' * 100_000, "nested too deeply"),
-        # far from Python's limit, but others who pass the arguments on may be nearer to it
-        (
-            '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 150 + "1" + "}" * 151 + "</tool_call>",
-            "nested too deeply",
-        ),
-        ('<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 10_000 + "}}</tool_call>", "not valid JSON"),
-        (
-            '<tool_call>{"name": "look"}</tool_call><tool_call>oops</tool_call>',
-            "Malformed tool call 2: not valid JSON",
-        ),
     ],
     "qwen3_coder": [
         ("<tool_call>", "no <function=name> after <tool_call>"),
@@ -319,16 +289,12 @@ REFUSED = {
         ("<tool_call><function=look></tool_call>", "no </function> after the parameters of look"),
         ("<tool_call><function=look></function>", "no </tool_call> after </function>"),
         ("<tool_call><function=f><parameter=a>1</function></tool_call>", "no </parameter> after the value of a"),
-        (
-            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>1</parameter></function></tool_call>",
-            "the parameter a is given twice",
-        ),
+        (xml("f", a="1</parameter><parameter=a>1"), "the parameter a is given twice"),
         ("<function=look></function></tool_call>", "</tool_call> without <tool_call>"),
         ("<function=look></function>", "<function= without <tool_call>"),
     ],
     "llama3_json": [
         ('{"name": "look", "parameters": {}', "not valid JSON"),
-        ('{"name": "look", "parameters": []}', '"parameters" must be a JSON object, not an array'),
         ('{"name": "", "parameters": {}}', '"name" must be a non-empty string'),
         ('I go. {"name": "look", "parameters": {}}', "nothing beside it"),
         ('{"name": "look", "parameters": {}} I went.', "nothing beside it"),
@@ -362,10 +328,7 @@ REFUSED = {
     ],
     "cohere": [
         ('<|START_ACTION|>[{"name": "look", "parameters": {}}]<|END_ACTION|>', '"tool_name" is missing'),
-        (
-            '<|START_ACTION|>[{"tool_name": "look", "arguments": {}}]<|END_ACTION|>',
-            '"parameters" is missing, but there',
-        ),
+        ('<|START_ACTION|>[{"tool_name": "look", "a": {}}]<|END_ACTION|>', '"parameters" is missing, but there'),
         ('<|START_ACTION|>[{"tool_name": "look", "parameters": {}}]', "no <|END_ACTION|> after the list"),
     ],
     "gigachat": [
@@ -416,7 +379,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("name", "text", "reason"), [(n, *case) for n, cases in REFUSED.items() for case in cases])
 def test_malformed_turns_say_what_is_wrong_and_how_it_is_right(name: str, text: str, reason: str) -> None:
-    parser = parser_of(name)
+    parser = load_parser(name)
     found = parser.parse(text, SPECS)
     assert found.error is not None
     assert reason in found.error
@@ -446,46 +409,24 @@ def test_types_of_text_are_the_schemas() -> None:
         "additionalProperties": {"type": "integer"},
     }
     cases = [
-        ("side", "left", "left"),
-        ("count", "3", 3),
-        ("count", "null", None),
-        ("count", "three", "three"),
-        ("either", "3", 3),
-        ("either", "x3", "x3"),
-        ("text_first", "3", "3"),
-        ("maybe", "None", None),
-        ("maybe", "nothing", "nothing"),
-        ("anything", '{"a": [1]}', {"a": [1]}),
-        ("anything", "{a", "{a"),
-        ("loop", "1", 1),
-        ("one", "1", 1),
-        ("flag", "True", True),
-        ("flag", "false", False),
-        ("flag", "1", "1"),
-        ("real", "1e3", 1000.0),
-        ("real", "1e999", "1e999"),
-        ("real", "true", "true"),
-        ("further", "7", 7),
+        *(("count", "3", 3), ("count", "null", None), ("either", "3", 3), ("maybe", "None", None), ("further", "7", 7)),
+        *(("anything", '{"a": [1]}', {"a": [1]}), ("loop", "1", 1), ("one", "1", 1), ("real", "1e3", 1000.0)),
+        *(("flag", "True", True), ("flag", "false", False)),
         # Python's notation, which Jinja's `string` filter writes
         ("list", "['a', \"b's\", None, True, 1.5]", ["a", "b's", None, True, 1.5]),
         ("object", "{'a': {'b': [1]}}", {"a": {"b": [1]}}),
-        ("list", "{'a': 1}", "{'a': 1}"),
-        ("list", "['a'", "['a'"),
-        ("list", "('a', 'b')", "('a', 'b')"),
-        ("list", "[('a',)]", "[('a',)]"),
-        ("list", "[{1, 2}]", "[{1, 2}]"),
-        ("list", "[open('x')]", "[open('x')]"),
-        ("list", "[1e999]", "[1e999]"),
-        ("object", "{'a': 1, 'a': 2}", "{'a': 1, 'a': 2}"),
-        ("object", "{1: 'a'}", "{1: 'a'}"),
-        ("list", "[" * 5000 + "]" * 5000 + "'", "[" * 5000 + "]" * 5000 + "'"),
-        ("list", f"['{'a' * MAX_LITERAL}']", f"['{'a' * MAX_LITERAL}']"),
-        ("side", "['left']", "['left']"),
     ]
-    parser, specs = parser_of("qwen3_coder"), [ToolSpec("f", "", {"type": "object", **schema})]
+    kept = [
+        *(("side", "left"), ("count", "three"), ("either", "x3"), ("text_first", "3"), ("maybe", "nothing")),
+        *(("anything", "{a"), ("flag", "1"), ("real", "1e999"), ("real", "true"), ("side", "['left']")),
+        *(("list", "{'a': 1}"), ("list", "['a'"), ("list", "('a', 'b')"), ("list", "[('a',)]"), ("list", "[{1, 2}]")),
+        *(("list", "[open('x')]"), ("list", "[1e999]"), ("object", "{'a': 1, 'a': 2}"), ("object", "{1: 'a'}")),
+        *(("list", "[" * 5000 + "]" * 5000 + "'"), ("list", f"['{'a' * MAX_LITERAL}']")),
+    ]
+    cases += [(key, text, text) for key, text in kept]
+    parser, specs = load_parser("qwen3_coder"), [ToolSpec("f", "", {"type": "object", **schema})]
     for key, text, value in cases:
-        written = f"<tool_call><function=f><parameter={key}>\n{text}\n</parameter></function></tool_call>"
-        (found,) = parser.parse(written, specs).calls
+        (found,) = parser.parse(xml("f", **{key: f"\n{text}\n"}), specs).calls
         assert found == ("f", {key: value}), (key, text)
         assert type(found[1][key]) is type(value)
 
@@ -498,7 +439,7 @@ def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> Non
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     results = [ToolResult("It rains.", info={"rank": 1}), ToolResult([image])]
     for name in ("react", "code_block", "json", "tags"):
-        parser = parser_of(name)
+        parser = load_parser(name)
         told = parser.instructions(SPECS)
         assert told is not None
         assert parser.form(SPECS) in told
@@ -509,14 +450,14 @@ def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> Non
         assert message["role"] == "user"
         assert message["info"] == {"rank": 1}
         assert image in message["content"]
-    assert parser_of("tags").answers(calls, [ToolResult("a"), ToolResult("b")]) == [
+    assert load_parser("tags").answers(calls, [ToolResult("a"), ToolResult("b")]) == [
         {"role": "user", "content": "<information>a</information>\n<information>b</information>"}
     ]
 
 
 def test_native_formats_leave_the_tools_to_the_template() -> None:
     for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic"):
-        parser = parser_of(name)
+        parser = load_parser(name)
         assert parser.instructions(SPECS) is None
         assert parser.complaint("No.") == [{"role": "tool", "content": "No."}]
         assert parser.answers([ToolCall("call_0", "look", {})], [ToolResult("a wall")]) == [
@@ -526,11 +467,11 @@ def test_native_formats_leave_the_tools_to_the_template() -> None:
 
 def test_tools_that_a_format_cannot_call_are_refused() -> None:
     with pytest.raises(ValueError, match=r"code_block needs one tool with a parameter `code`.*has none among search"):
-        parser_of("code_block").instructions(SPECS[:1])
+        load_parser("code_block").instructions(SPECS[:1])
     with pytest.raises(ValueError, match="tags has <answer> for itself; fix: give the tool answer another name"):
-        parser_of("tags").instructions([spec("answer", text=STRING)])
-    assert parser_of("code_block").instructions([]) is None
-    assert "<answer>" in (parser_of("tags").instructions([]) or "")
+        load_parser("tags").instructions([spec("answer", text=STRING)])
+    assert load_parser("code_block").instructions([]) is None
+    assert "<answer>" in (load_parser("tags").instructions([]) or "")
 
 
 # --- write, then read ------------------------------------------------------------------------------------------------
@@ -543,26 +484,25 @@ values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(text, children, max_size=3),
     max_leaves=8,
 )
+
+
+def called(name: str, given: dict[str, Any], **optional: Any) -> st.SearchStrategy[Any]:
+    return st.tuples(st.just(name), st.fixed_dictionaries(given, optional=optional))
+
+
 known = st.one_of(
-    st.tuples(st.just("search"), st.fixed_dictionaries({"query": text})),
-    st.tuples(
-        st.just("move"), st.fixed_dictionaries({"to": text}, optional={"by": st.integers(), "far": st.booleans()})
-    ),
-    st.tuples(st.just("add"), st.fixed_dictionaries({"a": st.integers() | st.floats(-1e9, 1e9), "b": st.none()})),
-    st.tuples(
-        st.just("put"),
-        st.fixed_dictionaries(
-            {"items": st.lists(text, max_size=3), "where": st.dictionaries(text, values, max_size=3)}
-        ),
-    ),
-    st.tuples(st.just("look"), st.just({})),
+    called("search", {"query": text}),
+    called("move", {"to": text}, by=st.integers(), far=st.booleans()),
+    called("add", {"a": st.integers() | st.floats(-1e9, 1e9), "b": st.none()}),
+    called("put", {"items": st.lists(text, max_size=3), "where": st.dictionaries(text, values, max_size=3)}),
+    called("look", {}),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PARSERS if name not in ("code_block", "functiongemma")])
 def test_what_is_written_is_read_back(name: str) -> None:
-    parser = parser_of(name)
+    parser = load_parser(name)
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(known, min_size=1, max_size=1 if name == "react" else 3))
@@ -581,23 +521,15 @@ def test_what_is_written_is_read_back(name: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(text.filter(lambda code: "`" not in code and "\r" not in code))
 def test_code_is_read_back(code: str) -> None:
-    parser = parser_of("code_block")
+    parser = load_parser("code_block")
     assert parser.parse(parser.write([("python", {"code": code})], SPECS), SPECS).calls == [("python", {"code": code})]
 
 
 # --- arbitrary text --------------------------------------------------------------------------------------------------
 
 PIECES = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=look>",
-        "</function>",
-        "<parameter=a>",
-        "</parameter>",
-        "<|python_tag|>",
-    ),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "<search>", "</search>", "<answer>", "</answer>"),
+    *("<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=a>", "</parameter>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<search>", "</search>", "<answer>", "</answer>", "<|python_tag|>"),
     *("Action:", "Action Input:", "\nThought:", "\nFinal Answer:", "\nObservation:", "```", "```python\n", "\n```\n"),
     *('"', "'", '"""', "{", "}", "[", "]", "(", ")", "\\", "\\u", "\\ud83d", "\\x4", "=", ":", ",", ";", "<", ">", "/"),
     *('{"name": ', '"parameters": ', '"arguments": ', "null", "None", "1e999", "-", ".", "9" * 20, "NaN", "\n", " "),
@@ -609,35 +541,26 @@ def mutate(rng: random.Random, text: str, others: list[str]) -> str:
     """Splice, delete, duplicate, flip, truncate and nest."""
     for _ in range(rng.randint(1, 4)):
         a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-        match rng.randrange(8):
-            case 0:
-                text = text[:a] + rng.choice(PIECES) + text[a:]
-            case 1:
-                text = text[:a] + text[min(b, a + 8) :]
-            case 2:
-                text = text[:b] + text[a:b] + text[b:]
-            case 3 if text:
-                at = min(a, len(text) - 1)
-                text = text[:at] + chr(ord(text[at]) ^ (1 << rng.randrange(8))) + text[at + 1 :]
-            case 4:
-                text = text[:b]
-            case 5:
-                other = rng.choice(others)
-                text = text[:a] + other[rng.randint(0, len(other)) :]
-            case 6:
-                text = text[:a] + rng.choice(others) + text[b:]
-            case _:
-                text = text[:a] + rng.choice(PIECES) * rng.randint(2, 30) + text[b:]
+        piece, other = rng.choice(PIECES), rng.choice(others)
+        changed = [
+            text[:a] + piece + text[a:],
+            text[:a] + text[min(b, a + 8) :],
+            text[:b] + text[a:b] + text[b:],
+            text[:a]
+            + "".join(chr(ord(letter) ^ (1 << rng.randrange(8))) for letter in text[a : a + 1])
+            + text[a + 1 :],
+            text[:b],
+            text[:a] + other[rng.randint(0, len(other)) :],
+            text[:a] + other + text[b:],
+            text[:a] + piece * rng.randint(2, 30) + text[b:],
+        ]
+        text = rng.choice(changed)
     return text
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_mutated_turns_are_text_and_calls_or_an_error(name: str) -> None:
-    check_mutated_turns(name, 3_000)
-
-
-def check_mutated_turns(name: str, count: int) -> None:
-    parser = parser_of(name)
+    parser, count = load_parser(name), 3_000
     rng = random.Random(name)
     turns = examples(name)
     others = [other for n in PARSERS for other in examples(n)]
@@ -651,8 +574,8 @@ def check_mutated_turns(name: str, count: int) -> None:
             assert (found.calls, found.answer, found.content) == ([], None, turn.strip())
         for called, arguments in found.calls:
             assert isinstance(called, str)
-            assert called
             assert isinstance(arguments, dict)
+            assert called
             assert not found.answer
         seen["error" if found.error else "calls" if found.calls else "words"] += 1
         if found.calls:  # what is passed on can be passed on
@@ -662,43 +585,16 @@ def check_mutated_turns(name: str, count: int) -> None:
 
 def hostile(name: str, size: int) -> dict[str, str]:
     """Texts of `size` characters that would take a careless parser forever, or overflow its stack."""
-    units = {
-        "openings": "<tool_call>",
-        "closings": "</tool_call>",
-        "functions": "<tool_call><function=look>",
-        "parameters": "</parameter>" + " " * 20,
-        "tags": "<search>",
-        "bodies": "<search>{</search>",
-        "json bodies": '<move>{"to": "</move>',
-        "calls": '<tool_call>{"name": "look"}</tool_call>',
-        "braces": "{",
-        "names": '{"name": "',
-        "objects": '{"a":',
-        "lists": "[",
-        "round": "[look(",
-        "minus": "-",
-        "digits": "1",
-        "spaces": " ",
-        "lines": "\n",
-        "quotes": '"',
-        "triple": '"""',
-        "apostrophes": "'",
-        "backslashes": "\\",
-        "fences": "```",
-        "blocks": "```python\n",
-        "fenced lines": "``` \n",
-        "words": "a",
-        "labels": "Action:\nAction Input:\n",
-        "thoughts": "Thought: \n",
-        "blanks": " \t",
-        "python": "[look(a=1)]",
-        "starts": "<|tool_call_start|>[look(a=[",
-        "both": "<|tool_call_start|>[look()]<|tool_call_end|>",
-    }
+    units = [
+        *("<tool_call>", "</tool_call>", "<tool_call><function=look>", "</parameter>" + " " * 20, "<search>"),
+        *("<search>{</search>", '<move>{"to": "</move>', '<tool_call>{"name": "look"}</tool_call>', "{", '{"name": "'),
+        *('{"a":', "[", "[look(", "-", "1", " ", "\n", '"', '"""', "'", "\\", "```", "```python\n", "``` \n", "a"),
+        *("Action:\nAction Input:\n", "Thought: \n", " \t", "[look(a=1)]", "<|tool_call_start|>[look(a=["),
+        "<|tool_call_start|>[look()]<|tool_call_end|>",
+    ]
     written = [text for text in examples(name)[3::3] if len(text) < 500]
     marks = {mark[0] for text in written for mark in MARK.finditer(text)}
-    units |= {unit: unit for unit in (*marks, *written[:1])}
-    long = {key: unit * (size // len(unit)) for key, unit in units.items()}
+    long = {unit: unit * (size // len(unit)) for unit in (*units, *marks, *written[:1])}
     beginnings = {written[0][: mark.end()] for mark in MARK.finditer(written[0])}
     return long | {f"{beginning} of {key}": beginning + text for key, text in long.items() for beginning in beginnings}
 
@@ -711,8 +607,7 @@ MARK = re.compile(r"<[^<>\n]+>|\[/?[A-Z_]+\]|^[A-Z][A-Za-z ]+:|`+\w*\n?|functool
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_hostile_turns_take_no_longer_than_their_length(name: str) -> None:
-    """Each takes at most 0.1 s. Quadratic time would take a minute."""
-    parser = parser_of(name)
+    parser = load_parser(name)
     slow = {}
     for key, turn in hostile(name, 300_000).items():
         started = time.process_time()
@@ -747,7 +642,7 @@ def test_a_parser_of_ones_own(tmp_path: Path) -> None:
 def test_examples_of_the_documentation(name: str) -> None:
     (example,) = re.findall(rf"### {name}\n.*?\n(`{{3,4}})\n(.*?)\n\1\n", PAGE, re.DOTALL)
     specs = [spec("search", ["query"], query=STRING, limit=INTEGER), spec("look"), SPECS[-1]]
-    found = parser_of(name).parse(example[1], specs)
+    found = load_parser(name).parse(example[1], specs)
     assert found.error is None
     called, arguments = found.calls[0]
     if name == "code_block":

@@ -1,9 +1,8 @@
 import json
-import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
-from agentfactory.rollout.text.renderer import Parsed, Renderer
+from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
-from agentfactory.rollout.token_row import Row, Span
 from tests.chat_tokenizers import MERGES_NEWLINE, REORDERS_KEYS, STRIPS_REASONING, make_tokenizer, trl_template
 
 SPECS = [
@@ -101,91 +99,25 @@ def test_the_choice_is_logged_with_its_reasons(name: str, choice: str, reason: s
     json.dumps(renderer.info)
 
 
-# --- chains ---------------------------------------------------------------------------------------------------------
-
-
-def sampled_turns(renderer: Renderer, rng: random.Random) -> Iterator[list[int]]:
-    """Ids as models sample them: calls in unusual JSON, reasoning, malformed calls, noise; some cut before the end."""
-    end = renderer.stop_token_ids[0]
-    vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.stop_token_ids]
-    while True:
-        kind = rng.randrange(6)
-        if kind == 0:
-            ids = rng.choices(vocabulary, k=rng.randrange(12))
-        else:
-            text = [
-                '<tool_call>{"arguments":{"to":"north",  "by":1},"name":"move"}</tool_call>',
-                "<think>\nNorth.\n</think>\n\n" + '<tool_call>\n{"name": "look"}\n</tool_call>\n' * 2,
-                '<tool_call>{"name": "move", "arguments": ["north"]}</tool_call>',
-                "Done.\n",
-                "\nThe end\n\n",
-            ][kind - 1]
-            # not the canonical tokens of the text: a model may sample any split of it
-            at = rng.randrange(len(text))
-            ids = encode(renderer, text[:at]) + encode(renderer, text[at:])
-        yield ids[: rng.randrange(len(ids) + 1)] if rng.random() < 0.3 else [*ids, end]
-
-
-def answers(parsed: Parsed, rng: random.Random) -> list[Message]:
-    if parsed.calls:
-        texts = ["north\n", "", "<tool_call>{}</tool_call>", "You see <think> and ~."]
-        return [result(int(c.id.removeprefix("call_")), rng.choice(texts), c.name) for c in parsed.calls]
-    return [{"role": "user", "content": parsed.error or "Go on."}]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_pieces_are_what_the_server_was_sent_and_only_sampled_ids_are_trained(name: str) -> None:
-    renderer = renderer_of(name)
-    rng = random.Random(0)
-    forks = 0
-    for _ in range(40):
-        turns = sampled_turns(renderer, rng)
-        messages = list(OPENING)
-        rows, sampled = [Row()], []
-        rows[0].append_context(renderer.open(messages, SPECS))
-        for _ in range(6):
-            sent = list(rows[-1].token_ids)
-            ids = next(turns)
-            sampled.append((len(rows) - 1, len(sent), ids))
-            rows[-1].append_sampled(ids, [-1.0] * len(ids), [Span("0", 0, len(ids))])
-            parsed = renderer.parse(ids, first_call=10 * len(messages))
-            new = answers(parsed, rng)
-            messages += [parsed.message, *new]
-            following = renderer.extend(rows[-1].token_ids, messages, new, SPECS)
-            assert rows[-1].token_ids == sent + ids, "extend leaves the row alone"
-            if following is None:
-                rows.append(Row())
-                following = renderer.open(messages, SPECS)
-                whole = whole_ids(renderer, messages, prompt=True)
-                # a control token sampled within a turn is rerendered as its characters
-                if not any("<|im_" in m["content"] for m in messages):
-                    assert following == whole
-                assert renderer.tokenizer.decode(following) == renderer.tokenizer.decode(whole)
-                assert following.count(renderer.tokenizer.convert_tokens_to_ids("<|im_start|>")) == len(messages) + 2
-                forks += 1
-            rows[-1].append_context(following)
-        for number, row in enumerate(rows):
-            trained = [i for i, bit in enumerate(row.mask) if bit]
-            mine = [(start, ids) for n, start, ids in sampled if n == number]
-            assert trained == [start + i for start, ids in mine for i in range(len(ids))]
-            assert [row.token_ids[i] for i in trained] == [i for _, ids in mine for i in ids]
-    assert (forks > 0) == (name == "strips reasoning")
-
-
 @pytest.mark.parametrize("name", [n for n in TEMPLATES if n not in ("merges a newline", "strips reasoning")])
-def test_context_between_turns_is_the_templates_own(name: str) -> None:
+def test_rows_and_the_context_between_turns_are_the_templates_own(name: str) -> None:
     """Whatever is sampled, the ids around it equal those that the template puts around its own turns."""
     renderer = renderer_of(name)
     end = renderer.stop_token_ids[0]
-    row = renderer.conversation_row(CONVERSATION, SPECS)
-    assert row.token_ids == whole_ids(renderer, CONVERSATION)[: len(row.token_ids)]
-    expected: list[list[int]] = [[]]
-    for token, bit in zip(row.token_ids, row.mask, strict=True):
-        if bit and expected[-1]:
-            expected.append([])
-        elif not bit:
-            expected[-1].append(token)
+    row, whole = renderer.conversation_row(CONVERSATION, SPECS), whole_ids(renderer, CONVERSATION)
+    assert row.token_ids == whole[: len(row.token_ids)]
+    assert renderer.tokenizer.decode(whole[len(row.token_ids) :]) == "\n", "what follows the last end-of-turn token"
+    assert row.weights == [float(bit) for bit in row.mask]
+    assert len(row.logprobs) == len(row.mask)
+    masked = groupby(range(len(row.mask)), row.mask.__getitem__)
+    runs = [(bit, [row.token_ids[place] for place in places]) for bit, places in masked]
+    expected, said = ([ids for bit, ids in runs if bit == trained] for trained in (0, 1))
     turns = [i for i, m in enumerate(CONVERSATION) if m["role"] == "assistant"]
+    for turn, sampled in zip(turns, said, strict=True):
+        assert sampled[-1] in renderer.stop_token_ids
+        parsed, calls = renderer.parse(sampled), CONVERSATION[turn].get("tool_calls", [])
+        assert [(c.name, c.arguments) for c in parsed.calls] == [tuple(c["function"].values()) for c in calls]
+        assert parsed.message["content"] == CONVERSATION[turn]["content"]
     for cut in (False, True):
         ids = renderer.open(CONVERSATION[: turns[0]], SPECS)
         assert ids == expected[0]
@@ -237,15 +169,6 @@ def test_a_forking_template_extends_where_it_leaves_the_text_alone() -> None:
         )
 
 
-def test_context_that_was_cut_inside_a_call_or_a_thought_is_closed() -> None:
-    renderer = renderer_of("qwen3")
-    for text in ("<think>\nI wonder", '<tool_call>\n{"name": "mo', ""):
-        ids = [*renderer.open(OPENING, SPECS), *encode(renderer, text)]
-        piece = renderer.extend(ids, [], [{"role": "user", "content": "Too long."}], SPECS)
-        expected = "<|im_end|>\n<|im_start|>user\nToo long.<|im_end|>\n<|im_start|>assistant\n"
-        assert renderer.tokenizer.decode(piece) == expected
-
-
 def test_other_stop_tokens_do_not_close_a_turn() -> None:
     tokenizer = make_tokenizer(trl_template("qwen2_5"))
     other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
@@ -257,20 +180,14 @@ def test_other_stop_tokens_do_not_close_a_turn() -> None:
     assert piece[0] == end
 
 
-def test_tools_may_change_between_calls() -> None:
+def test_prompts_of_other_tools_and_lists_of_the_caller_are_kept_apart() -> None:
     renderer = renderer_of("qwen2_5")
     first, other = renderer.open(OPENING, SPECS), renderer.open(OPENING, SPECS[:1])
     assert first != other
-    assert renderer.open(OPENING, SPECS) == first
-    assert renderer.open(OPENING, SPECS[:1]) == other
-
-
-def test_results_are_the_callers_own() -> None:
-    renderer = renderer_of("qwen2_5")
-    ids = renderer.open(OPENING, SPECS)
-    expected = list(ids)
-    ids.clear()
+    expected = list(first)
+    first.clear()
     assert renderer.open(OPENING, SPECS) == expected
+    assert renderer.open(OPENING, SPECS[:1]) == other
 
 
 # --- parse ----------------------------------------------------------------------------------------------------------
@@ -279,9 +196,8 @@ def test_results_are_the_callers_own() -> None:
 @pytest.mark.parametrize("added", [("<tool_call>", "</tool_call>", "<think>", "</think>"), ()])
 def test_parse_reads_calls_whether_or_not_the_tags_are_tokens(added: tuple[str, ...]) -> None:
     renderer = make_renderer(make_tokenizer(trl_template("qwen3"), added=added))
-    text = (
-        '<think>\nNorth?\n</think>\n\nI go.\n<tool_call>\n{"name": "move", "arguments": {"to": "north"}}\n</tool_call>'
-    )
+    called = '<tool_call>\n{"name": "move", "arguments": {"to": "north"}}\n</tool_call>'
+    text = f"<think>\nNorth?\n</think>\n\nI go.\n{called}"
     ids = [*encode(renderer, text), renderer.stop_token_ids[0]]
     assert (len(encode(renderer, "<tool_call>")) == 1) == bool(added)
     parsed = renderer.parse(ids, first_call=4)
@@ -311,50 +227,7 @@ def test_parse_of_reasoning_that_the_generation_prompt_began() -> None:
     assert renderer.parse(encode(renderer, "I wond")).message["content"] == ""
 
 
-def test_parse_survives_any_ids() -> None:
-    renderer = renderer_of("qwen3")
-    rng = random.Random(1)
-    for _ in range(500):
-        ids = rng.choices(range(len(renderer.tokenizer)), k=rng.randrange(20))
-        json.dumps(renderer.parse(ids).message).encode()
-
-
 # --- supervised rows ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_vl", "reorders keys"])
-def test_a_conversation_row_is_the_chain_of_its_own_text(name: str) -> None:
-    renderer = renderer_of(name)
-    row = renderer.conversation_row(CONVERSATION, SPECS)
-    whole = whole_ids(renderer, CONVERSATION)
-    assert row.token_ids == whole[: len(row.token_ids)]
-    assert renderer.tokenizer.decode(whole[len(row.token_ids) :]) == "\n", "what follows the last end-of-turn token"
-    # the same by open and extend, with the masked ids as the sampled ones
-    chain = Row()
-    messages: list[Message] = []
-    position = 0
-    for i, message in enumerate(CONVERSATION):
-        if message["role"] != "assistant":
-            continue
-        new, messages = CONVERSATION[len(messages) + (1 if messages else 0) : i], CONVERSATION[:i]
-        piece = renderer.extend(chain.token_ids, messages, new, SPECS) if position else renderer.open(messages, SPECS)
-        assert piece is not None
-        chain.append_context(piece)
-        position = len(chain.token_ids)
-        length = row.mask[position:].index(0) if 0 in row.mask[position:] else len(row.mask) - position
-        sampled = row.token_ids[position : position + length]
-        chain.append_sampled(sampled, [0.0] * length, [])
-        assert sampled[-1] in renderer.stop_token_ids
-        calls = [
-            ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])
-        ]
-        parsed = renderer.parse(sampled, first_call=int(calls[0].id.removeprefix("call_")) if calls else 0)
-        assert parsed.calls == calls
-        assert parsed.message["content"] == message["content"]
-    assert chain.token_ids == row.token_ids
-    assert chain.mask == row.mask
-    assert row.weights == [float(bit) for bit in row.mask]
-    assert len(row.logprobs) == len(row.mask)
 
 
 def test_weights_of_messages() -> None:
@@ -437,10 +310,6 @@ def test_rows_name_the_message_that_cannot_be_rendered() -> None:
     renderer = renderer_of("qwen2_5")
     with pytest.raises(ValueError, match="message 3: the chat template refuses the conversation"):
         renderer.conversation_row([*CONVERSATION[:3], {"role": "user", "content": None}], SPECS)
-
-
-def test_a_conversation_begins_with_a_prompt() -> None:
-    renderer = make_renderer(make_tokenizer(trl_template("qwen3")))
     with pytest.raises(ValueError, match="message 0: a model is never asked without a prompt: put a system or user"):
         renderer.conversation_row([{"role": "assistant", "content": "Hello!"}, *OPENING[1:]], SPECS)
 
@@ -472,6 +341,11 @@ def test_load_from_a_model_folder(model_folder: Path) -> None:
     assert renderer.info["parser"] == "hermes"
     assert renderer.stop_token_ids == [1, 2]
     assert records == [{"renderer": renderer.info}]
+    file = model_folder / "my.jinja"
+    file.write_text(trl_template("qwen2_5"), encoding="utf-8")
+    renderer = load_renderer(ModelConfig(path=str(model_folder), chat_template=str(file)), "hermes")
+    assert (renderer.info["template"], renderer.info["choice"]) == ("model.chat_template", "append")
+    assert renderer.chat_template == trl_template("qwen2_5")
 
 
 @pytest.mark.parametrize(
@@ -503,21 +377,14 @@ def test_turns_end_where_transformers_ends_them(
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("ids", ["2", [2, None], -1, 10**30, True])
-def test_ends_that_are_no_tokens_are_named(name: str, ids: Any, model_folder: Path) -> None:
+def test_ends_that_are_no_tokens_are_named(name: str, model_folder: Path) -> None:
     (model_folder / "generation_config.json").unlink()
-    (model_folder / name).write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(SettingError, match=rf"model\.path: .* has the end of sequence .* in {name}; fix: write ids"):
-        stop_ids(str(model_folder))
-
-
-def test_load_with_a_template_file(model_folder: Path) -> None:
-    file = model_folder / "my.jinja"
-    file.write_text(trl_template("qwen2_5"), encoding="utf-8")
-    renderer = load_renderer(ModelConfig(path=str(model_folder), chat_template=str(file)), "hermes")
-    assert renderer.info["template"] == "model.chat_template"
-    assert renderer.info["choice"] == "append"
-    assert renderer.chat_template == trl_template("qwen2_5")
+    for ids in ("2", [2, None], -1, 10**30, True):
+        (model_folder / name).write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(
+            SettingError, match=rf"model\.path: .* has the end of sequence .* in {name}; fix: write ids"
+        ):
+            stop_ids(str(model_folder))
 
 
 def test_load_errors(model_folder: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import pytest_asyncio
 import yaml
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from PIL import Image
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
@@ -44,8 +46,12 @@ def said(*texts: str, tokens: int = 0, **fields: Any) -> Trajectory:
     return Trajectory("c", messages, [row], Outcome.COMPLETED, turns=len(texts), **fields)
 
 
+def load(name: str, **options: Any) -> Rewards:
+    return Rewards([RewardConfig(reward=name, options=options)])
+
+
 async def score(name: str, prediction: str, row: dict[str, Any], **options: Any) -> EnvironmentReward:
-    async with Rewards.load([RewardConfig(reward=name, options=options)], Path()) as rewards:
+    async with load(name, **options) as rewards:
         rewards.check(row)
         return await rewards.score(said(prediction), row, None)
 
@@ -67,18 +73,17 @@ SQUAD = [
 ]
 
 
-@pytest.mark.parametrize(("prediction", "answer", "exact", "f1"), SQUAD)
-def test_short_answers_as_squad_has_them(prediction: str, answer: str, exact: int, f1: float) -> None:
-    assert ExactMatch()(prediction, answer=answer) == {"reward": exact, "success": exact}
-    assert F1()(prediction, answer=answer) == pytest.approx(f1)
-    assert token_f1(answer, prediction) == pytest.approx(f1)
+def test_short_answers_as_squad_has_them() -> None:
+    for prediction, answer, exact, f1 in SQUAD:
+        assert ExactMatch()(prediction, answer=answer) == {"reward": exact, "success": exact}
+        assert F1()(prediction, answer=answer) == pytest.approx(f1)
+        assert token_f1(answer, prediction) == pytest.approx(f1)
 
 
 def test_any_of_several_answers_is_right() -> None:
     row = {"golds": ["Denver Broncos", "Broncos", 7]}
-    assert ExactMatch(field="golds")("broncos", **row)["reward"] == 1
-    assert ExactMatch(field="golds")("7", **row)["reward"] == 1
-    assert ExactMatch(field="golds")("Denver", **row)["reward"] == 0
+    exact = ExactMatch(field="golds")
+    assert [exact(said, **row)["reward"] for said in ("broncos", "7", "Denver")] == [1, 1, 0]
     assert F1(field="golds")("Denver", **row) == pytest.approx(2 / 3)
     assert normalize(" An  Apple,a Day ") == "applea day"
 
@@ -96,7 +101,7 @@ def test_what_counts_can_be_cut_out() -> None:
 @pytest.mark.parametrize("name", ["exact_match", "f1", "math_equal"])
 def test_a_row_without_an_answer_is_told_before_the_run(name: str, row: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=rf"rewards\.0: {name} needs .*'answer'"):
-        Rewards.load([RewardConfig(reward=name)], Path()).check(row)
+        load(name).check(row)
 
 
 def test_a_pattern_that_backtracks_for_ever_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +152,8 @@ def test_mathematics_as_math_verify_has_it(math_equal: Callable[..., MathEqual])
 @pytest.mark.processes
 def test_strict_mathematics_agrees_with_trl(math_equal: Callable[..., MathEqual]) -> None:
     texts = [
-        "My answer is \\boxed{\\frac{1}{3}}",
-        "My answer is \\boxed{\\frac{1}{2}}",
-        "\\frac{1}{3}",
-        "It is 1/3",
-        "The final answer is $\\frac{1}{3}$",
-        "I found $\\frac{1}{3}$ somewhere",
+        *("My answer is \\boxed{\\frac{1}{3}}", "My answer is \\boxed{\\frac{1}{2}}", "\\frac{1}{3}", "It is 1/3"),
+        *("The final answer is $\\frac{1}{3}$", "I found $\\frac{1}{3}$ somewhere"),
         "\\boxed{\\frac{1}{3}} or rather \\boxed{0.5}",
     ]
     gold = "\\frac{1}{3}"
@@ -182,21 +183,6 @@ def test_a_prediction_on_which_sympy_hangs_is_wrong_and_the_next_is_judged() -> 
     others = len(children("agentfactory.rollout.rewards.math_comparison")) - 1
     equal.close()
     assert len(children("agentfactory.rollout.rewards.math_comparison")) == others
-
-
-@pytest.mark.processes
-async def test_comparing_does_not_hold_up_the_loop_nor_more_processes_than_allowed(
-    math_equal: Callable[..., MathEqual],
-) -> None:
-    rewards = Rewards([math_equal()])
-    scoring = asyncio.gather(*(rewards.score(said(f"it is {n}"), {"answer": "7"}, None) for n in range(20)))
-    ticks = 0
-    while not scoring.done():
-        await asyncio.sleep(0.001)
-        ticks += 1
-    assert ticks > 3
-    assert [one.reward for one in await scoring] == [float(n == 7) for n in range(20)]
-    assert len(children("agentfactory.rollout.rewards.math_comparison")) == 1
 
 
 @pytest.mark.processes
@@ -246,20 +232,15 @@ def test_form_by_pattern_agrees_with_trl() -> None:
     assert set(theirs) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize(
-    ("text", "fits"),
-    [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        ("so: <think>a</think>\n<answer>b</answer> done", 1.0),
-        ("<answer>b</answer><think>a</think>", 0.0),
-        ("<think>a<answer>b</answer></think>", 0.0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
-        ("<think>a</think><answer>b", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_form_by_tags(text: str, fits: float) -> None:
-    assert Format(tags=("think", "answer"))(said("no form", text)) == fits
+def test_form_by_tags() -> None:
+    form = Format(tags=("think", "answer"))
+    for text in ("<think>a</think><answer>b</answer>", "so: <think>a</think>\n<answer>b</answer> done"):
+        assert form(said("no form", text)) == 1.0
+    for text in (
+        *("<answer>b</answer><think>a</think>", "<think>a<answer>b</answer></think>", "<think>a</think><answer>b", ""),
+        "<think>a</think><answer>b</answer><answer>c</answer>",
+    ):
+        assert form(said("no form", text)) == 0.0
 
 
 def test_form_of_every_turn_is_a_share() -> None:
@@ -306,19 +287,19 @@ class JudgeServer:
             return web.json_response(answer)
         return web.json_response({"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
 
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["JudgeServer"]:
+        app = web.Application()
+        app.add_routes([web.post("/v1/chat/completions", self.complete)])
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("/v1"))
+            yield self
+
 
 @pytest_asyncio.fixture
 async def judge() -> AsyncIterator[JudgeServer]:
-    server = JudgeServer()
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", server.complete)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield server
-    await runner.cleanup()
+    async with JudgeServer().serving() as server:
+        yield server
 
 
 PROMPT = "Question: {question}\nAnswer: {prediction}\nRight: {answer}\nWrite Score: and a number from 0 to 10."
@@ -327,15 +308,8 @@ PROMPT = "Question: {question}\nAnswer: {prediction}\nRight: {answer}\nWrite Sco
 async def test_a_judge_is_asked_and_its_number_scaled(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     judge.answer = lambda prompt: "<think>Score: 3?</think> **Score:** 7.5/10" if "{x}" in prompt else "Score: 0"
-    options = {
-        "url": judge.url,
-        "model": "m",
-        "prompt": PROMPT,
-        "best": 10,
-        "api_key_env": "JUDGE_KEY",
-        "system": "Be fair.",
-    }
-    options |= {"parameters": {"max_tokens": 5}}
+    options = {"url": judge.url, "model": "m", "prompt": PROMPT, "best": 10, "parameters": {"max_tokens": 5}}
+    options |= {"api_key_env": "JUDGE_KEY", "system": "Be fair."}
     row = {"question": "2+2?", "answer": "4"}
     # the model's text is inserted unchanged
     assert (await score("judge", "four {x} {answer}", row, **options)).reward == 0.75
@@ -365,12 +339,10 @@ async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeSe
     chain.messages[0]["content"] = [first, text_part("what?")]
     chain.messages[2]["content"] = [text_part("here:"), second]
     options = {"url": judge.url, "model": "m", "prompt": "Say:\n{conversation}\nSo?"}
-    async with Rewards.load([RewardConfig(reward="judge", options={**options, "images": True})], Path()) as rewards:
+    async with load("judge", **options, images=True) as rewards:
         await rewards.score(chain, {"images": ["ours.png"]}, None, [str(store.path(digest)) for digest in digests])
-    async with Rewards.load([RewardConfig(reward="judge", options=options)], Path()) as rewards:
+    async with load("judge", **options) as rewards:
         await rewards.score(chain, {}, None, [])
-    with pytest.raises(SettingError, match=r"images are sent in \{conversation\}, which the prompt lacks"):
-        Rewards.load([RewardConfig(reward="judge", options={**options, "prompt": "?", "images": True})], Path())
     seeing, blind = (request["messages"][-1]["content"] for request in judge.requests)
     shown = [image_part(data_url(store.png(digest))) for digest in digests]
     told = ["Say:\nuser: ", "\nwhat?\n\nassistant: <image 0>\n\ntool: here:\n"]
@@ -382,8 +354,7 @@ async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeSe
 
 
 async def test_a_judge_gets_so_many_requests_at_a_time(judge: JudgeServer) -> None:
-    options = {"url": judge.url, "model": "m", "prompt": "{prediction}", "concurrency": 3}
-    async with Rewards.load([RewardConfig(reward="judge", options=options)], Path()) as rewards:
+    async with load("judge", url=judge.url, model="m", prompt="{prediction}", concurrency=3) as rewards:
         await asyncio.gather(*(rewards.score(said("a"), {}, None) for _ in range(12)))
     assert (len(judge.requests), judge.most) == (12, 3)
 
@@ -392,8 +363,7 @@ async def test_a_judge_gets_so_many_requests_at_a_time(judge: JudgeServer) -> No
 async def test_what_can_heal_is_tried_again(judge: JudgeServer) -> None:
     answers: list[Any] = [503, 429, "Score: 1"]
     judge.answer = lambda prompt: answers.pop(0)
-    row: dict[str, Any] = {}
-    assert (await score("judge", "a", row, url=judge.url, model="m", prompt="{prediction}")).reward == 1.0
+    assert (await score("judge", "a", {}, url=judge.url, model="m", prompt="{prediction}")).reward == 1.0
     assert not answers
 
 
@@ -418,30 +388,22 @@ async def test_a_judge_without_a_verdict_is_an_error(judge: JudgeServer, answer:
 
 
 async def test_an_unreachable_judge_is_an_error_and_a_slow_one_too(judge: JudgeServer) -> None:
-    with pytest.raises(
-        RewardError, match=r"judge: no verdict from http://127\.0\.0\.1:9/v1/chat/completions: ClientConn"
-    ):
-        await score("judge", "a", {}, url="http://127.0.0.1:9/v1", model="m", prompt="{prediction}", retries=0)
-    config = RewardConfig(
-        reward="judge", timeout_seconds=0.01, options={"url": judge.url, "model": "m", "prompt": "{prediction}"}
-    )
-    async with Rewards.load([config], Path()) as rewards:
+    options = {"model": "m", "prompt": "{prediction}"}
+    address = r"http://127\.0\.0\.1:9/v1/chat/completions"
+    with pytest.raises(RewardError, match=f"judge: no verdict from {address}: ClientConn"):
+        await score("judge", "a", {}, url="http://127.0.0.1:9/v1", retries=0, **options)
+    config = RewardConfig(reward="judge", timeout_seconds=0.01, options={"url": judge.url, **options})
+    async with Rewards([config]) as rewards:
         with pytest.raises(RewardError, match=r"judge took longer than rewards\.0\.timeout_seconds=0\.01"):
             await rewards.score(said("a"), {}, None)
 
 
 def test_a_judge_works_in_one_loop_after_another() -> None:
     async def ask() -> float:
-        server = JudgeServer()
-        app = web.Application()
-        app.add_routes([web.post("/v1/chat/completions", server.complete)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        asked.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        scores = await asyncio.gather(*(asked(said("a")) for _ in range(3)))
-        await asked.close()
-        await runner.cleanup()
+        async with JudgeServer().serving() as server:
+            asked.url = server.url
+            scores = await asyncio.gather(*(asked(said("a")) for _ in range(3)))
+            await asked.close()
         return sum(scores)
 
     asked = Judge(url="http://u", model="m", prompt="{prediction}", concurrency=1)
@@ -457,22 +419,20 @@ def test_a_judge_works_in_one_loop_after_another() -> None:
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "got 'NO_SUCH_KEY': this environment variable is not set"),
         ({"pattern": "["}, "pattern", "not a regular expression"),
         ({"concurrency": 0}, "concurrency", "greater than 0"),
+        ({"best": 0}, "", "best and worst are both 0; they must differ"),
+        ({"images": True}, "", r"images are sent in \{conversation\}, which the prompt lacks"),
     ],
 )
 def test_options_of_a_judge_that_cannot_work(changed: dict[str, Any], option: str, message: str) -> None:
-    options = {"url": "http://u", "model": "m", "prompt": "{prediction}", **changed}
     with pytest.raises(SettingError, match=message) as refused:
-        Rewards.load([RewardConfig(reward="judge", options=options)], Path())
-    assert refused.value.field == f"rewards.0.options.{option}"
+        load("judge", **{"url": "http://u", "model": "m", "prompt": "{prediction}", **changed})
+    assert refused.value.field == f"rewards.0.options.{option}".rstrip(".")
 
 
 def test_fields_of_a_prompt_are_looked_for_before_the_run() -> None:
-    options = {"url": "http://u", "model": "m", "prompt": PROMPT}
-    rewards = Rewards.load([RewardConfig(reward="judge", options=options)], Path())
+    rewards = load("judge", url="http://u", model="m", prompt=PROMPT)
     rewards.check({"question": "q", "answer": "a"})
-    with pytest.raises(
-        SettingError, match=r"judge needs the field 'answer', which the data does not have \(question\)"
-    ):
+    with pytest.raises(SettingError, match=r"judge needs the field 'answer', which the data .* \(question\)"):
         rewards.check({"question": "q"})
     with pytest.raises(SettingError, match="'prediction' too"):
         rewards.check({"question": "q", "answer": "a", "prediction": "p"})
@@ -511,11 +471,6 @@ async def test_what_the_page_shows_works(tmp_path: Path) -> None:
                     chain.reward = (await rewards.score(chain, row, None)).reward
                 await rewards.score_group(chains, row)
                 scored.append([chain.reward for chain in chains])
-    assert scored == [
-        [1.0, 1.0, 0.0],
-        [1.0, 1.0, 0.0],
-        pytest.approx([1.0 - 0.5 * 464 / 512, 1.0 - 0.5 * 464 / 512, -0.5 * 464 / 512]),
-        [1.0, 1.0, 0.5],
-        [0.0, 0.0, 0.0],
-        [1.0, 1.0, 0.0],
-    ]
+    right = [1.0, 1.0, 0.0]
+    long = pytest.approx([reward - 0.5 * 464 / 512 for reward in right])
+    assert scored == [right, right, long, [1.0, 1.0, 0.5], [0.0, 0.0, 0.0], right]

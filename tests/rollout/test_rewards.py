@@ -18,6 +18,7 @@ from agentfactory.base.messages import EnvironmentReward
 from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data.notices import tell_null_fields
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
+from agentfactory.rollout.images.parts import image_part, text_part
 from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
@@ -100,13 +101,6 @@ def load(tmp_path: Path) -> Callable[..., Rewards]:
     return load
 
 
-class Unreadable(Exception):
-    """An error whose text cannot be read."""
-
-    def __str__(self) -> str:
-        return None  # type: ignore[return-value]
-
-
 def chain(text: str, reward: float | None = 0.0, **fields: Any) -> Trajectory:
     return Trajectory(text, [{"role": "assistant", "content": text}], [], Outcome.COMPLETED, reward, turns=1, **fields)
 
@@ -114,11 +108,9 @@ def chain(text: str, reward: float | None = 0.0, **fields: Any) -> Trajectory:
 def test_the_prediction_is_the_last_assistant_message() -> None:
     assert prediction_of(TRAJECTORY) == "4"
     assert prediction_of(Trajectory("c", [], [], Outcome.COMPLETED)) == ""
-    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
-    assert (
-        prediction_of(replace(TRAJECTORY, messages=[{"role": "assistant", "content": parts}]))
-        == "see\n[image/png image]"
-    )
+    parts = [text_part("see"), image_part("data:image/png;base64,AA")]
+    seeing = replace(TRAJECTORY, messages=[{"role": "assistant", "content": parts}])
+    assert prediction_of(seeing) == "see\n[image/png image]"
 
 
 async def test_arguments_come_by_name() -> None:
@@ -136,7 +128,6 @@ async def test_arguments_come_by_name() -> None:
 
 
 async def test_a_reward_changes_copies_only() -> None:
-    # `trajectory.messages.pop()` and `gold.pop()` changed the saved chain, and the rewards of the task's other chains
     @reward
     def takes_all(trajectory: Trajectory, gold: list[str], meta: dict[str, list[int]], keep: list[int]) -> float:
         trajectory.messages[0]["content"] = "changed"
@@ -170,8 +161,8 @@ async def test_a_reward_changes_copies_only() -> None:
 
 
 async def test_a_success_that_only_some_chains_have_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    def partial_success(prediction: str, answer: str) -> dict[str, float]:
-        return {"reward": 1.0, "success": 1.0} if prediction == answer else {"reward": 0.0}
+    def partial_success(answer: str) -> dict[str, float]:
+        return {"reward": 1.0, "success": 1.0} if answer == "4" else {"reward": 0.0}
 
     rewards = Rewards([partial_success])
     for answer in ("4", "5", "4", "5"):
@@ -180,27 +171,26 @@ async def test_a_success_that_only_some_chains_have_is_told(caplog: pytest.LogCa
     assert [text in record.message for record in caplog.records] == [True] * 3  # one notice, counted
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (KeyError("gold"), "raised KeyError: 'gold', in row 2 of data; fix: correct it; for a row that"),
-        (
-            Unreadable(),
-            "raised RuntimeError: Unreadable, whose text cannot be read: its __str__ raised TypeError, in",
-        ),
-    ],
-)
-def test_what_a_check_raises_names_the_reward_and_the_row(error: Exception, said: str) -> None:
+def test_an_error_of_a_check_names_the_reward_and_the_row() -> None:
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            return None  # type: ignore[return-value]
+
     class Checked:
         def __call__(self, prediction: str) -> float:
             return 1.0
 
         def check(self, row: dict[str, Any]) -> None:
-            if row["question"] == "2":
-                raise error
+            if "error" in row:
+                raise row["error"]
 
-    with pytest.raises(SettingError, match=re.escape(f"rewards.0: Checked.check {said}")):
-        Rewards([Checked()]).check_rows([{"question": "1"}, {"question": "2"}], "data")
+    text = "raised RuntimeError: Unreadable, whose text cannot be read: its __str__ raised TypeError, in"
+    for error, said in (
+        (KeyError("gold"), "raised KeyError: 'gold', in row 2 of data; fix: correct it; for a row that"),
+        (Unreadable(), text),
+    ):
+        with pytest.raises(SettingError, match=re.escape(f"rewards.0: Checked.check {said}")):
+            Rewards([Checked()]).check_rows([{}, {"error": error}], "data")
 
 
 def test_needed_fields_that_are_nan_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -246,16 +236,17 @@ async def test_without_rewards_the_environment_counts() -> None:
         await Rewards([]).score(TRAJECTORY, {}, None)
 
 
-def test_a_field_that_no_row_has_is_told_before_the_run() -> None:
+def test_fields_of_rows_are_compared_with_parameters_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"rewards\.1: exact needs 'answer'.*question.*data\.columns"):
         Rewards([brevity, exact]).check({"question": "q"})
     Rewards([exact, brevity]).check({"question": "q", "answer": "4"})
-
-
-def test_a_field_under_a_name_that_rewards_have_is_told_before_the_run() -> None:
     with pytest.raises(SettingError, match=r"takes 'prediction', which is also a field.*row_prediction: prediction"):
         Rewards([exact]).check({"answer": "4", "prediction": "weather"})
     Rewards([brevity]).check({"prediction": "weather"})
+    rows = [{"question": "q", "answer": "a"}] * 3 + [{"question": "q"}] * 2
+    for name, problem in ((exact, "exact needs 'answer', .*"), ("exact_match", "exact_match .*")):
+        with pytest.raises(SettingError, match=rf"{problem}, in row 4 of eval\.data; fix: "):
+            Rewards([name]).check_rows(rows, "eval.data")
 
 
 async def test_rewards_of_turns_are_summed_by_turn() -> None:
@@ -279,55 +270,30 @@ async def test_rewards_of_turns_are_summed_by_turn() -> None:
     assert await Rewards([]).score(replace(chain, turns=1), {}, given) == given
 
 
-@pytest.mark.parametrize(
-    "result",
-    [3, 3.0, True + 2, np.float32(3), np.int64(3), np.array(3), torch.tensor(3), {"reward": torch.tensor(3.0)}],
-)
-async def test_any_scalar_is_a_reward(result: object) -> None:
-    @reward
-    def three() -> object:
-        return result
-
-    scored = await Rewards([three]).score(TRAJECTORY, {}, None)
-    assert scored == EnvironmentReward(3.0)
-    assert type(scored.reward) is float
+SCALARS = (3, 3.0, True + 2, np.float32(3), np.int64(3), np.array(3), torch.tensor(3), {"reward": torch.tensor(3.0)})
+NO_NUMBERS = (None, float("nan"), np.array([1.0, 2.0]), {"reward": 1, "turn_rewards": 0.5})
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        None,
-        "high",
-        {"success": 1},
-        {"reward": None},
-        float("nan"),
-        np.array([1.0, 2.0]),
-        {"reward": 1, "depth": float("inf")},
-        {"reward": 1, "turn_rewards": 0.5},
-        {"reward": 1, "turn_rewards": [0.5, None]},
-        {"reward": 1, "turn_rewards": [float("nan"), 0.5]},
-    ],
-)
-async def test_results_that_are_no_numbers_are_errors(result: object) -> None:
-    @reward
-    def odd() -> object:
-        return result
-
-    with pytest.raises(TypeError, match=r"odd.* returned"):
-        await Rewards([odd]).score(TRAJECTORY, {}, None)
+async def test_any_scalar_and_nothing_else_is_a_reward() -> None:
+    for result in SCALARS:
+        scored = await Rewards([lambda given=result: given]).score(TRAJECTORY, {}, None)
+        assert scored == EnvironmentReward(3.0)
+        assert type(scored.reward) is float
+    for result in NO_NUMBERS:
+        with pytest.raises(TypeError, match=r"<lambda>.* returned"):
+            await Rewards([lambda given=result: given]).score(TRAJECTORY, {}, None)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "late"])
-async def test_what_a_reward_raises_names_the_reward(kind: str) -> None:
+async def test_an_error_of_a_reward_names_it() -> None:
     def wrong() -> float:
         raise TimeoutError("of its own")
 
     async def wrong_later() -> float:
         raise TimeoutError("of its own")
 
-    function = {"sync": wrong, "async": wrong_later, "late": lambda: wrong_later()}[kind]
-    with pytest.raises(RewardError, match=r"(wrong|wrong_later|<lambda>) raised TimeoutError: of its own"):
-        await Rewards([function]).score(TRAJECTORY, {}, None)
+    for function, name in ((wrong, "wrong"), (wrong_later, "wrong_later"), (lambda: wrong_later(), "<lambda>")):
+        with pytest.raises(RewardError, match=f"{name} raised TimeoutError: of its own"):
+            await Rewards([function]).score(TRAJECTORY, {}, None)
 
 
 @pytest.mark.parametrize("name", ["stuck", "stuck_too"])
@@ -387,40 +353,33 @@ async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards
     rewards.check({"question": "q", "answer": "a"})
 
 
+OPTION = "rewards.1.options"
+
+
 @pytest.mark.parametrize(
-    ("entry", "field", "message"),
+    ("name", "options", "field", "message"),
     [
-        ("mine.py:two", "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
-        ("mine.py:four", "rewards.1", "defines no four"),
-        ("exact_mach", "rewards.1", r"'exact_mach' is not prebuilt .*; fix: write exact_match, or name an object"),
-        ("exact", "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
-        ("mine.py:one", "rewards.1", r"rewards\.0 is also called 'one'.*rewards\.1\.name"),
-        ({"reward": "mine.py:Counting"}, "rewards.1.options", "could not be created.*its options are start"),
-        (
-            {"reward": "mine.py:Counting", "options": {"begin": 1}},
-            "rewards.1.options.begin",
-            "no such option; fix: use one of start",
-        ),
-        ({"reward": "mine.py:shortest", "options": {"bnus": 1}}, "rewards.1.options.bnus", "use one of answer, bonus"),
-        ({"reward": "mine.py:three", "options": {"trajectory": 1}}, "rewards.1.options.trajectory", "from the chain"),
-        (
-            {"reward": "f1", "options": {"feild": "x"}},
-            "rewards.1.options.feild",
-            "use one of field, extract, extract_answer",
-        ),
-        ({"reward": "f1", "options": {"field": 3}}, "rewards.1.options.field", "got 3"),
-        (
-            {"reward": "f1", "options": {"extract": "("}},
-            "rewards.1.options.extract",
-            r"got '\(': not a regular expression",
-        ),
-        ({"reward": "length"}, "rewards.1.options.longest", "required"),
-        ({"reward": "format"}, "rewards.1.options", "set either pattern or tags"),
+        ("mine.py:two", {}, "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
+        ("mine.py:four", {}, "rewards.1", "defines no four"),
+        ("exact_mach", {}, "rewards.1", r"'exact_mach' is not prebuilt .*; fix: write exact_match, or name an object"),
+        ("exact", {}, "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
+        ("mine.py:one", {}, "rewards.1", r"rewards\.0 is also called 'one'.*rewards\.1\.name"),
+        ("mine.py:Counting", {}, OPTION, "could not be created.*its options are start"),
+        ("mine.py:Counting", {"begin": 1}, f"{OPTION}.begin", "no such option; fix: use one of start"),
+        ("mine.py:shortest", {"bnus": 1}, f"{OPTION}.bnus", "use one of answer, bonus"),
+        ("mine.py:three", {"trajectory": 1}, f"{OPTION}.trajectory", "from the chain"),
+        ("f1", {"feild": "x"}, f"{OPTION}.feild", "use one of field, extract, extract_answer"),
+        ("f1", {"field": 3}, f"{OPTION}.field", "got 3"),
+        ("f1", {"extract": "("}, f"{OPTION}.extract", r"got '\(': not a regular expression"),
+        ("length", {}, f"{OPTION}.longest", "required"),
+        ("format", {}, OPTION, "set either pattern or tags"),
     ],
 )
-def test_entries_that_cannot_work(load: Callable[..., Rewards], entry: Any, field: str, message: str) -> None:
+def test_entries_that_cannot_work(
+    load: Callable[..., Rewards], name: str, options: dict[str, Any], field: str, message: str
+) -> None:
     with pytest.raises(SettingError, match=message) as refused:
-        load({"reward": "mine.py:one"}, entry)
+        load("mine.py:one", {"reward": name, "options": options})
     assert refused.value.field == field
     assert refused.value.fix
 
@@ -435,8 +394,6 @@ async def test_callables_names_and_classes_side_by_side() -> None:
     scored = await rewards.score(TRAJECTORY, {"answer": "4"}, None)
     values = {"<lambda>": 1.0, "exact_match": 1.0, "f1": 1.0, "Always": 2.0}
     assert scored == EnvironmentReward(4.0, {"success": 1.0, **{f"reward/{name}": v for name, v in values.items()}})
-    with pytest.raises(SettingError, match=r"rewards\.1: rewards\.0 is also called '<lambda>'"):
-        Rewards([lambda: 1, lambda: 2])
 
 
 async def test_a_group_is_judged_together(load: Callable[..., Rewards]) -> None:
@@ -476,9 +433,7 @@ async def test_a_group_reward_sees_trajectories_and_may_be_async_and_judge_turns
     ("verdicts", "message"),
     [
         (1.0, "returned 1.0; it must return a list with a number or dict for each of the 2 chains"),
-        ([1.0], "for each of the 2 chains"),
-        ("ab", "for each of the 2 chains"),
-        ([1.0, None], "returned None"),
+        *(([1.0], "for each of the 2 chains"), ("ab", "for each of the 2 chains"), ([1.0, None], "returned None")),
         ([1.0, {"reward": 1.0, "turn_rewards": [1.0, 2.0]}], "2 turn_rewards, but the chain has 1"),
         (ZeroDivisionError("no"), "odd raised ZeroDivisionError: no"),
     ],
@@ -537,27 +492,23 @@ def rank(predictions, trajectories): return [0.0 for _ in predictions]
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("raises", "raises raised KeyError: 'lft'"),
-        ("nan", "nan returned nan for reward; it has to be a finite number between -1e[+]12 and 1e[+]12"),
-        ("text", "text returned 'good' for reward; it has to be a finite number between -1e[+]12 and 1e[+]12"),
-        ("short", r"short returned \[1.0\]; it must return a list with a number or dict for each of the 2 chains"),
-        ("fine", None),
-        ("rank", None),
-    ],
-)
-async def test_rewards_are_tried_on_a_made_answer(tmp_path: Path, name: str, fault: str | None) -> None:
+FAULTS = {
+    "raises": "raises raised KeyError: 'lft'",
+    "nan": "nan returned nan for reward; it has to be a finite number between -1e[+]12 and 1e[+]12",
+    "text": "text returned 'good' for reward; it has to be a finite number between -1e[+]12 and 1e[+]12",
+    "short": r"short returned \[1.0\]; it must return a list with a number or dict for each of the 2 chains",
+}
+
+
+async def test_rewards_are_tried_on_a_made_answer(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(MADE)
-    rewards = Rewards([f"made.py:{name}"], tmp_path)
     tasks = [{"question": "q", "answer": "a"}, {"messages": [{"role": "user", "content": "q"}], "answer": "b"}]
-    faults = [fault for number, task in enumerate(tasks, 1) for fault in await rewards.try_on(number, task, None)]
-    if fault is None:
-        assert faults == []
-        return
-    assert len(faults) == 2
-    assert re.fullmatch(f"rewards.0, on a dummy answer to task 2: {fault}", faults[1])
+    for name in (*FAULTS, "fine", "rank"):
+        rewards = Rewards([f"made.py:{name}"], tmp_path)
+        found = [fault for number, task in enumerate(tasks, 1) for fault in await rewards.try_on(number, task, None)]
+        assert len(found) == (2 if name in FAULTS else 0)
+        for number, fault in enumerate(found, 1):
+            assert re.fullmatch(f"rewards.0, on a dummy answer to task {number}: {FAULTS[name]}", fault)
 
 
 LOOKS = """
@@ -599,12 +550,3 @@ async def test_rewards_are_tried_in_the_folder_of_a_chain(
     assert [fault.partition("; ")[2] for fault in faults] == [
         "chains have no workspace, because no program is the agent (rollout.agent.command)"
     ] * 2
-
-
-def test_every_row_is_compared_with_what_rewards_need(tmp_path: Path) -> None:
-    (tmp_path / "made.py").write_text(MADE)
-    rows = [{"question": "q", "answer": "a"}] * 3 + [{"question": "q"}] * 2
-    with pytest.raises(SettingError, match=r"fine needs 'answer', .*, in row 4 of eval.data; fix: "):
-        Rewards(["made.py:fine"], tmp_path).check_rows(rows, "eval.data")
-    with pytest.raises(SettingError, match=r"exact_match .*, in row 4 of data; fix: "):
-        Rewards(["exact_match"], tmp_path).check_rows(rows, "data")

@@ -6,18 +6,23 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.stop_strings import StopWatch, find_stop, tokens_of
 from agentfactory.rollout.trajectory import Trajectory
 from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.rollout.test_family_exactness import noisy_turns
 from tests.rollout.test_token_exactness import check_rows
 from tests.scripted_chains import ZERO, scripted_chains
 
 LEARN = Path(__file__).parents[1] / "learn"
 KEEPS, DROPS = LEARN / "thinks_and_keeps.jinja", LEARN / "thinks_and_drops.jinja"
+NOTE = "<note>rain</note>\n"
 ACTION = 'Thought: so\nAction: note\nAction Input: {"text": "rain"}'
+BYTES = bytes_to_unicode()
+"""The letter that byte-level tokenizers write for each byte."""
 Exchange = tuple[list[int], list[int], str | None]
 """A prompt, the completion, and the stop string that ended it."""
 
@@ -46,7 +51,7 @@ def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: s
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     # a split into bytes splits characters
-    for ids in (tokenizer.encode(text), [i for byte in text.encode() for i in tokens_of_byte(tokenizer, byte)]):
+    for ids in (tokenizer.encode(text), tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in text.encode()])):
         assert decode(ids) == text
         watch = StopWatch([stop], decode)
         first = next(count for count in range(1, len(ids) + 1) if stop in decode(ids[:count]))
@@ -54,29 +59,11 @@ def test_a_turn_ends_with_the_token_that_completes_the_string(text: str, stop: s
         assert tokens_of(text.index(stop) + len(stop), ids, decode) == first
 
 
-def tokens_of_byte(tokenizer, byte: int) -> list[int]:
-    """The token of a single byte."""
-    alphabet = {value: letter for letter, value in byte_letters().items()}
-    return [tokenizer.convert_tokens_to_ids(alphabet[byte])]
-
-
-def byte_letters() -> dict[str, int]:
-    """The letters that byte-level tokenizers write for bytes."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(byte): byte for byte in plain}
-    others = [byte for byte in range(256) if byte not in plain]
-    return letters | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 @pytest.mark.parametrize(
     ("parser", "text", "kept"),
     [
         ("react", f"{ACTION}\nObservation: noted. Final Answer: 3", f"{ACTION}\nObservation:"),
-        (
-            "tags",
-            "<note>rain</note>\n<information>noted</information><answer>3</answer>",
-            "<note>rain</note>\n<information>",
-        ),
+        ("tags", f"{NOTE}<information>noted</information><answer>3</answer>", f"{NOTE}<information>"),
     ],
 )
 async def test_what_a_server_samples_after_a_stop_is_in_no_row(
@@ -116,7 +103,6 @@ async def test_rows_are_what_was_sent_and_sampled(tmp_path: Path, parser: str, t
     split into tokens, cut turns, noise and control tokens: each sampled token is trained once, that a turn
     ends where its stop string does, and that one in the reasoning ends no turn."""
     renderer = make_renderer(make_tokenizer(template.read_text(encoding="utf-8")), parser=parser, reasoning=reasoning)
-    tokenizer, rng = renderer.tokenizer, random.Random(f"{parser} {template.name} {reasoning}")
     action, stop = {
         "react": ('Action: run\nAction Input: {"code": "x"}', "\nObservation:"),
         "tags": ("<run>x</run>", "<information>"),
@@ -129,20 +115,8 @@ async def test_rows_are_what_was_sent_and_sampled(tmp_path: Path, parser: str, t
         *(stopped_thought + action + stop + " made up", f"hm {fence}{stop}", action, thought + action[:-3]),
     ]
 
-    def script(_: str) -> list[int]:
-        text = rng.choice(texts)
-        cuts = sorted(rng.randrange(len(text)) for _ in range(3))
-        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
-        if rng.random() < 0.2:
-            ids.insert(rng.randrange(len(ids)), rng.choice([i for i in tokenizer.added_tokens_decoder if i > 1]))
-        if rng.random() < 0.2:
-            ids = ids[: rng.randrange(1, len(ids) + 1)]
-        end = next((at for at, i in enumerate(ids) if i in renderer.stop_token_ids), None)
-        if end is not None:
-            return ids[: end + 1]
-        return [*ids, renderer.stop_token_ids[0]] if rng.random() < 0.8 else ids
-
+    framing = [i for i in renderer.tokenizer.added_tokens_decoder if i > 1]
+    script = noisy_turns(renderer, texts, random.Random(f"{parser} {template.name} {reasoning}"), framing)
     source = "from agentfactory import tool\n\n@tool\ndef run(code: str) -> str:\n    'Run.'\n    return code * 2\n"
     fields = {"tools": ["notes.py:run"], "rewards": ["notes.py:nothing"]}
     fields |= {"rollout": {"max_turns": 6, "max_tokens": 200}}

@@ -38,47 +38,32 @@ CHATML = (
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 )
 
+UNREAD, UNSHOWN = "a format that rollout.parser does not read", "ignores `tools`"
 WITH_TOOLS = {
-    "qwen2_5": "append",
-    "qwen3": "training variant",
-    "qwen3_training": "append",
-    "qwen3_instruct_2507": "append",
-    "qwen3_vl": "append",
-    "qwen3_5_think": "a format that rollout.parser does not read",
-    "glm4moe": "a format that rollout.parser does not read",
-    "gptoss": "a format that rollout.parser does not read",
-    "llama3_1": "a format that rollout.parser does not read",
-    "lfm2_v2": "a format that rollout.parser does not read",
-    "nemotron_3_nano": "a format that rollout.parser does not read",
-    "lfm2": "cannot render a tool call",
-    "llama3": "ignores `tools`",
-    "gemma3": "ignores `tools`",
-    "phi3": "ignores `tools`",
-    "cohere2": "ignores `tools`",
-    "deepseekv3": "ignores `tools`",
-    "smolvlm": "drops text from a message",
-    "llava_next": "refuses the conversation",
+    "append": ("qwen2_5", "qwen3_training", "qwen3_instruct_2507", "qwen3_vl"),
+    "training variant": ("qwen3",),
+    UNREAD: ("qwen3_5_think", "glm4moe", "gptoss", "llama3_1", "lfm2_v2", "nemotron_3_nano"),
+    UNSHOWN: ("llama3", "gemma3", "phi3", "cohere2", "deepseekv3"),
+    "cannot render a tool call": ("lfm2",),
+    "drops text from a message": ("smolvlm",),
+    "refuses the conversation": ("llava_next",),
 }
 WITHOUT_TOOLS = {
-    "qwen2_5": "append",
-    "llama3_1": "append",
-    "gemma3": "append",
-    "phi3": "append",
-    "cohere2": "append",
-    "qwen3": "training variant",
-    "qwen3_5_think": "training variant",
-    "qwen3_5_nothink": "fork",
-    "deepseek_r1_distill": "fork",
-    "gptoss": "fork",
-    "glm4moe": "fork",
-    "nemotron_3_nano": "fork",
-    "smolvlm": "drops text from a message",
+    "append": ("qwen2_5", "llama3_1", "gemma3", "phi3", "cohere2"),
+    "training variant": ("qwen3", "qwen3_5_think"),
+    "fork": ("qwen3_5_nothink", "deepseek_r1_distill", "gptoss", "glm4moe", "nemotron_3_nano"),
+    "drops text from a message": ("smolvlm",),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "tools", "expected"),
-    [(n, True, e) for n, e in WITH_TOOLS.items()] + [(n, False, e) for n, e in WITHOUT_TOOLS.items()],
+    [
+        (name, verdicts is WITH_TOOLS, expected)
+        for verdicts in (WITH_TOOLS, WITHOUT_TOOLS)
+        for expected, names in verdicts.items()
+        for name in names
+    ],
 )
 def test_published_templates(name: str, tools: bool, expected: str) -> None:
     if expected in ("append", "training variant", "fork"):
@@ -89,18 +74,6 @@ def test_published_templates(name: str, tools: bool, expected: str) -> None:
     else:
         with pytest.raises(RenderError, match=expected):
             choose(trl_template(name), tools)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.parametrize("tools", [True, False])
-def test_every_template_of_trl_gets_a_verdict_with_a_reason(tools: bool) -> None:
-    for file in TRL_TEMPLATES.glob("*.jinja"):
-        try:
-            reason = choose(file.read_text(encoding="utf-8"), tools).reasons[0]
-        except RenderError as error:
-            reason = str(error)
-        assert reason, file.stem
 
 
 def test_variants_are_those_of_trl() -> None:
@@ -139,13 +112,9 @@ def test_a_template_that_prints_its_tools_as_python_can_serve() -> None:
 
 
 def test_a_template_may_need_descriptions_of_parameters() -> None:
-    needing = CHATML.replace(
-        "{{ t | tojson }}",
-        "{% for name, p in t.function.parameters.properties.items() %}{{ name + p.description }}{% endfor %}"
-        "{{ t.function.name + t.function.parameters.required[0] }}",
-    )
-    assert needing != CHATML
-    assert choose(needing).use == "append"
+    properties = "{% for name, p in t.function.parameters.properties.items() %}{{ name + p.description }}{% endfor %}"
+    needing = f"{properties}{{{{ t.function.name + t.function.parameters.required[0] }}}}"
+    assert choose(CHATML.replace("{{ t | tojson }}", needing)).use == "append"
 
 
 def test_a_turn_may_be_closed_only_before_the_next_message() -> None:
@@ -179,10 +148,8 @@ def test_a_refused_template_names_text_formats_only_if_it_renders_without_tools(
             make_renderer(tokenizer)
         return str(raised.value)
 
-    names, other = (
-        "; act in plain text: rollout.parser=json or react or code_block or tags; or set model",
-        "; set model",
-    )
+    names = "; act in plain text: rollout.parser=json or react or code_block or tags; or set model"
+    other = "; set model"
     foreign = CHATML.replace("<tool_call>", "<invocation>").replace("</tool_call>", "</invocation>")
     needing = foreign.replace("{%- for m in messages %}", "{{ tools | length }}{%- for m in messages %}", 1)
     assert names in refusal(foreign)
@@ -211,14 +178,9 @@ def test_a_template_may_always_end_with_the_generation_prompt_and_text_turns_wit
         ("{%- if add_generation_prompt %}", "{%- if false %}", "no generation prompt"),
         ("{%- for c in m.tool_calls or [] %}", "{%- for c in [] %}", "cannot render a tool call: it leaves them out"),
         ("\n</tool_call>'", "\n</call>'", "a format that rollout.parser does not read"),
+        ("'<|im_end|>\n' }}", "'<|im_end|>\n' if not m.tool_calls else '<eom>' }}", "closes a turn with calls"),
         (
-            "{{- '<|im_end|>\n' }}",
-            "{{- '<|im_end|>\n' if not m.tool_calls else '<eom>' }}",
-            "closes a turn with calls",
-        ),
-        (
-            "+ m.content }}",
-            "+ (m.content if m.role != 'tool' else raise_exception('no tools here')) }}",
+            *("+ m.content }}", "+ (m.content if m.role != 'tool' else raise_exception('no tools here')) }}"),
             "cannot render a tool message: .*no tools here",
         ),
         ("+ m.content }}", "+ (m.content if m.role != 'tool' else '') }}", "cannot render a tool message: it leaves"),
@@ -243,10 +205,7 @@ def test_without_tools_the_tool_probes_do_not_apply() -> None:
     [
         (STRIPS_REASONING, "rewrites history: '<think>.*becomes 'word"),
         (CHATML.replace("+ m.content", "+ m.content.split('</think>')[-1].strip()"), "drops 'wordwhy' \\(reasoning\\)"),
-        (
-            CHATML.replace("+ m.role", "+ m.role + ' ' ~ messages|length"),
-            "rewrites history: an assistant turn does not",
-        ),
+        (CHATML.replace("+ m.role", "+ m.role ~ messages|length"), "rewrites history: an assistant turn does not"),
         (CHATML.replace("'<|im_end|>\n'", "('' if loop.last else '|') + '<|im_end|>\n'"), "rewrites history: "),
         (CHATML.replace("+ m.role", "+ m.role + ' ' ~ loop.index0"), "rewrites history: "),
     ],

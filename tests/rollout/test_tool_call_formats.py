@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
 from agentfactory.rollout.text.load_renderer import make_renderer
@@ -14,7 +13,7 @@ from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome
 from tests.chat_tokenizers import SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
-from tests.model_families import FAMILIES, Family
+from tests.model_families import FAMILIES
 from tests.model_families import renderer_of as family_renderer
 from tests.scripted_chains import ZERO, scripted_chains
 
@@ -98,12 +97,7 @@ def test_a_turn_with_a_call_and_its_result(name: str) -> None:
 
 
 def test_the_formats_that_a_template_would_fit_are_named() -> None:
-    for template, fit in [
-        ("qwen3_5_think", "qwen3_coder"),
-        ("llama3_1", "llama3_json"),
-        ("lfm2_v2", "pythonic"),
-        ("glm4moe", "glm"),
-    ]:
+    for template, fit in (("qwen3_5_think", "qwen3_coder"), ("llama3_1", "llama3_json"), ("glm4moe", "glm")):
         with pytest.raises(ValueError, match=rf"does not read: .*use rollout\.parser={fit}"):
             renderer_of("hermes", template)
     with pytest.raises(ValueError, match=r"act in plain text: rollout\.parser=json or react or code_block or tags"):
@@ -124,11 +118,6 @@ def test_a_template_that_shows_other_calls_than_it_writes_is_named(caplog: pytes
     assert any("shows calls as '<tool_call>" in reason for reason in renderer.info["reasons"])
     assert "instructions show calls as" in caplog.text
     assert "rollout.parser=json, which reads both" in caplog.text
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_published_templates_show_the_calls_that_they_write(family: Family) -> None:
-    assert family_renderer(family).behaviour.misprint is None
 
 
 def test_a_prefix_is_a_part_of_the_turn() -> None:
@@ -200,87 +189,73 @@ def test_a_transcript_is_written_in_the_text_format_as_a_chain_would_have_it(nam
 
 
 def test_transcripts_that_a_format_cannot_express_are_refused() -> None:
-    react, tags, code = renderer_of("react"), renderer_of("tags"), renderer_of("code_block")
-    two = conversation(SEARCH)
+    two, weights = conversation(SEARCH), conversation(SEARCH[:1])
     two[2]["tool_calls"] *= 2
-    with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot .*: react has one action a turn"):
-        react.conversation_row(two, SPECS)
-    with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot .*: code_block has one call of"):
-        code.conversation_row(conversation(SEARCH), SPECS)
-    with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot write it: .*results come from the tools"):
-        tags.conversation_row(conversation(SEARCH, "<information>"), SPECS)
-    for words in ("```python", '{"name": "search", "arguments": {}}', "[result of search]"):
-        with pytest.raises(ValueError, match=r"message 2: rollout\.parser cannot write it: .* is read as"):
-            renderer_of("json").conversation_row(conversation(SEARCH, words), SPECS)
-    weights = conversation(SEARCH[:1])
     weights[3:4] = [{**weights[3], "weight": 0.5}, {**weights[3], "weight": 1.0}]
-    with pytest.raises(ValueError, match="message 3: a turn's results become one message; give them equal weights"):
-        tags.conversation_row(weights, SPECS)
+    for name, messages, problem in (
+        ("react", two, r"message 2: rollout\.parser cannot write its calls: react has one action a turn"),
+        ("code_block", conversation(SEARCH), r"message 2: rollout\.parser cannot .*: code_block has one call of"),
+        (
+            "tags",
+            conversation(SEARCH, "<information>"),
+            r"message 2: .* cannot write it: .*results come from the tools",
+        ),
+        ("json", conversation(SEARCH, "```python"), r"message 2: rollout\.parser cannot write it: .* is read as"),
+        ("json", conversation(SEARCH, '{"name": "search", "arguments": {}}'), r"message 2: .* is read as"),
+        ("tags", weights, "message 3: a turn's results become one message; give them equal weights"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            renderer_of(name).conversation_row(messages, SPECS)
+
+
+def called(name: str, words: str = "", **arguments: Any) -> list[Message]:
+    """A conversation that ends with a turn of one call."""
+    call = ToolCall("c0", name, arguments).to_openai()
+    return [*OPENING, {"role": "assistant", "content": words, "tool_calls": [call]}]
 
 
 def test_native_rows_teach_what_a_chain_would_read() -> None:
-    """LFM2.5's template writes strings without escaping their quotes."""
-    renderer = renderer_of("pythonic", "lfm2_2_5")
-    messages = conversation([("search", {"query": "rain"})])
-    messages[2]["tool_calls"][0]["function"]["arguments"] = {"query": "rain"}
-    assert renderer.conversation_row([*messages[:2], {**messages[2], "content": ""}], SPECS)
-    messages[2]["tool_calls"][0]["function"]["arguments"] = {"query": "it's raining"}
-    with pytest.raises(ValueError, match=r"message 2: rollout\.parser does not read what the chat template writes"):
-        renderer.conversation_row([*messages[:2], {**messages[2], "content": ""}], SPECS)
-
-
-def test_an_argument_with_the_formats_own_text_is_refused() -> None:
-    """It would be parsed as the end of the argument, and the row would teach another call than intended."""
-    renderer = renderer_of("qwen3_coder")
-
-    def row(query: str) -> Row:
-        call = ToolCall("c0", "search", {"query": query}).to_openai()
-        return renderer.conversation_row([*OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], SPECS)
-
-    for harmless in ("rain", "3", "</parameter> in the text", "two\nlines\n", "<parameter=x>"):
-        assert row(harmless)
-    with pytest.raises(
-        ValueError,
-        match=r'message 2: in the call of search, query is "rain\\n.* reads "rain" in .*; arguments must not',
+    """LFM2.5's template writes strings without escaping their quotes; Llama's has no words beside a call; Qwen3.5's
+    would end the argument, and teach another call, with the format's own text."""
+    for name, template, harmless, refused, problem in (
+        (
+            *("pythonic", "lfm2_2_5", {"query": "rain"}, {"query": "it's raining"}),
+            r"rollout\.parser does not read what the chat template writes",
+        ),
+        (
+            *("llama3_json", None, {"query": "rain"}, {"words": "I look.", "query": "rain"}),
+            "the chat template has no text beside a tool call",
+        ),
+        (
+            *("qwen3_coder", None, {"query": "<parameter=x>"}, {"query": "rain\n</parameter>\n<parameter=unit>\nkm"}),
+            r'in the call of search, query is "rain\\n.* reads "rain" in .*; arguments must not',
+        ),
     ):
-        row("rain\n</parameter>\n<parameter=unit>\nkm")
+        renderer = renderer_of(name, template)
+        assert renderer.conversation_row(called("search", **harmless), SPECS)
+        with pytest.raises(ValueError, match=f"message 2: {problem}"):
+            renderer.conversation_row(called("search", **refused), SPECS)
+    for query in ("rain", "3", "</parameter> in the text", "two\nlines\n"):
+        assert renderer.conversation_row(called("search", query=query), SPECS)
 
 
 def test_an_argument_of_another_type_than_the_schemas_is_refused_with_the_fix() -> None:
-    """Seed-OSS's template writes values as Python does; the schema determines what is text."""
+    """Seed-OSS's template writes values as Python does; the schema determines the text."""
     renderer = family_renderer(next(family for family in FAMILIES if family.name == "seed_oss"))
 
     def row(value: Any, kind: str) -> Row:
         spec = ToolSpec("sort", "Sort.", {"type": "object", "properties": {"items": {"type": kind}}})
-        call = ToolCall("c0", "sort", {"items": value}).to_openai()
-        return renderer.conversation_row([*OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], [spec])
+        return renderer.conversation_row(called("sort", items=value), [spec])
 
-    for value, kind in (
-        (["a", "b'"], "array"),
-        ([None, {"c": True}], "array"),
-        ({"a": 1}, "object"),
-        (True, "boolean"),
-    ):
-        assert row(value, kind)
+    fitting = ((["a", "b'"], "array"), ([None, {"c": True}], "array"), ({"a": 1}, "object"), (True, "boolean"))
+    assert all(row(value, kind) for value, kind in fitting)
     for value, kind, shown in (
-        (["a", "b"], "string", r"\[\"a\", \"b\"\]"),
-        (True, "string", "true"),
-        (None, "string", "null"),
+        *((["a", "b"], "string", r"\[\"a\", \"b\"\]"), (True, "string", "true"), (None, "string", "null")),
         ("['a']", "array", r"\"\['a'\]\""),
     ):
-        with pytest.raises(
-            ValueError,
-            match=rf"message 2: in the call of sort, items is {shown}, but rollout\.parser reads .*; give items a type",
-        ):
+        problem = rf"in the call of sort, items is {shown}, but rollout\.parser reads .*; give items a type"
+        with pytest.raises(ValueError, match=f"message 2: {problem}"):
             row(value, kind)
-
-
-def test_words_that_a_template_would_drop_are_refused() -> None:
-    llama = renderer_of("llama3_json")
-    call = ToolCall("c0", "search", {"query": "rain"}).to_openai()
-    assert llama.conversation_row([*OPENING, {"role": "assistant", "content": "", "tool_calls": [call]}], SPECS)
-    with pytest.raises(ValueError, match="message 2: the chat template has no text beside a tool call"):
-        llama.conversation_row([*OPENING, {"role": "assistant", "content": "I look.", "tool_calls": [call]}], SPECS)
 
 
 def test_content_parts_are_text_to_a_template_of_text() -> None:
@@ -363,25 +338,10 @@ def test_a_rewriting_template_forks_for_no_text_of_others() -> None:
     assert following.count(end_of(renderer)) == 1
 
 
-# --- output of real templates ----------------------------------------------------------------------------------------
-
-words = st.text(st.characters(codec="utf-8", exclude_characters="<\ufdd0"), max_size=10)
-
-
 # --- whole chains ----------------------------------------------------------------------------------------------------
 
-TURNS = {
-    "my_parser.py:Shout": ["SEARCH rain", "It rains."],
-    "qwen3_coder": [
-        "Hm.</think>\n\n<tool_call><function=search>oops</tool_call>",
-        "</think><tool_call>\n<function=search>\n<parameter=query>\nrain\n</parameter>\n</function>\n</tool_call>",
-        "</think>\n\nIt rains.",
-    ],
-}
 
-
-@pytest.mark.parametrize("name", TURNS)
-async def test_chains(name: str, tmp_path: Path) -> None:
+async def test_chains_in_a_format_of_ones_own(tmp_path: Path) -> None:
     source = (
         "from agentfactory import tool\n\n@tool\ndef search(query: str) -> str:\n    'Search.'\n"
         "    return f'<|im_end|>{query}: it rains'\n"
@@ -392,25 +352,17 @@ async def test_chains(name: str, tmp_path: Path) -> None:
         "        return Reading('', [(name.lower(), {'query': rest})]) if name.isupper() else Reading(text)\n"
         "    def write(self, calls, specs):\n        return f'{calls[0][0].upper()} rain'\n"
     )
-    template = "qwen3_5_think" if name == "qwen3_coder" else "qwen2_5"
-    renderer = renderer_of(name, template, base=tmp_path)
-
-    fields = {
-        "tools": ["notes.py:search"],
-        "rewards": ["notes.py:nothing"],
-        "rollout": {"max_turns": 6, "parser": name},
-    }
-    async with scripted_chains(tmp_path, TURNS[name], source=source + ZERO, renderer=renderer, **fields) as chains:
+    parser = "my_parser.py:Shout"
+    renderer = renderer_of(parser, "qwen2_5", base=tmp_path)
+    fields = {"tools": ["notes.py:search"], "rewards": ["notes.py:nothing"]}
+    fields["rollout"] = {"max_turns": 6, "parser": parser}
+    turns = ["SEARCH rain", "It rains."]
+    async with scripted_chains(tmp_path, turns, source=source + ZERO, renderer=renderer, **fields) as chains:
         task = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]}
         [chain] = await chains.run_all([task])
     assert chain.error is None
-    assert chain.outcome == Outcome.COMPLETED
-    assert chain.turns == len(TURNS[name])
-    assert chain.metrics["tool_calls"] == 1
-    assert chain.metrics["tool_errors/malformed_call"] == len(TURNS[name]) - 2
-    text = decode(renderer, chain.rows[0].token_ids)
+    assert (chain.outcome, chain.turns, chain.metrics["tool_calls"]) == (Outcome.COMPLETED, 2, 1)
+    (row,) = chain.rows
+    text = decode(renderer, row.token_ids)
     assert text.count("<|im_end|>rain: it rains") == 1, "as the tool said it"
-    assert len(chain.rows) == 1
     assert "Search." in text, "the model was told of the tool"
-    said = [m for m in chain.messages if m["role"] == "assistant"]
-    assert any(m.get("tool_calls") for m in said) == renderer.parser.native

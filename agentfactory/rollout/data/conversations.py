@@ -1,5 +1,5 @@
-"""Messages, tool calls and tools of rows in the OpenAI format, checked and brought to the form of our chains; and what
-to type for rows in the layouts of other projects."""
+"""Messages, tool calls and tools of rows in the OpenAI format, checked and brought to the form of our chains; and the
+fixes for rows in the layouts of other projects."""
 
 import json
 import re
@@ -10,13 +10,8 @@ from typing import Any
 
 from agentfactory.base.errors import short
 from agentfactory.base.messages import Message, ToolSpec, is_finite_number, text_of
-from agentfactory.rollout.data.nulls import (
-    Nulls,
-    count_nulls,
-    drop_from_arguments,
-    drop_from_message,
-    drop_from_schema,
-)
+from agentfactory.rollout.data import nulls
+from agentfactory.rollout.data.nulls import Nulls, count_nulls, drop_from_message
 from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError, fits_plainly
 
 _PAGE = "the function in docs/data.md, Rows of other projects"
@@ -25,17 +20,12 @@ _TURNS = f"set data.source to {_PAGE}, from_turns"
 _SWIFT = f"the role is ms-swift's: set data.source to {_PAGE}, from_swift"
 ROLE_FIXES = {
     "human": "rename it to user",
-    "gpt": "rename it to assistant",
-    "bot": "rename it to assistant",
-    "model": "rename it to assistant",
-    "function": "rename it to tool",
-    "observation": "rename it to tool",
-    "ipython": "rename it to tool",
-    "tool_call": _SWIFT,
-    "tool_response": _SWIFT,
+    **dict.fromkeys(("gpt", "bot", "model"), "rename it to assistant"),
+    **dict.fromkeys(("function", "observation", "ipython"), "rename it to tool"),
+    **dict.fromkeys(("tool_call", "tool_response"), _SWIFT),
     "function_call": f"the role is LLaMA-Factory's: set data.source to {_PAGE}, from_sharegpt",
 }
-"""Role in other projects -> what to do about it."""
+"""Role in other projects -> fix."""
 _PROMPTS = ("prompt", "query", "problem", "instruction", "input")
 _TURNS_OF_MODELS = ("completion", "response", "output")
 _ANSWERS = (*_TURNS_OF_MODELS, "answer", "solution")
@@ -44,14 +34,21 @@ _PREFERENCES = ("chosen", "rejected", "rejected_response")
 
 def is_messages(value: Any) -> bool:
     """Return whether a value is a list of objects that all have `role` and `content`."""
-    each_has = isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
-    return each_has and bool(value)
+    return _is_list_of(value, "role", "content")
+
+
+def _is_list_of(value: Any, *keys: str) -> bool:
+    return isinstance(value, list) and bool(value) and all(_has_keys(each, *keys) for each in value)
+
+
+def _has_keys(value: Any, *keys: str) -> bool:
+    return isinstance(value, dict) and value.keys() >= set(keys)
 
 
 def fix_for_task(row: dict[str, Any]) -> str:
-    """Return what to type for a row that has neither `question` nor `messages`."""
-    if fix := _sharegpt(row):
-        return fix
+    """Return the fix for a row that has neither `question` nor `messages`."""
+    if any(_is_list_of(value, "from", "value") for value in row.values()):
+        return FROM_AND_VALUE
     lists = [name for name, value in row.items() if is_messages(value) and name not in (*_PREFERENCES, "completion")]
     if lists and is_messages(row.get("completion")):
         return f"{_TURNS} (for reinforcement learning: data.columns.messages={lists[0]})"
@@ -61,11 +58,9 @@ def fix_for_task(row: dict[str, Any]) -> str:
     if texts:
         rename = f"rename it with data.columns.question={texts[0]}"
         return f"{rename}; for sft: {_TURNS}" if any(name in row for name in _TURNS_OF_MODELS) else rename
-    if _PREFERENCES[0] in row:
-        chosen = row[_PREFERENCES[0]]
-        return "name other data: no algorithm learns preferences" + (
-            "; for sft: data.columns.messages=chosen" if is_messages(chosen) else ""
-        )
+    if "chosen" in row:
+        sft = "; for sft: data.columns.messages=chosen" if is_messages(row["chosen"]) else ""
+        return f"name other data: no algorithm learns preferences{sft}"
     if "input_ids" in row:
         return "name the data before its tokenization: rows of token ids are not read"
     if "text" in row:
@@ -74,18 +69,11 @@ def fix_for_task(row: dict[str, Any]) -> str:
 
 
 def fix_for_conversation(row: dict[str, Any]) -> str:
-    """Return what to type for a row of supervised fine-tuning that has no `messages`."""
-    if fix := _sharegpt(row):
-        return fix
-    if any(name in row for name in _ANSWERS):
-        return f"sft learns conversations: {_TURNS}"
-    return "sft learns conversations: name a file of them"
-
-
-def _sharegpt(row: dict[str, Any]) -> str | None:
-    lists = [value for value in row.values() if isinstance(value, list) and value]
-    found = any(all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value) for value in lists)
-    return FROM_AND_VALUE if found else None
+    """Return the fix for a row of supervised fine-tuning that has no `messages`."""
+    if any(_is_list_of(value, "from", "value") for value in row.values()):
+        return FROM_AND_VALUE
+    fix = _TURNS if any(name in row for name in _ANSWERS) else "name a file of them"
+    return f"sft learns conversations: {fix}"
 
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -99,7 +87,7 @@ _REFUSED = {
     "function_call": "write tool_calls: [{function: {name: ..., arguments: {...}}}]",
     **dict.fromkeys(_OF_THE_LOSS, "write weight: 1 or 0"),
 }
-"""Other projects' fields that change what is learned -> what to write."""
+"""Other projects' fields that change the learned messages -> fix."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 HALF = "half of a surrogate pair, which is no character; remove it"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -116,34 +104,27 @@ class Findings:
     call_keys: set[str] = field(default_factory=set)
 
 
-class Tools:
-    """The tools that a row describes, by name, which its calls are checked against."""
+Tools = Mapping[str, ToolSpec]
+"""The tools that a row describes, by name, which its calls are checked against."""
 
-    def __init__(self, specs: Sequence[ToolSpec]) -> None:
-        self.specs = list(specs)
-        self._by_name = {spec.name: spec for spec in specs}
-        self._schemas: dict[str, str] = {}
 
-    def without_nulls(self, name: str, arguments: dict[str, Any], nulls: Nulls) -> dict[str, Any]:
-        """Return the arguments of a call without padding nulls. The nulls of an unknown tool are kept."""
-        if not count_nulls(arguments):
-            return arguments
-        if name not in self._by_name:
-            nulls.kept += count_nulls(arguments)
-            return arguments
-        return drop_from_arguments(arguments, self._by_name[name], nulls)
+def _fault(tools: Tools, name: str, arguments: dict[str, Any]) -> str | None:
+    """Return why tools refuse a call; None if they do not, or if the schema cannot be checked."""
+    if name not in tools:
+        return f"there is no tool {name!r} among the row's tools ({', '.join(tools)})"
+    if fits_plainly(arguments, tools[name].parameters):
+        return None
+    try:
+        problem = _check(json.dumps(tools[name].parameters)).fault(arguments)
+    except UncheckedError:
+        return None
+    shown = problem and problem.removeprefix("the arguments: ")[:300]
+    return shown and f"the row's tool {name!r} refuses these arguments: {shown}"
 
-    def fault(self, name: str, arguments: dict[str, Any]) -> str | None:
-        """Return why these tools refuse a call; None if they do not, or if the schema cannot be checked."""
-        if name not in self._by_name:
-            return f"there is no tool {name!r} among the row's tools ({', '.join(self._by_name) or 'none'})"
-        parameters = self._by_name[name].parameters
-        if fits_plainly(arguments, parameters):
-            return None
-        if name not in self._schemas:
-            self._schemas[name] = json.dumps(parameters)
-        problem = _problem(self._schemas[name], arguments)
-        return problem and f"the row's tool {name!r} refuses these arguments: {problem}"
+
+@lru_cache(256)
+def _check(schema: str) -> ArgumentCheck:
+    return ArgumentCheck(json.loads(schema))
 
 
 def parse_json_column(value: Any, column: str) -> Any:
@@ -160,14 +141,11 @@ def parse_json_column(value: Any, column: str) -> Any:
 
 def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = False) -> list[ToolSpec]:
     """Return the tools of a row: a list in the OpenAI format, or its JSON text, also without the level `function`.
-
-    Raise ValueError, which names the entry, for anything else.
-    """
+    Raise ValueError, which names the entry, for anything else."""
     tools = parse_json_column(tools, "tools")
     if tools is None:
         return []
-    if not isinstance(tools, list):
-        raise ValueError(f"tools: got {short(tools)}, not a list of {{type: function, function: {{name: ...}}}}")
+    _require(isinstance(tools, list), "tools", tools, "not a list of {type: function, function: {name: ...}}")
     findings = findings or Findings()
     specs = [_spec(tool, f"tools.{number}", findings, columnar) for number, tool in enumerate(tools)]
     names = [spec.name for spec in specs]
@@ -179,40 +157,33 @@ def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = Fals
 def _spec(tool: Any, place: str, findings: Findings, columnar: bool) -> ToolSpec:
     tool = parse_json_column(tool, place)
     given = _function_of(tool)
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
-        form = "{type: function, function: {name: ..., description: ..., parameters: ...}}"
-        raise ValueError(f"{place}: got {short(tool)}, which is not in the OpenAI format: {form}")
+    form = "{type: function, function: {name: ..., description: ..., parameters: ...}}"
+    _require(_is_named(given), place, tool, f"which is not in the OpenAI format: {form}")
     given = drop_from_message(given, findings.nulls)
-    if tool.get("function") is not None and tool.get("type") not in (None, "function"):
-        raise ValueError(f"{place}.type: got {short(tool['type'])}, not function")
+    beside = {} if tool.get("function") is None else {key: value for key, value in tool.items() if value is not None}
+    _require(beside.get("type", "function") == "function", f"{place}.type", beside.get("type"), "not function")
     for other in ("input_schema", "inputSchema"):  # of Anthropic and MCP
         if other in given and "parameters" not in given:
             given["parameters"] = given.pop(other)
     parameters = parse_json_column(given.get("parameters", _NO_PARAMETERS), f"{place}.parameters")
-    if not isinstance(parameters, dict):
-        raise ValueError(f"{place}.parameters: got {short(parameters)}, not a JSON Schema of type object")
+    _require(isinstance(parameters, dict), f"{place}.parameters", parameters, "not a JSON Schema of type object")
     description = given.get("description", "")
-    if not isinstance(description, str):
-        raise ValueError(f"{place}.description: got {short(description)}, not text")
+    _require(isinstance(description, str), f"{place}.description", description, "not text")
     if has_half_surrogate(given):
         raise ValueError(f"{place}: it has {HALF}")
-    around = {} if tool.get("function") is None else tool
-    beside = {key for key, value in around.items() if value is not None}
-    findings.keys |= (given.keys() | beside) - _TOOL_KEYS
-    parameters = drop_from_schema(parameters, findings.nulls, columnar) if count_nulls(parameters) else parameters
+    findings.keys |= {*given, *beside} - _TOOL_KEYS
+    if count_nulls(parameters):
+        parameters = nulls.drop_from_schema(parameters, findings.nulls, columnar)
     return ToolSpec(given["name"], description, parameters)
 
 
-def clean_messages(messages: Any, tools: Tools | None, findings: Findings) -> list[Message]:
-    """Return messages in the OpenAI format with call arguments as objects, without padding nulls.
-
-    Raise ValueError, which names the message and the field, for anything else, and for a call that `tools` refuse,
-    unless the message's weight is 0.
-    """
+def clean_messages(messages: Any, tools: Tools, findings: Findings) -> list[Message]:
+    """Return messages in the OpenAI format with call arguments as objects, without padding nulls. Raise ValueError with
+    the message and the field for anything else, and for a call that `tools` refuse, except of weight 0."""
     if isinstance(messages, str) and messages.lstrip().startswith("["):
         messages = parse_json_column(messages, "messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages: got {short(messages)}, not a list of {{role: ..., content: ...}}")
+    is_list = isinstance(messages, list) and bool(messages)
+    _require(is_list, "messages", messages, "not a list of {role: ..., content: ...}")
     cleaned = [_message(message, f"messages.{number}", tools, findings) for number, message in enumerate(messages)]
     return _in_the_order_of_calls(cleaned)
 
@@ -254,9 +225,9 @@ def _in_the_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     return [message for _, message in sorted(zip(places, messages, strict=True), key=lambda pair: pair[0])]
 
 
-def _message(message: Any, place: str, tools: Tools | None, findings: Findings) -> Message:
+def _message(message: Any, place: str, tools: Tools, findings: Findings) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        hint = f"; {FROM_AND_VALUE}" if isinstance(message, dict) and {"from", "value"} <= message.keys() else ""
+        hint = f"; {FROM_AND_VALUE}" if _has_keys(message, "from", "value") else ""
         raise ValueError(f"{place}: got {short(message)}, not {{role: ..., content: ...}}{hint}")
     role = message["role"]
     if role not in _ROLES:
@@ -272,38 +243,34 @@ def _message(message: Any, place: str, tools: Tools | None, findings: Findings) 
     for name in _REASONING:
         if role == "assistant" and isinstance(message.get(name), str) and "reasoning_content" not in message:
             message["reasoning_content"] = message.pop(name)
-    if not isinstance(message.get("reasoning_content", ""), str):
-        raise ValueError(f"{place}.reasoning_content: got {short(message['reasoning_content'])}, not text")
-    _check_weight(message, place)
+    reasoning, weight = message.get("reasoning_content", ""), message.get("weight", 1)
+    _require(isinstance(reasoning, str), f"{place}.reasoning_content", reasoning, "not text")
+    is_weight = is_finite_number(weight) and weight >= 0
+    _require(is_weight, f"{place}.weight", weight, "not a number of at least 0")
     for name in ("name", "tool_call_id"):
-        _check_id(message, name, place)
+        _require(isinstance(message.get(name, ""), str | int), f"{place}.{name}", message.get(name), "not text")
     calls = parse_json_column(message.pop("tool_calls", None), f"{place}.tool_calls")
     if calls not in (None, []):
-        weight = message.get("weight", 1)
-        message["tool_calls"] = _calls(calls, role, f"{place}.tool_calls", tools if weight else None, tools, findings)
+        if role != "assistant":
+            problem = f"a message of the role {role!r} has calls; only an assistant makes them"
+            raise ValueError(f"{place}.tool_calls: {problem}")
+        message["tool_calls"] = _calls(calls, f"{place}.tool_calls", tools, bool(weight), findings)
     content = message.get("content")
     if content is None and "tool_calls" in message:
         content = message["content"] = ""
     if role == "assistant" and is_text_parts(content):
         # models write text: their own turns have no parts
         content = message["content"] = text_of(content)
-    if not isinstance(content, str | list):
-        raise ValueError(f"{place}.content: got {short(content)}, not text or a list of parts")
-    if has_half_surrogate(content) or has_half_surrogate(message.get("reasoning_content")):
+    _require(isinstance(content, str | list), f"{place}.content", content, "not text or a list of parts")
+    if has_half_surrogate([content, reasoning]):
         raise ValueError(f"{place}: it has {HALF}")
     findings.fields |= message.keys() - _FIELDS
     return message
 
 
-def _check_weight(message: Message, place: str) -> None:
-    weight = message.get("weight", 0)
-    if not is_finite_number(weight) or weight < 0:
-        raise ValueError(f"{place}.weight: got {short(weight)}, not a number of at least 0")
-
-
-def _check_id(entry: Mapping[str, Any], name: str, place: str) -> None:
-    if not isinstance(entry.get(name, ""), str | int):
-        raise ValueError(f"{place}.{name}: got {short(entry[name])}, not text")
+def _require(fits: bool, place: str, value: Any, wrong: str) -> None:
+    if not fits:
+        raise ValueError(f"{place}: got {short(value)}, {wrong}")
 
 
 def is_text_parts(content: Any) -> bool:
@@ -313,22 +280,14 @@ def is_text_parts(content: Any) -> bool:
     )
 
 
-def _calls(
-    calls: Any, role: str, place: str, checking: Tools | None, tools: Tools | None, findings: Findings
-) -> list[dict[str, Any]]:
-    if role != "assistant":
-        raise ValueError(f"{place}: a message of the role {role!r} has calls; only an assistant makes them")
-    if not isinstance(calls, list):
-        raise ValueError(f"{place}: got {short(calls)}, not a list of {{function: {{name: ..., arguments: ...}}}}")
+def _calls(calls: Any, place: str, tools: Tools, learned: bool, findings: Findings) -> list[dict[str, Any]]:
+    _require(isinstance(calls, list), place, calls, "not a list of {function: {name: ..., arguments: ...}}")
     cleaned = []
-    for number, call in enumerate(calls):
-        call = _call(call, f"{place}.{number}", findings)
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if tools is None:
-            findings.nulls.kept += count_nulls(arguments)
-        else:
-            arguments = call["function"]["arguments"] = tools.without_nulls(name, arguments, findings.nulls)
-        if checking is not None and (fault := checking.fault(name, arguments)):
+    for number, given in enumerate(calls):
+        call = _call(given, f"{place}.{number}", findings)
+        call = nulls.drop_from_call(call, tools, findings.nulls)
+        function = call["function"]
+        if tools and learned and (fault := _fault(tools, function["name"], function["arguments"])):
             raise ValueError(f"{place}.{number}: {fault}")
         cleaned.append(call)
     return cleaned
@@ -340,15 +299,17 @@ def _function_of(entry: Any) -> Any:
     return entry if nested is None else nested
 
 
+def _is_named(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
+
+
 def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
     """Return a call with its arguments as an object; they may be JSON text, as in OpenAI's API."""
     given = _function_of(call)
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str) or not given["name"]:
-        raise ValueError(f"{place}: got {short(call)}, not {{function: {{name: ..., arguments: ...}}}}")
-    if call.get("type") not in (None, "function"):
-        raise ValueError(f"{place}.type: got {short(call['type'])}, not function")
-    if call.get("id") is not None:
-        _check_id(call, "id", place)
+    _require(_is_named(given), place, call, "not {function: {name: ..., arguments: ...}}")
+    _require(call.get("type") in (None, "function"), f"{place}.type", call.get("type"), "not function")
+    known = {} if call.get("id") is None else {"id": call["id"]}
+    _require(isinstance(known.get("id", ""), str | int), f"{place}.id", call.get("id"), "not text")
     arguments = given.get("arguments")
     others = {key for each in (call, given) for key, value in each.items() if value is not None} - _CALL_KEYS
     if arguments is None and others:
@@ -356,27 +317,22 @@ def _call(call: Any, place: str, findings: Findings) -> dict[str, Any]:
         raise ValueError(f"{place}.function: {problem}; rename the field with the arguments to arguments")
     findings.call_keys |= others
     if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{place}.function.arguments: got {short(arguments)}, which is not JSON") from None
+        arguments = parse_json_column(arguments, f"{place}.function.arguments")
         if arguments is None:
             raise ValueError(f"{place}.function.arguments: got the text 'null', not an object of named arguments")
     elif arguments is None or arguments == "":
         # a column has null for an object without fields, and some servers write a call without arguments as empty text
         arguments = {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{place}.function.arguments: got {short(arguments)}, not an object of named arguments")
+    is_object = isinstance(arguments, dict)
+    _require(is_object, f"{place}.function.arguments", arguments, "not an object of named arguments")
     try:
         text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}.function.arguments: got {short(arguments)}, which is not JSON: {error}") from None
-    if has_half_surrogate(text) or has_half_surrogate(given["name"]):
+    if has_half_surrogate([text, given["name"]]):
         raise ValueError(f"{place}: it has {HALF}")
-    known = {"id": call.get("id"), "type": "function"}
     findings.nulls.dropped += sum(value is None for value in call.values())
-    known = known if known["id"] is not None else {"type": "function"}
-    return {**known, "function": {"name": given["name"], "arguments": arguments}}
+    return {**known, "type": "function", "function": {"name": given["name"], "arguments": arguments}}
 
 
 def has_half_surrogate(value: Any) -> bool:
@@ -386,17 +342,3 @@ def has_half_surrogate(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(has_half_surrogate, value)) or any(map(has_half_surrogate, value.values()))
     return isinstance(value, list) and any(map(has_half_surrogate, value))
-
-
-def _problem(schema: str, arguments: dict[str, Any]) -> str | None:
-    """Return why a JSON Schema refuses arguments; None if it does not, or if it cannot be checked."""
-    try:
-        fault = _check(schema).fault(arguments)
-    except UncheckedError:
-        return None
-    return fault and fault.removeprefix("the arguments: ")[:300]
-
-
-@lru_cache(256)
-def _check(schema: str) -> ArgumentCheck:
-    return ArgumentCheck(json.loads(schema))

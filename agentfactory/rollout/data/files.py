@@ -5,7 +5,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,30 +16,27 @@ from agentfactory.base.errors import SettingError
 FORMATS = ".jsonl, .json, .csv or .parquet"
 """The endings of data files, in upper case too; all but parquet may be compressed as .gz."""
 _MOST_BYTES = 1 << 26
-"""Maximum bytes of a file that is read before the start. It takes about a second, in every trainer process."""
+"""Maximum bytes of a file that is read before the start, in about a second in every trainer process."""
 _EXPANSION = 8
 """Typical ratio of a gzip file's content to its size."""
-_MARK = b"\xef\xbb\xbf"
-"""The byte order mark."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LONGEST_CELL = 1 << 30
 _SEVERAL = "join the files, or read them with data.source"
 _BY_DATASETS = "convert it: python -c 'import datasets; datasets.{read}.to_json(\"rows.jsonl\")'"
 _BY_PANDAS = 'convert it: python -c \'import pandas; pandas.{read}.to_json("rows.jsonl", "records", lines=True)\''
 _CONTENTS = {
     b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull, or download the file itself",
-    b"<!doctype": "it is a page of a website: download the file itself",
-    b"<html": "it is a page of a website: download the file itself",
+    **dict.fromkeys((b"<!doctype", b"<html"), "it is a page of a website: download the file itself"),
     b"\x1f\x8b": "it is compressed: rename it to {file}.gz",
     b"PAR1": "it is parquet: rename it to .parquet",
     b"PK\x03\x04": "it is a zip archive or a spreadsheet: unpack or convert it",
 }
-"""Beginning of a file whose ending is wrong -> what to do."""
+"""Beginning of a file whose ending is wrong -> fix."""
 _CONVERSIONS = {
     ".arrow": _BY_DATASETS.format(read='Dataset.from_file("{file}")'),
     ".bz2": "decompress it: bunzip2 {file}",
     ".feather": _BY_PANDAS.format(read='read_feather("{file}")'),
-    ".jsonlines": "rename it to .jsonl",
-    ".ndjson": "rename it to .jsonl",
+    **dict.fromkeys((".jsonlines", ".ndjson"), "rename it to .jsonl"),
     ".tsv": _BY_PANDAS.format(read='read_csv("{file}", sep="\\t", dtype=str)'),
     ".txt": "rename it to the ending of its content: .jsonl, .json or .csv",
     ".xlsx": _BY_PANDAS.format(read='read_excel("{file}")'),
@@ -50,8 +47,8 @@ _CONVERSIONS = {
 
 
 class RowFile:
-    """The rows of a file as a stream. Iterating yields each row with its place: the file and line, or the row's number.
-    It raises SettingError for `path`, with the line and the fix, if the file cannot be read."""
+    """A stream of the rows of a file, each with its place: the file and line, or the row's number. Iterating raises
+    SettingError for `path`, with the line and the fix, if the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         read = _READERS.get(_format(path))
@@ -69,7 +66,7 @@ class RowFile:
 
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """Open the file, decompressed if it is compressed, for reading."""
+        """Open the file, decompressed, for reading."""
         path = self.path
         try:
             with path.open("rb") as raw:
@@ -89,14 +86,9 @@ class RowFile:
                 # bytes: text would also be split at U+2028, which a JSON string may contain
                 for line in chunk.splitlines(keepends=True):
                     number += 1
-                    yield number, line.removeprefix(_MARK) if number == 1 else line
+                    yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
                 if number % 1000 == 0 and raw is not None:
                     self.share = min(1.0, raw.tell() / size)
-
-
-def read_file(path: Path) -> list[Any]:
-    """Return the rows of a file. Raise SettingError for `path`, with the line and the fix, if it cannot be read."""
-    return [row for _, row in RowFile(path)]
 
 
 def has_known_ending(path: Path) -> bool:
@@ -148,7 +140,7 @@ def _jsonl(file: RowFile) -> Iterator[tuple[str, Any]]:
 def _json(file: RowFile) -> Iterator[tuple[str, Any]]:
     path = file.path
     with file.opened() as opened:
-        content = opened.read().removeprefix(_MARK)
+        content = opened.read().removeprefix(_BYTE_ORDER_MARK)
     rows = _parse(content, path, 1)
     if not isinstance(rows, list):
         problem = f"{path} holds a {type(rows).__name__}, not a list of rows"
@@ -166,8 +158,7 @@ def _csv(file: RowFile) -> Iterator[tuple[str, Any]]:
     try:
         header = list(rows.fieldnames or [])
         if len(header) == 1 and (separator := next((mark for mark in ";\t|" if mark in header[0]), None)):
-            problem = f"{path} separates its columns by {separator!r}"
-            raise SettingError("path", problem, "save it with commas")
+            raise SettingError("path", f"{path} separates its columns by {separator!r}", "save it with commas")
         if len(set(header)) < len(header) or "" in header:
             fix = "give each another name" + (" (pandas: index=False)" if header[0] == "" else "")
             raise SettingError("path", f"{path}:1 names its columns {header}", fix)
@@ -197,15 +188,15 @@ def _parquet(file: RowFile) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{path}: row {number}", row
                 file.share = number / max(1, opened.metadata.num_rows)
-    except SettingError:
-        raise
     except (ValueError, OSError, pyarrow.ArrowException) as error:
+        if isinstance(error, SettingError):
+            raise
         problem = f"{path} cannot be read as parquet: {error}"
         raise SettingError("path", problem, _fix_of(path) or "fetch or write it again") from error
 
 
 def _decoded(batch: Any) -> list[Any]:
-    """Return the rows of a batch with columns of the type Json of `datasets`, which has values of any type."""
+    """Return the rows of a batch with columns of the type Json of `datasets`."""
     # takes seconds to import
     import datasets
     import pyarrow
@@ -232,10 +223,8 @@ def _text(content: bytes, path: Path, first_line: int) -> str:
 
 def _parse(content: bytes, path: Path, first_line: int) -> Any:
     """Parse `content` as JSON; it begins at line `first_line` (from 1) of `path`."""
-    try:
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass
     text = _text(content, path, first_line)
     # json also reads NaN and half of a surrogate pair, and its errors have the column
     try:
@@ -249,7 +238,7 @@ def _parse(content: bytes, path: Path, first_line: int) -> Any:
 
 
 def _fix_of(path: Path) -> str:
-    """Return what to do about a file with the ending of another kind; empty if its content does not tell."""
+    """Return the fix for a file with the ending of another kind; empty if its content does not tell."""
     with path.open("rb") as file:
         head = file.read(64)
     found = next((fix for start, fix in _CONTENTS.items() if head.lower().startswith(start.lower())), "")

@@ -27,7 +27,7 @@ from agentfactory.rollout.data.conversations import (
     is_messages,
     specs_of,
 )
-from agentfactory.rollout.data.files import is_columnar, is_data_file, read_file, unreadable
+from agentfactory.rollout.data.files import RowFile, is_columnar, is_data_file, unreadable
 from agentfactory.rollout.data.notices import tell_findings
 from agentfactory.rollout.images.parts import clean_row
 
@@ -41,13 +41,10 @@ _IN_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
 
 
 def load_tasks(config: DataConfig, section: str = "data", tell: bool = False) -> list[Task]:
-    """Load the rows of `config`, with columns renamed; each has `question` or `messages`. Errors refer to `config` as
-    `section`. `tell`: notify the user of changes to the rows' conversations.
-
-    Messages are in the OpenAI format, with call arguments as objects and without nulls that the row's tools do not
-    allow. Raise SettingError with the file and the row if a row has no valid question or messages, or if the file
-    cannot be read as rows.
-    """
+    """Load the rows of `config`, with columns renamed; each has `question`, or `messages` in the OpenAI format, with
+    call arguments as objects and without nulls that the row's tools do not allow. `tell`: notify the user of changes to
+    the rows' conversations. Raise SettingError with a field of `section`, the file and the row if a row has no valid
+    question or messages, or if the file cannot be read as rows."""
     with _without_collector() if config.path is not None else nullcontext():
         tasks, findings, columnar = _loaded(config, section)
     if tell:
@@ -84,18 +81,22 @@ def _loaded(config: DataConfig, section: str) -> tuple[list[Task], list[Findings
 
 
 def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSpec]]:
-    """Return the messages and tools of row `number` for supervised fine-tuning. Raise SettingError with the row's
-    number if it has no messages, or if its tools are not in the OpenAI format."""
+    """Return the messages and tools of a row for supervised fine-tuning. Raise SettingError if it has none."""
     if "messages" not in task:
-        raise SettingError(
-            "data.path", f"row {number} has no 'messages' but {sorted(task)}", fix_for_conversation(task)
-        )
-    try:
+        problem = f"row {number} has no 'messages' but {sorted(task)}"
+        raise SettingError("data.path", problem, fix_for_conversation(task))
+    with _faults_of(f"row {number}", "data.path"):
         return task["messages"], specs_of(task.get("tools"))
-    except ValueError as error:
-        raise SettingError("data.path", f"row {number}: {error}", "correct it") from error
-    except RecursionError as error:
-        raise SettingError("data.path", f"row {number}: {TOO_DEEP}", "correct it") from error
+
+
+@contextmanager
+def _faults_of(row_name: str, field: str) -> Iterator[None]:
+    """Raise SettingError with the row's name for its faults."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        reason = TOO_DEEP if isinstance(error, RecursionError) else error
+        raise SettingError(field, f"{row_name}: {reason}", "correct it") from error
 
 
 def check_source(config: DataConfig, section: str) -> None:
@@ -105,13 +106,11 @@ def check_source(config: DataConfig, section: str) -> None:
 
 
 def _called(config: DataConfig) -> list[Any]:
-    """Return the rows of a source as JSON values."""
     if config.registered is not None:
         field, section = config.registered
         source = Extension(section.rows, (), {}, field, f"{type(section).__name__}.rows")
     else:
-        assert config.source is not None
-        source = load_extension("source", config.source, {}, (), config)
+        source = load_extension("source", config.source or "", {}, (), config)
     with source.blamed(), announced(f"reading the rows of {source.name}"):
         rows = source()
         if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
@@ -128,12 +127,12 @@ def _called(config: DataConfig) -> list[Any]:
 
 
 def _read(config: DataConfig) -> tuple[list[Any], bool]:
-    """Return the rows, and whether they are those of a table, which has null where a row lacks a nested field."""
+    """Return the rows, and whether they are a table's, which has null where a row lacks a nested field."""
     if config.path is None:
         return _called(config), False
     path = Path(config.path)
     if is_data_file(path):
-        return read_file(path), is_columnar(path)
+        return [row for _, row in RowFile(path)], is_columnar(path)
     if path.exists() or os.path.isabs(config.path) or set("*?[") & set(config.path):
         raise unreadable(path)
     # takes seconds to import
@@ -150,7 +149,6 @@ def _read(config: DataConfig) -> tuple[list[Any], bool]:
 
 
 def _origin(config: DataConfig) -> str:
-    """Return the name of the field of `config` that gives the rows."""
     if config.registered is not None:
         return config.registered[0]
     return "source" if config.path is None else "path"
@@ -163,10 +161,9 @@ def _named(config: DataConfig) -> str:
 def _task(row: Any, number: int, config: DataConfig, has_images: bool, columnar: bool) -> tuple[Task, Findings]:
     """Return a row with its columns renamed and its conversation checked, and what was found. `has_images`: some rows
     have images, but this one may lack the column. `columnar`: it is the row of a table."""
-    row_name = f"row {number} of {_named(config)}"
+    row_name, field = f"row {number} of {_named(config)}", _origin(config)
     if not isinstance(row, dict):
-        problem = f"{row_name} is a {type(row).__name__}, not an object"
-        raise SettingError(_origin(config), problem, "correct it")
+        raise SettingError(field, f"{row_name} is a {type(row).__name__}, not an object", "correct it")
     row = _renamed(row, row_name, config)
     if row.get("messages") == "":  # an empty cell
         row["messages"] = None
@@ -174,27 +171,23 @@ def _task(row: Any, number: int, config: DataConfig, has_images: bool, columnar:
     if given and all(row[name] is None for name in given):
         columns = " and ".join(config.columns.get(name, name) for name in given)
         problem = f"{row_name}: {columns} {'is' if len(given) == 1 else 'are'} null, so there is no task"
-        raise SettingError(_origin(config), problem, "write the task there, or leave the row out")
+        raise SettingError(field, problem, "write the task there, or leave the row out")
     # tables have None in the columns that a row lacks
     row = {name: value for name, value in row.items() if value is not None or name not in ("question", "messages")}
     if "messages" not in row and is_messages(row.get("question")):
         row["messages"] = row.pop("question")
     if "question" not in row and "messages" not in row:
         problem = f"{row_name} has neither 'question' nor 'messages' but {sorted(row)}"
-        raise SettingError(_origin(config), problem, fix_for_task(row))
+        raise SettingError(field, problem, fix_for_task(row))
     if has_images:
         row.setdefault("images", None)
     findings = Findings()
-    try:
+    with _faults_of(row_name, field):
         if "messages" in row:
             row["messages"] = clean_messages(row["messages"], _tools(row, findings, columnar), findings)
         else:
             _check_question(row["question"])
         return clean_row(row, _folder(config)), findings
-    except ValueError as error:
-        raise SettingError(_origin(config), f"{row_name}: {error}", "correct it") from error
-    except RecursionError as error:
-        raise SettingError(_origin(config), f"{row_name}: {TOO_DEEP}", "correct it") from error
 
 
 def _renamed(row: dict[str, Any], row_name: str, config: DataConfig) -> dict[str, Any]:
@@ -214,21 +207,19 @@ def _renamed(row: dict[str, Any], row_name: str, config: DataConfig) -> dict[str
     return row
 
 
-def _tools(row: Task, findings: Findings, columnar: bool) -> Tools | None:
-    """Return the tools that a row describes; None if it describes none. Their list in `row` loses its padding nulls."""
+def _tools(row: Task, findings: Findings, columnar: bool) -> Tools:
     given = row.get("tools")
     try:
         specs = specs_of(given, findings, columnar and not isinstance(given, str))
     except (ValueError, RecursionError):
         # in reinforcement learning, `tools` may be any field; sft refuses it
-        return None
+        return {}
     if isinstance(given, list) and findings.nulls.dropped:
         row["tools"] = [spec.to_openai() for spec in specs]
-    return Tools(specs) if specs else None
+    return {spec.name: spec for spec in specs}
 
 
 def _check_question(question: Any) -> None:
-    """Raise ValueError unless a question is text or a whole number."""
     if isinstance(question, str):
         if _IN_TEXT.match(question):
             raise ValueError(f"question: got the text {short(question)}, which is messages; use data.columns.messages")
@@ -239,6 +230,5 @@ def _check_question(question: Any) -> None:
 
 
 def _folder(config: DataConfig) -> Path:
-    """Return the folder to which paths in rows are relative."""
     file = config.path or (config.source or "").partition(".py:")[0]
     return Path(file).parent.absolute() if os.path.isabs(file) or Path(file).is_file() else Path.cwd()

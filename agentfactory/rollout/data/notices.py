@@ -1,8 +1,9 @@
-"""Notices to the user of what rows lose on their way to the model."""
+"""Notices to the user of parts of rows that the model does not get."""
 
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from math import isnan
 from typing import Any
 
 from agentfactory.base.messages import ToolSpec
@@ -23,7 +24,7 @@ _NOT_FOR_CHAINS = {
 
 
 def tell_findings(found: Sequence[Findings], section: str, columnar: bool) -> None:
-    """Notify the user of what was dropped from the conversations of rows, and of what no model may read."""
+    """Notify the user of parts of the rows' conversations that were dropped, or that no model may read."""
     dropped = "dropped from messages, calls and tools, because the tools do not allow them"
     tell_nulls(section, "dropped", dropped, [each.nulls.dropped for each in found])
     if columnar:
@@ -48,21 +49,13 @@ def tell_nulls(section: str, topic: str, text: str, counts: Sequence[int]) -> No
 
 
 def tell_null_fields(tasks: Sequence[dict[str, Any]], section: str, needed: Mapping[str, str]) -> None:
-    """Warn about needed fields that are null or NaN in some rows but not all; tables have either where a row lacks a
-    field."""
+    """Warn about needed fields that are null or NaN, as tables have it where a row lacks a field, in some rows only."""
     for name, who in needed.items():
-        values = [task.get(name) for task in tasks]
-        # only NaN differs from itself
-        nulls = [
-            number
-            for number, value in enumerate(values, 1)
-            if value is None or (isinstance(value, float) and value != value)
-        ]
+        values = [(number, task.get(name)) for number, task in enumerate(tasks, 1)]
+        nulls = [number for number, value in values if value is None or (isinstance(value, float) and isnan(value))]
         if nulls and len(nulls) < len(tasks):
-            text = (
-                f"{section}: the field {name}, which {who} needs, is null or NaN in {len(nulls)} of {len(tasks)} rows"
-            )
-            notify(logger, f"nulls of {section} in {name}", f"{text}, first in row {nulls[0]}", times=0)
+            text = f"{section}: the field {name}, which {who} needs, is null or NaN in {len(nulls)} of {len(tasks)}"
+            notify(logger, f"nulls of {section} in {name}", f"{text} rows, first in row {nulls[0]}", times=0)
 
 
 def tell_null_arguments(tasks: Sequence[dict[str, Any]], section: str, specs: Sequence[ToolSpec]) -> None:
@@ -94,15 +87,14 @@ def tell_answered_rows(tasks: Sequence[dict[str, Any]], section: str) -> None:
 
 
 def tell_shared_tasks(training: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]], section: str) -> None:
-    """Notify the user of rows of `section` that are also training tasks: success on them does not show that the agent
-    has learned more than those."""
-    known = {_identity(task) for task in training}
-    shared = [number for number, task in enumerate(held_out, 1) if _identity(task) in known]
+    """Notify the user of rows of `section` that are also training tasks."""
+
+    def text_of(task: dict[str, Any]) -> str:
+        return json.dumps(task, sort_keys=True, default=repr)
+
+    known = {hash(text_of(task)) for task in training}
+    shared = [number for number, task in enumerate(held_out, 1) if hash(text_of(task)) in known]
     if shared:
         text = f"{section}: {len(shared)} of {len(held_out)} rows are also training tasks, the first is row {shared[0]}"
         fix = "use other rows or seeds to measure what the agent has learned beyond them"
         notify(logger, f"training tasks in {section}", f"{text}; {fix}", times=0)
-
-
-def _identity(task: dict[str, Any]) -> int:
-    return hash(json.dumps(task, sort_keys=True, default=repr))

@@ -1,8 +1,5 @@
-"""Padding nulls of columnar tables: a struct column has all fields of all rows, and null where a row lacks one.
-
-A null is padding where no schema declares or allows it. These functions follow a tool's JSON Schema as far as they
-understand it; they never raise for a schema that is unusual or wrong.
-"""
+"""Padding nulls of columnar tables: a struct column has all fields of all rows, and null where a row lacks one. A null
+is padding where no schema declares or allows it. A JSON Schema that is unusual or wrong raises no error here."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +26,7 @@ class Nulls:
 
 
 def drop_from_message(message: Mapping[str, Any], nulls: Nulls) -> dict[str, Any]:
-    """Return an object of the OpenAI format, such as a message, without null fields. A null `content` is part of the
-    format."""
+    """Return an object of the OpenAI format, such as a message, without null fields, except `content`."""
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     nulls.dropped += len(message) - len(kept)
     return kept
@@ -66,8 +62,7 @@ def drop_from_arguments(arguments: dict[str, Any], spec: ToolSpec, nulls: Nulls)
     """Return a call's arguments without the nulls, at any depth, that the tool's schema neither declares nor allows."""
     # a tool without parameters takes none
     schema = {"properties": {}, **spec.parameters}
-    pruned = _prune(arguments, [schema], schema, nulls)
-    assert isinstance(pruned, dict)
+    pruned: dict[str, Any] = _prune(arguments, [schema], schema, nulls)
     return pruned
 
 
@@ -84,8 +79,17 @@ def count_nulls(value: Any) -> int:
 
 def nulls_in_calls(messages: Sequence[Message]) -> int:
     """Return the number of null fields in the arguments of the messages' calls."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    return sum(count_nulls(call["function"]["arguments"]) for call in calls)
+    return count_nulls([call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or ()])
+
+
+def drop_from_call(call: dict[str, Any], tools: Mapping[str, ToolSpec], nulls: Nulls) -> dict[str, Any]:
+    """Return a call without the nulls that its tool does not allow. The nulls of an unknown tool's call are kept."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if name not in tools:
+        nulls.kept += count_nulls(arguments)
+    elif count_nulls(arguments):
+        arguments = drop_from_arguments(arguments, tools[name], nulls)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def drop_from_history(task: dict[str, Any], specs: Sequence[ToolSpec], nulls: Nulls) -> dict[str, Any]:
@@ -97,14 +101,7 @@ def drop_from_history(task: dict[str, Any], specs: Sequence[ToolSpec], nulls: Nu
     by_name = {spec.name: spec for spec in specs}
     kept = []
     for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or ():
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if name in by_name:
-                arguments = drop_from_arguments(arguments, by_name[name], nulls)
-            else:
-                nulls.kept += count_nulls(arguments)
-            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        calls = [drop_from_call(call, by_name, nulls) for call in message.get("tool_calls") or ()]
         kept.append({**message, "tool_calls": calls} if calls else message)
     return {**task, "messages": kept}
 
@@ -128,8 +125,7 @@ def _prune(value: Any, schemas: Sequence[Any], root: dict[str, Any], nulls: Null
 
 
 def _inside(schemas: Sequence[Any], root: dict[str, Any], key: str | int) -> Iterator[Any]:
-    """Yield the schemas of a property, or of the item at a place. An object whose properties no schema declares may
-    have any."""
+    """Yield the schemas of a property or of the item at a place; True if no schema declares the object's properties."""
     parts = [part for schema in schemas for part in _parts(schema, root)]
     if isinstance(key, int):
         for part in parts:

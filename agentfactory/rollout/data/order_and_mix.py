@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from agentfactory.rollout.data.load import Task
 
@@ -49,10 +50,8 @@ WHOLE = Share(0, 1)
 
 
 class TaskOrder:
-    """An endless, reproducible order of tasks, reshuffled each epoch.
-
-    The n-th task depends only on (seed, n), so a resumed run needs only the position.
-    """
+    """An endless order of tasks, reshuffled each epoch. The n-th task depends only on (seed, n), so a resumed run needs
+    only the position."""
 
     def __init__(self, tasks: list[Task], seed: int, shuffle: bool):
         self.tasks = tasks
@@ -75,11 +74,8 @@ class TaskOrder:
 
 
 class TaskMix:
-    """A reproducible mixture of the tasks of several sources, in proportion to their weights.
-
-    The source at a position depends only on (seed, weights, position), so a resumed run needs only the position. Each
-    source's tasks come in its own order; one source is a mixture of its own order.
-    """
+    """A mixture of the tasks of several sources, in proportion to their weights, each in its own order. The source at a
+    position depends only on (seed, weights, position), so a resumed run needs only the position."""
 
     _BLOCK = 1024
     """Number of positions that are drawn at a time."""
@@ -91,10 +87,7 @@ class TaskMix:
         self._blocks: list[tuple[list[int], list[int]]] = []
         """Per block, the source at each position, and the position in this source's own order."""
         self._drawn: Counter[int] = Counter()
-        starts = [0]
-        for order in orders:
-            starts.append(starts[-1] + len(order.tasks))
-        self._starts = starts
+        self._starts = [0, *accumulate(len(order.tasks) for order in orders)]
 
     def source(self, position: int) -> int:
         """Return the source at `position`, counted from 0. Unlike `place`, it never shuffles an epoch."""

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.rewards.reward_spec import reward
-from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted, field_of
+from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, field_of, last_match
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -34,47 +34,56 @@ def token_f1(prediction: str, answer: str) -> float:
 
 
 @dataclass(config=OPTIONS)
-class _Answers:
+class Answers:
+    """The options of rewards that compare a part of the prediction with the row's accepted answers."""
+
     field: str = "answer"
     """Field of the row: a text or number, or a list of accepted ones."""
     extract: Pattern | None = None
     """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match."""
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no answer."""
+        """Raise ValueError if the row has no valid answer."""
         self._accepted(row)
 
-    def _accepted(self, row: dict[str, Any]) -> list[str]:
+    def _accepted(self, row: dict[str, Any]) -> Any:
         return accepted_answers(row, self.field)
+
+    def _found(self, prediction: str) -> str:
+        return prediction if self.extract is None else last_match(self.extract, prediction) or ""
 
 
 @dataclass(config=OPTIONS)
-class _ShortAnswers(_Answers):
-    extract_answer: Pattern | None = None
-    """The part of the field to compare, such as `#### (.*)`."""
+class ShortAnswers(Answers):
+    """The same with a part of the row's field, such as `#### (.*)`."""
 
-    def _accepted(self, row: dict[str, Any]) -> list[str]:
+    extract_answer: Pattern | None = None
+
+    def _accepted(self, row: dict[str, Any]) -> Any:
         return accepted_answers(row, self.field, self.extract_answer)
 
 
+def hit_or_miss(hit: bool) -> dict[str, float]:
+    """Return 1 or 0 as the reward and as the metric `success`."""
+    return {"reward": float(hit), "success": float(hit)}
+
+
 @reward
 @dataclass(config=OPTIONS)
-class ExactMatch(_ShortAnswers):
+class ExactMatch(ShortAnswers):
     """1 if the normalised prediction is one of the row's normalised answers, else 0; metric `success`."""
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
-        found = normalize(extracted(self.extract, prediction))
-        hit = float(found in map(normalize, self._accepted(row)))
-        return {"reward": hit, "success": hit}
+        return hit_or_miss(normalize(self._found(prediction)) in map(normalize, self._accepted(row)))
 
 
 @reward
 @dataclass(config=OPTIONS)
-class F1(_ShortAnswers):
+class F1(ShortAnswers):
     """Word-level F1 of prediction and answer, from 0 to 1; with several answers, the highest."""
 
     def __call__(self, prediction: str, **row: Any) -> float:
-        found = extracted(self.extract, prediction)
+        found = self._found(prediction)
         return max(token_f1(found, answer) for answer in self._accepted(row))
 
 
@@ -115,21 +124,17 @@ _LETTER_SAID = re.compile(r"\b(?:answer|option|choice)(?:\s+is)?\s*:?\s*\(?([A-Z
 
 
 def chosen(prediction: str, options: dict[str, str] | None = None) -> str | None:
-    """Return the letter, in upper case, of the option that a text chooses: the text starts with the letter ("B", "(B)",
-    "B. red"), equals one of the `options` (letter -> text), or says "the answer is B". Return None if it chooses none.
-    """
+    """Return the letter, in upper case, of the option that a text chooses: it starts with the letter ("B", "(B)",
+    "B. red"), equals one of the `options` (letter -> text), or says "the answer is B". None if it chooses none."""
     text = prediction.strip()
     if (alone := _LETTER_ALONE.fullmatch(text)) is not None:
         return str(alone[1] or alone[2]).upper()
-    same = [letter for letter, option in (options or {}).items() if _bare(option) == _bare(text)]
+    bare = {letter: _plain(option).rstrip(".") for letter, option in (options or {}).items()}
+    same = [letter for letter, option in bare.items() if option == _plain(text).rstrip(".")]
     if len(same) == 1:
         return same[0].upper()
     said = _LETTER_SAID.findall(text)
     return said[-1] if said else None
-
-
-def _bare(text: str) -> str:
-    return _plain(text).rstrip(".")
 
 
 _WORDS = (
@@ -150,7 +155,7 @@ def counted(prediction: str) -> float | None:
 
 @reward
 @dataclass(config=OPTIONS)
-class Anls(_Answers):
+class Anls(Answers):
     """The similarity to the nearest answer as in DocVQA (ANLS), from 0 to 1; metric `success`: 1 if they are equal."""
 
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -162,51 +167,43 @@ class Anls(_Answers):
         return self
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
-        found = extracted(self.extract, prediction)
-        similarity = anls(found, self._accepted(row), self.threshold)
+        similarity = anls(self._found(prediction), self._accepted(row), self.threshold)
         return {"reward": similarity, "success": float(similarity == 1)}
 
 
 @reward
 @dataclass(config=OPTIONS)
-class RelaxedAccuracy(_Answers):
+class RelaxedAccuracy(Answers):
     """1 if the prediction matches the answer, numbers within `tolerance`, as in ChartQA, else 0; metric `success`."""
 
     tolerance: Annotated[float, Field(ge=0)] = 0.05
-    """Maximum relative difference of a number from the answer."""
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
-        found = extracted(self.extract, prediction)
-        hit = float(any(relaxed_match(found, answer, self.tolerance) for answer in self._accepted(row)))
-        return {"reward": hit, "success": hit}
+        found = self._found(prediction)
+        return hit_or_miss(any(relaxed_match(found, answer, self.tolerance) for answer in self._accepted(row)))
 
 
 @reward
 @dataclass(config=OPTIONS)
-class MultipleChoice:
-    """1 if the prediction chooses the right option, by its letter or its text, else 0; metrics `success` and
-    `chose_none`."""
+class MultipleChoice(Answers):
+    """1 if the prediction chooses the option whose letter is in the row's field, by its letter or its text, else 0;
+    metrics `success` and `chose_none`."""
 
-    field: str = "answer"
-    """Field of the row: the letter of the right option."""
     options: str | None = None
     """Field of the row with the texts of the options: a list in the order of the letters, or letter -> text. Null: only
     letters count."""
-    extract: Pattern | None = None
-    """As in exact_match."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no letter, or no such option."""
-        self._right(row)
-        if (options := self._options(row)) is not None and self._right(row) not in options:
+        right, options = self._accepted(row), self._options(row)
+        if options is not None and right not in options:
             raise ValueError(f"needs a letter of {', '.join(options)} in {self.field!r}, not {row[self.field]!r}")
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
-        letter = chosen(extracted(self.extract, prediction), self._options(row))
-        hit = float(letter == self._right(row))
-        return {"reward": hit, "success": hit, "chose_none": float(letter is None)}
+        letter = chosen(self._found(prediction), self._options(row))
+        return {**hit_or_miss(letter == self._accepted(row)), "chose_none": float(letter is None)}
 
-    def _right(self, row: dict[str, Any]) -> str:
+    def _accepted(self, row: dict[str, Any]) -> str:
         letter = str(field_of(row, self.field)).strip().strip("().").upper()
         if not re.fullmatch("[A-Z]", letter):
             raise ValueError(f"needs a letter in the field {self.field!r}, not {row[self.field]!r}")
@@ -225,27 +222,16 @@ class MultipleChoice:
 
 @reward
 @dataclass(config=OPTIONS)
-class Count:
-    """1 if the last number of the prediction, in digits or in words up to twenty, is the answer, else 0; metric
-    `success`."""
-
-    field: str = "answer"
-    """Field of the row: a number."""
-    extract: Pattern | None = None
-    """As in exact_match."""
-
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no number."""
-        self._wanted(row)
+class Count(Answers):
+    """1 if the last number of the prediction, in digits or in words up to twenty, is that of the row's field, else 0;
+    metric `success`."""
 
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
-        hit = float(counted(extracted(self.extract, prediction)) == self._wanted(row))
-        return {"reward": hit, "success": hit}
+        return hit_or_miss(counted(self._found(prediction)) == self._accepted(row))
 
-    def _wanted(self, row: dict[str, Any]) -> float:
+    def _accepted(self, row: dict[str, Any]) -> float:
+        given = field_of(row, self.field)
         try:
-            return float(field_of(row, self.field))
+            return float(given)
         except (TypeError, ValueError, OverflowError) as error:
-            if self.field not in row:
-                raise
-            raise ValueError(f"needs a number in the field {self.field!r}, not {row[self.field]!r}") from error
+            raise ValueError(f"needs a number in the field {self.field!r}, not {given!r}") from error

@@ -9,8 +9,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from agentfactory.base.messages import is_finite_number
+from agentfactory.rollout.rewards.answers import Answers, hit_or_miss
 from agentfactory.rollout.rewards.reward_spec import RewardError, reward
-from agentfactory.rollout.rewards.text import OPTIONS, Pattern, extracted, field_of
+from agentfactory.rollout.rewards.text import OPTIONS, field_of
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.images.decode import size_of
 
@@ -40,8 +41,7 @@ def _area(box: Box) -> float:
 
 
 def read_box(text: str) -> Box | None:
-    """Return the last box in a text, as [left, top, right, bottom] or (left, top), (right, bottom); None if there is
-    none."""
+    """Return the last box in a text, written as [left, top, right, bottom] or (left, top), (right, bottom), if any."""
     found = _BOX.findall(text)
     if not found:
         return None
@@ -57,81 +57,74 @@ def read_point(text: str) -> tuple[float, float] | None:
     return (float(found[-1][0]), float(found[-1][1])) if found else None
 
 
-def _boxes(row: dict[str, Any], field: str) -> list[Box]:
-    """Return the accepted boxes in a row's field, which has one box or a list. Raise ValueError if it is invalid."""
-    given = field_of(row, field)
-    several = given if given and all(isinstance(box, Sequence) for box in given) else [given]
-    boxes = [tuple(box) for box in several if isinstance(box, Sequence) and not isinstance(box, str)]
-    for box in boxes:
-        numbers = len(box) == 4 and all(map(is_finite_number, box))
-        if not numbers or box[0] >= box[2] or box[1] >= box[3]:
-            boxes = []
-            break
-    if not boxes:
-        raise ValueError(f"needs [left, top, right, bottom] in the field {field!r}, or a list of these, not {given!r}")
-    return boxes
-
-
-def _size(row: dict[str, Any], image: int) -> tuple[int, int]:
-    images = field_of(row, "images")
-    if not 0 <= image < len(images):
-        raise ValueError(f"needs image {image} of the row, which has {len(images)}")
-    return size_of(images[image])
+def _is_box(box: Sequence[Any]) -> bool:
+    return len(box) == 4 and all(map(is_finite_number, box)) and box[0] < box[2] and box[1] < box[3]
 
 
 @dataclass(config=OPTIONS)
-class _Places:
+class Places(Answers):
+    """The options of rewards for the last box or point in the prediction, in the image of this index."""
+
     field: str = "box"
     """Field of the row: the box in pixels of the image's file, as [left, top, right, bottom], or a list of accepted
     ones."""
     image: Annotated[int, Field(ge=0)] = 0
-    """Index of the image, from 0, in the row's `images`."""
-    extract: Pattern | None = None
-    """The part of the prediction with the box or point, such as `<answer>(.*?)</answer>`: the first group of the last
-    match. null: the whole prediction. The last box or point in it counts."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no box, or no such image."""
-        _boxes(row, self.field)
-        if self.image >= len(field_of(row, "images")):
-            raise ValueError(f"needs image {self.image} of the row, which has {len(row['images'])}")
+        super().check(row)
+        self._image(row)
+
+    def _accepted(self, row: dict[str, Any]) -> list[Box]:
+        given = field_of(row, self.field)
+        several = given if given and all(isinstance(box, Sequence) for box in given) else [given]
+        boxes: list[Any] = [tuple(box) for box in several if isinstance(box, Sequence) and not isinstance(box, str)]
+        if not boxes or not all(map(_is_box, boxes)):
+            form = f"[left, top, right, bottom] in the field {self.field!r}, or a list of these"
+            raise ValueError(f"needs {form}, not {given!r}")
+        return boxes
+
+    def _image(self, row: dict[str, Any]) -> Any:
+        images = field_of(row, "images")
+        if self.image >= len(images):
+            raise ValueError(f"needs image {self.image} of the row, which has {len(images)}")
+        return images[self.image]
 
     def _pixels(self, places: Sequence[float], view: ModelView | None, row: dict[str, Any]) -> list[float]:
         if view is None:
             raise RewardError("the model's coordinate system is unknown; fix: set rollout.coordinates")
-        return view.to_pixels(places, _size(row, self.image))
+        return view.to_pixels(places, size_of(self._image(row)))
 
 
 @reward
 @dataclass(config=OPTIONS)
-class BoxIou(_Places):
+class BoxIou(Places):
     """The intersection over union of the predicted box and the row's, from 0 to 1; metrics `iou` and `success`."""
 
     threshold: Share = 0.5
-    """Minimum IoU of a success."""
     binary: bool = False
     """Return 1 for a success and 0 otherwise, instead of the IoU."""
 
     def __call__(self, prediction: str, model_view: ModelView | None, **row: Any) -> dict[str, float]:
-        box = read_box(extracted(self.extract, prediction))
+        box = read_box(self._found(prediction))
         best = 0.0
         if box is not None:
             left, top, right, bottom = self._pixels(box, model_view, row)
             if left < right and top < bottom:
-                best = max(iou((left, top, right, bottom), accepted) for accepted in _boxes(row, self.field))
+                best = max(iou((left, top, right, bottom), accepted) for accepted in self._accepted(row))
         success = float(best >= self.threshold)
         return {"reward": success if self.binary else best, "iou": best, "success": success}
 
 
 @reward
 @dataclass(config=OPTIONS)
-class PointInBox(_Places):
+class PointInBox(Places):
     """1 if the predicted point, or the centre of the predicted box, is in the row's box, else 0; metric `success`."""
 
     def __call__(self, prediction: str, model_view: ModelView | None, **row: Any) -> dict[str, float]:
-        point = read_point(extracted(self.extract, prediction))
+        point = read_point(self._found(prediction))
         hit = False
         if point is not None:
             x, y = self._pixels(point, model_view, row)
-            hit = any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in _boxes(row, self.field))
-        return {"reward": float(hit), "success": float(hit)}
+            hit = any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in self._accepted(row))
+        return hit_or_miss(hit)

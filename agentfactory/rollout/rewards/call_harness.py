@@ -1,9 +1,6 @@
-"""A harness that calls a solution's functions inside the sandbox. Its source is sent there, so it imports only the
-standard library.
-
-Its output cannot be trusted, because the solution shares its process. Forging the output gains nothing, because the
-expected outputs are not in the sandbox but compared outside.
-"""
+"""A harness that calls a solution's functions inside the sandbox, to which its source is sent. Its output cannot be
+trusted, because the solution shares its process; the expected outputs are compared outside. Imports only the standard
+library."""
 
 import inspect
 import json
@@ -14,8 +11,7 @@ from typing import Any
 
 
 def comparable(value: Any) -> Any:
-    """Convert `value` to JSON types: tuples become lists, sets sorted lists, keys text. Raise TypeError for other
-    objects."""
+    """Convert `value` to JSON types: tuples to lists, sets to sorted ones, keys to text. Raise TypeError for others."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

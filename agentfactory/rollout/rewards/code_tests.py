@@ -48,10 +48,7 @@ def code_of(prediction: str) -> str:
 
 def read_tests(tests: Any) -> list[ProgramTest | CallTest]:
     """Parse the tests of a row: a list, or its JSON text, of {input, output}, {function, args, kwargs, output}, or
-    assertions such as `assert add(1, 2) == 3`.
-
-    Raise ValueError, with a message for the author of the data, if a test has none of these forms.
-    """
+    assertions such as `assert add(1, 2) == 3`. Raise ValueError if a test has none of these forms."""
     if isinstance(tests, str):
         tests = json.loads(tests)
     if not isinstance(tests, Sequence) or not tests:
@@ -78,25 +75,19 @@ def _read_assertion(text: str) -> CallTest:
             if len(named) == len(keywords):
                 positional = [ast.literal_eval(argument) for argument in args]
                 return CallTest(ast.unparse(function), positional, named, ast.literal_eval(output))
-    raise ValueError(
-        f"{text!r} cannot be checked outside the sandbox; write `assert function(literals) == literal`, or a test of "
-        "{function, args, output}"
-    )
+    fix = "write `assert function(literals) == literal`, or a test of {function, args, output}"
+    raise ValueError(f"{text!r} cannot be checked outside the sandbox; {fix}")
 
 
 @reward
 @dataclass(config=OPTIONS)
 class CodeTests:
-    """1 if the program passes all tests, else 0; metrics `success` and `tests_passed`, the fraction passed.
-
-    Testing stops at the first failed test, unless `partial` is set; it always stops after a test that exceeds its time
-    limit. Raises ValueError if the row's tests are invalid.
-    """
+    """1 if the program passes all tests, else 0; metrics `success` and `tests_passed`, the fraction passed. Testing
+    stops at the first failed test, unless `partial` is set, and always after a test that exceeds its time limit."""
 
     field: str = "tests"
     """Field of the row: a list of tests, or its JSON text."""
     partial: bool = False
-    """Use the fraction of passed tests as the reward."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Time limit of one program, and of all function calls together."""
     memory_mb: Annotated[int, Field(gt=0)] = 256
@@ -136,10 +127,8 @@ class CodeTests:
         """Return the number of passed tests, and whether to continue."""
         calls = [(test.function, test.args, test.kwargs) for test in tests]
         # the arguments are Python, not JSON, because functions distinguish tuples from lists
-        program = (
-            f"{inspect.getsource(call_harness)}\ninf, nan = float('inf'), float('nan')\nrun({code!r}, {calls!r})\n"
-        )
-        result = await self._run(program)
+        harness = inspect.getsource(call_harness)
+        result = await self._run(f"{harness}\ninf, nan = float('inf'), float('nan')\nrun({code!r}, {calls!r})\n")
         claims = _read_claims(result.stdout)
         expected = [call_harness.comparable(test.output) for test in tests]
         passed = sum(n in claims and same_value(claims[n], output) for n, output in enumerate(expected))
@@ -155,7 +144,6 @@ class CodeTests:
 
 
 def _read_claims(stdout: str) -> dict[int, Any]:
-    """Return call number -> result, from the lines with the right format."""
     claims = {}
     for line in stdout.splitlines():
         try:
@@ -180,11 +168,8 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(expected, dict):
         same_keys = isinstance(value, dict) and value.keys() == expected.keys()
         return same_keys and all(same_value(value[key], expected[key]) for key in expected)
-    if (
-        isinstance(value, (int, float))
-        and isinstance(expected, (int, float))
-        and float in (type(value), type(expected))
-    ):
+    numbers = isinstance(value, (int, float)) and isinstance(expected, (int, float))
+    if numbers and float in (type(value), type(expected)):
         try:
             return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
         except OverflowError:

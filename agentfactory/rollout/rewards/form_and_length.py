@@ -20,8 +20,7 @@ class Format:
     pattern: Pattern | None = None
     """Regular expression that must match the whole message, ignoring surrounding whitespace."""
     tags: tuple[str, ...] = ()
-    """Tag names such as think, answer: the message must open and close each exactly once, in this order; other text may
-    surround them."""
+    """Tag names, such as think, answer, that the message must open and close exactly once, in this order."""
     every_turn: bool = False
     """Check every assistant message. Tool calls written by the chat template are not part of its text."""
 

@@ -36,15 +36,11 @@ _CHAIN = ("prediction", "conversation")
 @reward
 @dataclass(config=OPTIONS)
 class Judge:
-    """The score in a model's answer to a prompt about the chain, scaled so that `worst` is 0 and `best` is 1.
-
-    Every failure raises RewardError; it never counts as 0.
-    """
+    """The score in a model's answer to a prompt about the chain, scaled so that `worst` is 0 and `best` is 1. Every
+    failure raises RewardError; it never counts as 0."""
 
     url: str
-    """Base address, such as http://127.0.0.1:8000/v1."""
     model: str
-    """The model's name at the endpoint."""
     prompt: str
     """The judge's prompt, with `{prediction}`, `{conversation}` (all messages and calls) and any field of the row;
     literal braces must be doubled."""
@@ -52,22 +48,18 @@ class Judge:
     """Send the images of the conversation to a multimodal judge, at their places in `{conversation}` and in the size
     that the policy got. Otherwise each becomes the text `[image]`."""
     system: str | None = None
-    """System message for the judge."""
     pattern: Pattern = r"[Ss]core[\s:=*]*(-?\d+(?:\.\d+)?)"
     """Pattern that finds the score in the judge's answer: the first group of the last match."""
     worst: float = 0.0
-    """Score that corresponds to a reward of 0."""
     best: float = 1.0
-    """Score that corresponds to a reward of 1. A score outside the range from worst to best is an error."""
+    """Scores of the rewards 0 and 1. A score outside this range is an error."""
     api_key_env: str | None = None
-    """Environment variable that contains the API key."""
     concurrency: Annotated[int, Field(gt=0)] = 16
     """Maximum number of concurrent requests; further rewards wait, which counts towards their time limit."""
     retries: Annotated[int, Field(ge=0)] = 3
     """Number of retries after recoverable failures: no connection, 408, 429, 5xx, a response that is not a
     completion."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    """Additional fields of the request, such as max_tokens."""
 
     @field_validator("url")
     @classmethod
@@ -92,13 +84,9 @@ class Judge:
         return name
 
     @model_validator(mode="after")
-    def _scores_differ(self) -> "Judge":
+    def _can_score(self) -> "Judge":
         if self.best == self.worst:
             raise ValueError(f"best and worst are both {self.best:g}; they must differ")
-        return self
-
-    @model_validator(mode="after")
-    def _images_have_a_place(self) -> "Judge":
         if self.images and "conversation" not in _fields(self.prompt):
             raise ValueError("images are sent in {conversation}, which the prompt lacks; add it")
         return self
@@ -116,17 +104,16 @@ class Judge:
                 raise ValueError(f"fills {{{name}}} from the chain, but the data has a field {name!r} too")
 
     async def __call__(self, trajectory: Trajectory, seen_images: Sequence[str] = (), **row: Any) -> float:
-        messages: list[Message] = [{"role": "system", "content": self.system}] if self.system is not None else []
         content = await run_in_thread(partial(self._question, trajectory, seen_images, row))
-        messages.append({"role": "user", "content": content})
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = [*system, {"role": "user", "content": content}]
         answer = await self._ask({**self.parameters, "model": self.model, "messages": messages})
         found = await run_in_thread(partial(last_match, self.pattern, answer))
         try:
             score = float(found or "")
         except ValueError:
-            raise RewardError(
-                f"no number that matches {self.pattern!r} in the judge's answer {answer[-200:]!r}"
-            ) from None
+            problem = f"no number that matches {self.pattern!r} in the judge's answer {answer[-200:]!r}"
+            raise RewardError(problem) from None
         if not min(self.worst, self.best) <= score <= max(self.worst, self.best):
             raise RewardError(f"the judge gave {score:g}, which is not between {self.worst:g} and {self.best:g}")
         return (score - self.worst) / (self.best - self.worst)
@@ -154,7 +141,6 @@ class Judge:
         return [part for part in parts if part != text_part("")]
 
     async def _ask(self, request: dict[str, Any]) -> str:
-        """Return the judge's answer. Raise RewardError if there is none."""
         self._open()
         address = pinned(f"{self.url}/chat/completions")
         for attempt in range(self.retries + 1):
@@ -193,7 +179,6 @@ def _fields(prompt: str) -> list[str]:
 
 
 def _content(answer: Any) -> str:
-    """Return the text of a chat completion. Raise ValueError if `answer` is not a chat completion with a text."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):

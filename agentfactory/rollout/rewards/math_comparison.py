@@ -1,9 +1,8 @@
 """The subprocess in which `math_equal` compares, since sympy can hang or exhaust memory on model output.
 
 It reads requests as JSON lines on stdin: `prediction`, `answers`, `bare` (the prediction is a bare expression),
-`strict`, `seconds`. It writes a line when the answers are parsed (`answers`: how many could be parsed), and a line with
-the result (`equal`). The kernel's alarm ends a process that takes too long; the end of stdin ends one whose parent is
-gone.
+`strict`, `seconds`. It writes a line with the number of parsed `answers`, and one with the result, `equal`. The
+kernel's alarm ends a process that takes too long; the end of stdin ends one whose parent is gone.
 """
 
 import json
@@ -38,8 +37,7 @@ _MARKED = (
 
 
 def read_expression(text: str) -> list[Any]:
-    """Parse a bare expression with math-verify. It is wrapped in a LaTeX environment, without which math-verify would
-    find only the 1 in `x + 1`."""
+    """Parse a bare expression, in a LaTeX environment, without which math-verify would find only the 1 in `x + 1`."""
     return read_text(text if any(mark in text for mark in _ENVIRONMENTS) else f"${text}$")
 
 

@@ -7,8 +7,9 @@ from pydantic.dataclasses import dataclass
 
 from agentfactory.base.processes.killable import KillableProcesses
 from agentfactory.base.user_code.extras import check_extra
+from agentfactory.rollout.rewards.answers import ShortAnswers, hit_or_miss
 from agentfactory.rollout.rewards.reward_spec import RewardError, reward
-from agentfactory.rollout.rewards.text import OPTIONS, Pattern, accepted_answers, extracted
+from agentfactory.rollout.rewards.text import OPTIONS
 from agentfactory.tools.sandbox.program import start_confined
 
 _PROCESS = "agentfactory.rollout.rewards.math_comparison"
@@ -16,20 +17,15 @@ _PROCESS = "agentfactory.rollout.rewards.math_comparison"
 
 @reward
 @dataclass(config=OPTIONS)
-class MathEqual:
+class MathEqual(ShortAnswers):
     """1 if math-verify considers prediction and answer equal, else 0; metrics `success` and `math_timeout`.
 
-    A prediction on which sympy takes too long counts as not equal, as in math-verify, and sets `math_timeout`. An
-    answer in the data that cannot be parsed is an error of the reward.
+    Answers, and the part of the prediction that `extract` finds, are bare expressions (LaTeX with or without $, or a
+    number). Without `extract`, the last expression that math-verify finds is compared. A prediction on which sympy
+    takes too long counts as not equal, as in math-verify, and sets `math_timeout`. An answer in the data that cannot be
+    parsed is an error of the reward.
     """
 
-    field: str = "answer"
-    """Field of the row: a bare expression (LaTeX with or without $, or a number), or a list of accepted ones."""
-    extract: Pattern | None = None
-    """The part of the prediction to compare, such as `<answer>(.*?)</answer>`: the first group of the last match, which
-    must be a bare expression. Null: the last expression that math-verify finds."""
-    extract_answer: Pattern | None = None
-    """The part of the field to compare, such as `#### (.*)` in GSM8K."""
     strict: bool = False
     """Accept only an expression that the prediction marks as its answer in LaTeX: \\boxed{...}, or after "the answer
     is"."""
@@ -49,28 +45,24 @@ class MathEqual:
     def __post_init__(self) -> None:
         self._processes = KillableProcesses(_PROCESS, self.processes, start=start_confined)
 
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no answer."""
-        accepted_answers(row, self.field, self.extract_answer)
-
     def __call__(self, prediction: str, **row: Any) -> dict[str, float]:
         request = {
-            "prediction": extracted(self.extract, prediction),
-            "answers": accepted_answers(row, self.field, self.extract_answer),
+            "prediction": self._found(prediction),
+            "answers": self._accepted(row),
             "bare": self.extract is not None,
             "strict": self.strict,
             "seconds": self.seconds,
         }
         equal = self._compare(request)
-        return {"reward": float(equal or False), "success": float(equal or False), "math_timeout": float(equal is None)}
+        return {**hit_or_miss(bool(equal)), "math_timeout": float(equal is None)}
 
     def close(self) -> None:
         """End the processes; the next comparison starts new ones."""
         self._processes.close()
 
     def _compare(self, request: dict[str, Any]) -> bool | None:
-        """Return whether the prediction equals an answer; None if the prediction took too long. Blocking, so called in
-        a thread. Raise RewardError if no answer can be parsed, or if parsing the answers takes too long."""
+        """Return whether the prediction equals an answer; None if the prediction took too long. Raise RewardError if no
+        answer can be parsed, or if parsing the answers takes too long."""
         try:
             with self._processes.borrowed() as process:
                 process.send(request)

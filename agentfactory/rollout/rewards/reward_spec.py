@@ -68,15 +68,18 @@ class RewardSpec:
         """The parameter names that are filled from the chain, not from options or data."""
         return GROUP_OFFERED if self.group else OFFERED
 
+    @property
+    def limit(self) -> str:
+        """The setting of its time limit, with the value."""
+        return f"{self.label}.timeout_seconds={self.timeout_seconds:g}"
+
     async def ask(self, offered: dict[str, Any], task: Task, limit: Deadline | None = None) -> Any:
         """Call the function on copies of its arguments and return its result. Raise RewardError if it raises, or has
         not returned by its own limit or by `limit`."""
-        given = {**task, **self.options, **offered}
-        wanted = {
-            name: value
-            for name, value in given.items()
-            if name in self.parameters or (_takes_row(self.parameters) and name not in offered)
-        }
+        rest = {**task, **self.options}
+        given = {**rest, **offered}
+        names = {*self.parameters, *(rest.keys() - offered if _takes_row(self.parameters) else ())}
+        wanted = {name: value for name, value in given.items() if name in names}
         own = Deadline.after(self.timeout_seconds, f"{self.label}.timeout_seconds")
         first = own if limit is None or own.until < limit.until else limit
         timer = asyncio.timeout_at(first.until)
@@ -86,17 +89,14 @@ class RewardSpec:
         except Exception as error:  # boundary: a user's reward may raise anything
             if timer.expired():
                 raise RewardError(f"{self.name} took longer than {first.setting}") from None
-            if isinstance(error, RewardError):
-                raise RewardError(f"{self.name}: {error}") from error
-            raise RewardError(f"{self.name} raised {type(error).__name__}: {error}") from error
+            what = ":" if isinstance(error, RewardError) else f" raised {type(error).__name__}:"
+            raise RewardError(f"{self.name}{what} {error}") from error
 
     def parse_group(self, verdicts: Any, chains: int) -> Sequence[Any]:
         """Return a group reward's results, one per chain. Raise TypeError if their number differs."""
         if isinstance(verdicts, (str, dict)) or not hasattr(verdicts, "__len__") or len(verdicts) != chains:
-            raise TypeError(
-                f"{self.name} returned {verdicts!r}; it must return a list with a number or dict for each of the "
-                f"{chains} chains"
-            )
+            form = f"a list with a number or dict for each of the {chains} chains"
+            raise TypeError(f"{self.name} returned {verdicts!r}; it must return {form}")
         return verdicts  # type: ignore[no-any-return]
 
     def parse(self, verdict: Any, trajectory: Trajectory) -> EnvironmentReward:
@@ -122,7 +122,6 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
 
 
 def _made(given: Any, config: RewardConfig, label: str, name: str) -> RewardSpec:
-    """Create the spec of a function, or of a class, which is instantiated with the options."""
     options = config.options
     if inspect.isclass(given):
         given, options = _instance(given, options, label, name), {}
@@ -152,19 +151,19 @@ def _instance(given: type[Any], options: dict[str, Any], label: str, name: str) 
 
 
 def _check_options(options: dict[str, Any], known: Mapping[str, inspect.Parameter], label: str, name: str) -> None:
+    from_chain = (*OFFERED, *GROUP_OFFERED)
     for option in options:
-        if option in (*OFFERED, *GROUP_OFFERED):
-            problem = f"{name} gets {option!r} from the chain"
-            raise SettingError(f"{label}.options.{option}", problem, "remove it, or give the parameter another name")
+        place = f"{label}.options.{option}"
+        if option in from_chain:
+            fix = "remove it, or give the parameter another name"
+            raise SettingError(place, f"{name} gets {option!r} from the chain", fix)
         if option not in known and not _takes_row(known):
-            takes = [parameter for parameter in known if parameter not in (*OFFERED, *GROUP_OFFERED)]
-            raise SettingError(
-                f"{label}.options.{option}", f"{name} has no such option", f"use one of {', '.join(takes) or 'none'}"
-            )
+            takes = ", ".join(parameter for parameter in known if parameter not in from_chain)
+            raise SettingError(place, f"{name} has no such option", f"use one of {takes or 'none'}")
 
 
 def _copies(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Copy a reward's arguments: other rewards, the task's other chains and the saved group have the same objects."""
+    """Copy a reward's arguments, which other rewards, the task's other chains and the saved group share."""
     copies = own_copy(wanted)
     if "trajectory" in copies:
         copies["trajectory"] = copies["trajectory"].copied()
@@ -189,9 +188,8 @@ async def run(function: Callable[[], Any]) -> Any:
 def check_turns(scored: EnvironmentReward, trajectory: Trajectory, name: str) -> None:
     """Raise ValueError if the number of turn rewards differs from the chain's number of turns."""
     if scored.turn_rewards is not None and len(scored.turn_rewards) != trajectory.turns:
-        raise ValueError(
-            f"{name} gave {len(scored.turn_rewards)} turn_rewards, but the chain has {trajectory.turns} assistant turns"
-        )
+        turns = f"{trajectory.turns} assistant turns"
+        raise ValueError(f"{name} gave {len(scored.turn_rewards)} turn_rewards, but the chain has {turns}")
 
 
 Judge = TypeVar("Judge", bound=Callable[..., Any])
@@ -202,9 +200,8 @@ def reward(given: Judge) -> Judge: ...
 @overload
 def reward(*, group: bool) -> Callable[[Judge], Judge]: ...
 def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callable[[Judge], Judge]:
-    """Mark a function as a reward. It can be sync (it then runs in threads, several calls concurrently) or async.
-
-    Its parameters are filled by name:
+    """Mark a function, async or sync (it then runs in threads, several calls concurrently), as a reward. Its parameters
+    are filled by name:
 
     - `prediction` or `final_response`: text of the last assistant message
     - `trajectory`: the `Trajectory`
@@ -215,21 +212,16 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
     - any of the recipe entry's `options`, and any field of the task's row; `**row` takes the rest of both
 
     It returns a number (of Python, numpy or torch), or a dict with `reward` and further numbers, which become metrics
-    (`success` is reported in progress and evaluation, and used by `rollout.curriculum`).
-
-    `turn_rewards` in the dict is a list with a separate reward for each assistant turn of the chain
-    (`trajectory.turns` of them). These are credited to their turns, in addition to `reward`, which is for the whole
-    chain.
+    (`success` is reported in progress and evaluation, and used by `rollout.curriculum`). `turn_rewards` in the dict is
+    a list of `trajectory.turns` rewards, credited to the assistant turns in addition to `reward` for the whole chain.
 
     `@reward(group=True)` marks a function that scores the chains of a task together: it takes `predictions` and
     `trajectories`, lists over the chains that have a reward (`trajectory.reward` is the reward so far), options and
     fields. It returns a list with a number or dict for each chain, which is added to the chain's reward.
 
     A class is instantiated once, with the entry's options as arguments, and its `__call__` is the reward. It can have
-    two optional methods: `check(row)` is called with the tasks before the run, and raises ValueError if it cannot score
-    such rows; `close()` is called at the end.
-
-    Raise TypeError if a parameter cannot be filled by name.
+    two methods: `check(row)` is called with the tasks before the run, and raises ValueError if it cannot score such
+    rows; `close()` is called at the end. Raise TypeError if a parameter cannot be filled by name.
     """
 
     def mark(judge: Judge) -> Judge:
@@ -246,8 +238,6 @@ def parameters_of(function: Callable[..., Any], name: str) -> Mapping[str, inspe
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
-            raise TypeError(
-                f"@reward {name}: parameter {parameter.name!r} cannot be filled by name; "
-                "use ordinary parameters, or **row for the whole row"
-            )
+            problem = f"@reward {name}: parameter {parameter.name!r} cannot be filled by name"
+            raise TypeError(f"{problem}; use ordinary parameters, or **row for the whole row")
     return parameters

@@ -1,12 +1,12 @@
 """Scoring of chains by the recipe's rewards: checks against the data, calls, and the weighted sum."""
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,15 +17,7 @@ from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.config import RewardConfig
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.rewards.reward_spec import (
-    GROUP_OFFERED,
-    OFFERED,
-    RewardError,
-    RewardSpec,
-    check_turns,
-    load_reward,
-    run,
-)
+from agentfactory.rollout.rewards.reward_spec import RewardError, RewardSpec, check_turns, load_reward, run
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from agentfactory.tools.calls.limits import Deadline
@@ -42,42 +34,35 @@ MADE_ANSWER = "This is a made answer."
 
 
 def prediction_of(trajectory: Trajectory) -> str:
-    """Return the result of an agent with its own loop; without one, the text of the last assistant message, or "" if
-    there is none. Tool results never count."""
+    """Return the result of an agent with its own loop; without one, the text of the last assistant message, if any."""
     if trajectory.result is not None:
         return trajectory.result
-    for message in reversed(trajectory.messages):
-        if message["role"] == "assistant":
-            return text_of(message.get("content") or "")
-    return ""
+    last = next((message for message in reversed(trajectory.messages) if message["role"] == "assistant"), {})
+    return text_of(last.get("content") or "")
 
 
 class Rewards:
-    """The weighted sum of several rewards. Without any, the environment's own reward is used.
+    """The weighted sum of several rewards; without any, the environment's own reward. As an async context manager, it
+    closes the rewards' resources on exit.
 
     If there are several, the unweighted value of each is a metric of the chain: `reward/<name>`. Two rewards must not
     produce metrics of the same name, but a reward may replace a metric of the environment.
-
-    As an async context manager, it closes the rewards' resources on exit.
     """
 
     def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
         """Create from Python callables, marked or not, each with weight 1, and from recipe entries: prebuilt names, and
-        `FILE.py:NAME` references to objects marked with `@reward`, with paths relative to `base`.
-
-        Raise SettingError if a reward does not exist, does not accept its options, or shares its name with another.
-        """
+        `FILE.py:NAME` references to objects marked with `@reward`, with paths relative to `base`. Raise SettingError if
+        a reward does not exist, does not accept its options, or shares its name with another."""
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
         self._reports_success: dict[str, set[bool]] = {}
         """Name of a reward -> whether it has returned `success`, and whether it has not."""
         self._names: set[str] = set()
         """Names of all metrics that chains have had so far."""
-        for index, entry in enumerate(self._entries):
-            for other in self._entries[:index]:
-                if other.name == entry.name:
-                    problem = f"{other.label} is also called {entry.name!r}, but metrics need distinct names"
-                    raise SettingError(entry.label, problem, f"set {entry.label}.name to another name")
+        for other, entry in combinations(self._entries, 2):
+            if other.name == entry.name:
+                problem = f"{other.label} is also called {entry.name!r}, but metrics need distinct names"
+                raise SettingError(entry.label, problem, f"set {entry.label}.name to another name")
 
     @classmethod
     def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
@@ -101,16 +86,10 @@ class Rewards:
     @property
     def needed(self) -> dict[str, str]:
         """The row fields that parameters of rewards need -> the name of the reward."""
-        return {
-            parameter.name: entry.name
-            for entry in self._entries
-            for parameter in entry.parameters.values()
-            if _is_required(parameter) and parameter.name not in (*entry.offered, *entry.options)
-        }
+        return {name: entry.name for entry in self._entries for name in _needed(entry)}
 
     def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        """Check every row of `section`; see `check`. The error names the row's number. The rewards' own checks stop
-        after OWN_CHECK_SECONDS."""
+        """Check the rows of `section`, for OWN_CHECK_SECONDS also by the rewards' own checks. Errors name the row."""
         until = time.monotonic() + OWN_CHECK_SECONDS
         with announced(f"checking the rows of {section} by the rewards"):
             for number, task in enumerate(tasks, 1):
@@ -122,30 +101,23 @@ class Rewards:
                     raise SettingError(error.field, problem, fix) from error.__cause__
 
     def check(self, task: Task, own: bool = True) -> None:
-        """Raise SettingError if a reward needs a field that `task` lacks, or if a field has a reserved parameter name.
-        `own`: also call the rewards' own checks."""
+        """Raise SettingError if a reward cannot be called for `task`, or (`own`) if its own check refuses the task."""
         for entry in self._entries:
-            for parameter in entry.parameters.values():
-                if parameter.name in entry.offered and parameter.name in task:
-                    raise SettingError(
-                        entry.label,
-                        f"{entry.name} takes {parameter.name!r}, which is also a field of the data",
-                        f"give the field another name by data.columns, such as {{row_{parameter.name}: "
-                        f"{parameter.name}}}",
-                    )
-                if _is_required(parameter) and parameter.name not in (*entry.offered, *entry.options, *task):
-                    raise SettingError(
-                        entry.label,
-                        f"{entry.name} needs {parameter.name!r}, which is neither one of {', '.join(entry.offered)} "
-                        f"nor a field of the data ({', '.join(task)})",
-                        "set it in the entry's options, or rename a field by data.columns",
-                    )
+            for name in entry.parameters:
+                if name in entry.offered and name in task:
+                    problem = f"{entry.name} takes {name!r}, which is also a field of the data"
+                    fix = f"give the field another name by data.columns, such as {{row_{name}: {name}}}"
+                    raise SettingError(entry.label, problem, fix)
+            for name in _needed(entry):
+                if name not in task:
+                    places = f"neither one of {', '.join(entry.offered)} nor a field of the data ({', '.join(task)})"
+                    fix = "set it in the entry's options, or rename a field by data.columns"
+                    raise SettingError(entry.label, f"{entry.name} needs {name!r}, which is {places}", fix)
             if own and (own_check := getattr(entry.function, "check", None)):
                 try:
                     call_within(partial(own_check, own_copy(task)), entry.timeout_seconds)
                 except TimeoutError:
-                    setting = f"{entry.label}.timeout_seconds={entry.timeout_seconds:g}"
-                    problem = f"{entry.name}.check took longer than {setting}"
+                    problem = f"{entry.name}.check took longer than {entry.limit}"
                     raise SettingError(entry.label, problem, "correct it, or raise the limit") from None
                 except ValueError as error:
                     fix = "correct the row, change the entry's options, or rename a field by data.columns"
@@ -165,10 +137,8 @@ class Rewards:
         workspace: Path | None = None,
         limit: Deadline | None = None,
     ) -> EnvironmentReward:
-        """Return the weighted sum of the chain's rewards and turn rewards, with their metrics. Group rewards are not
-        included; without other rewards the sum is 0. `seen_images` are the files of the stored images in the chain's
-        messages, in order; `view` is the model's coordinate system in images; `workspace` is the folder in which an
-        agent's program worked; `limit` bounds all rewards together.
+        """Return the weighted sum of the chain's rewards and turn rewards, without group rewards, and their metrics.
+        `seen_images`, `view` and `workspace` are offered to rewards, see `reward`; `limit` bounds all rewards together.
 
         Raise RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
         the number of turn rewards differs from the chain's turns, or if two rewards produce the same metric.
@@ -178,7 +148,8 @@ class Rewards:
                 raise ValueError("no reward: the recipe has no rewards and no environment returned one")
             check_turns(environment, trajectory, "the environment")
             return replace(environment, metrics=self._known(environment.metrics))
-        offered = _offered(trajectory, environment, seen_images, view, workspace)
+        given = {"environment": environment, "seen_images": list(seen_images), "model_view": view}
+        offered = _offered(trajectory, **given, workspace=workspace)
         total = EnvironmentReward(0.0, self._known(environment.metrics) if environment else {})
         for entry in self._entries:
             if not entry.group:
@@ -188,15 +159,15 @@ class Rewards:
     async def try_on(
         self, number: int, task: Task, environment: EnvironmentReward | None, workspace: Path | None = None
     ) -> list[str]:
-        """Call every reward on a dummy answer to a task, and return the problems, which name its number. `environment`
-        is an environment's reward for a chain without actions; None if no environment returns one."""
+        """Call every reward on a dummy answer to a task, and return the problems, with the task's number."""
         faults = []
         made = _made_chain(task)
-        offered = _offered(made, environment, (), ModelView(), workspace)
-        together = dict(zip(GROUP_OFFERED, ([prediction_of(made)] * 2, [made] * 2), strict=True))
+        given: dict[str, Any] = {"environment": environment, "seen_images": [], "workspace": workspace}
+        given["model_view"] = ModelView()
         for entry in self._entries:
             try:
-                verdict = await entry.ask(together if entry.group else offered, task)
+                offered = _offered_together([made] * 2) if entry.group else _offered(made, **given)
+                verdict = await entry.ask(offered, task)
                 for one in entry.parse_group(verdict, 2) if entry.group else [verdict]:
                     entry.parse(one, made)
             except (RewardError, TypeError, ValueError) as error:
@@ -207,10 +178,8 @@ class Rewards:
         return faults
 
     async def score_group(self, trajectories: Sequence[Trajectory], task: Task) -> None:
-        """Add the group rewards to the rewards and metrics of a task's chains that have a reward.
-
-        If a group reward fails in any way, all these chains end as reward_error, without a reward.
-        """
+        """Add the group rewards to the rewards and metrics of a task's chains that have a reward. If a group reward
+        fails in any way, all these chains end as reward_error, without a reward."""
         members = [trajectory for trajectory in trajectories if trajectory.reward is not None]
         if not members or not self.has_group_rewards:
             return
@@ -227,13 +196,9 @@ class Rewards:
             member.metrics |= total.metrics
 
     async def _judge_together(self, members: list[Trajectory], task: Task) -> list[EnvironmentReward]:
-        """Return the sum of each member's reward so far and the group rewards."""
-        offered = dict(zip(GROUP_OFFERED, ([prediction_of(member) for member in members], members), strict=True))
         totals = [EnvironmentReward(member.reward or 0.0, {}, member.turn_rewards) for member in members]
-        for entry in self._entries:
-            if not entry.group:
-                continue
-            verdicts = entry.parse_group(await entry.ask(offered, task), len(members))
+        for entry in (entry for entry in self._entries if entry.group):
+            verdicts = entry.parse_group(await entry.ask(_offered_together(members), task), len(members))
             for member, total, verdict in zip(members, totals, verdicts, strict=True):
                 total.add(self._weighted(entry, entry.parse(verdict, member)))
         return totals
@@ -263,12 +228,8 @@ class Rewards:
             text = f"{entry.name} returns success for some chains only, and the means of success cover only these"
             notify(logger, f"success of {entry.name}", f"{text}; fix: return it for every chain", see=_PAGE)
         alone = {} if len(self._entries) == 1 else {f"reward/{entry.name}": verdict.reward}
-        turns = verdict.turn_rewards
-        return EnvironmentReward(
-            entry.weight * verdict.reward,
-            metrics | alone,
-            None if turns is None else [entry.weight * turn for turn in turns],
-        )
+        turns = verdict.turn_rewards and [entry.weight * turn for turn in verdict.turn_rewards]
+        return EnvironmentReward(entry.weight * verdict.reward, metrics | alone, turns)
 
     async def __aenter__(self) -> Self:
         return self
@@ -280,31 +241,27 @@ class Rewards:
                     async with asyncio.timeout(entry.timeout_seconds):
                         await run(close)
                 except TimeoutError:
-                    seconds = f"{entry.label}.timeout_seconds={entry.timeout_seconds:g}"
-                    logger.warning("closing the reward %s took longer than %s", entry.name, seconds)
+                    logger.warning("closing the reward %s took longer than %s", entry.name, entry.limit)
                 except Exception:  # boundary: user code
                     logger.exception("closing the reward %s failed", entry.name)
 
 
-def _offered(
-    trajectory: Trajectory,
-    environment: EnvironmentReward | None,
-    seen_images: Sequence[str],
-    view: ModelView | None,
-    workspace: Path | None = None,
-) -> dict[str, Any]:
-    """Return the arguments that a reward may take, by name."""
+def _offered(trajectory: Trajectory, **given: Any) -> dict[str, Any]:
     prediction = prediction_of(trajectory)
-    offered = (prediction, prediction, trajectory, environment, list(seen_images), view, workspace)
-    return dict(zip(OFFERED, offered, strict=True))
+    return {"prediction": prediction, "final_response": prediction, "trajectory": trajectory, **given}
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+def _offered_together(members: list[Trajectory]) -> dict[str, Any]:
+    return {"predictions": [prediction_of(member) for member in members], "trajectories": members}
+
+
+def _needed(entry: RewardSpec) -> list[str]:
+    known = (*entry.offered, *entry.options)
+    required = [p.name for p in entry.parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return [name for name in required if name not in known]
 
 
 def _made_chain(task: Task) -> Trajectory:
-    """Return a one-turn chain that answers `task` with MADE_ANSWER."""
     opening = task["messages"] if "messages" in task else [{"role": "user", "content": task.get("question", "")}]
     row = Row([0, 1], [0, 1], [0.0, -1.0], [Span("0", 1, 2)], turn_ends=[2])
     messages = [*opening, {"role": "assistant", "content": MADE_ANSWER}]

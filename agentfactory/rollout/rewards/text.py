@@ -27,10 +27,8 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """Return the first group of the last match of `pattern`, or the whole match if it has no group.
-
-    Raise TimeoutError if the search takes too long. Other threads keep running meanwhile, unlike with `re`.
-    """
+    """Return the first group of the last match of `pattern`, or the whole match if it has no group. Raise TimeoutError
+    if the search takes too long. Other threads keep running meanwhile, unlike with `re`."""
     found = deque(regex.finditer(pattern, text, regex.DOTALL, timeout=SECONDS, concurrent=True), maxlen=1)
     if not found:
         return None
@@ -38,15 +36,8 @@ def last_match(pattern: str, text: str) -> str | None:
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether `pattern` matches all of `text`, ignoring surrounding whitespace. Raise TimeoutError if the match
-    takes too long."""
-    found = regex.fullmatch(pattern, text.strip(), regex.DOTALL, timeout=SECONDS, concurrent=True)
-    return found is not None
-
-
-def extracted(pattern: str | None, prediction: str) -> str:
-    """Return the part of a prediction to compare: all of it without `pattern`, otherwise `last_match` or ""."""
-    return prediction if pattern is None else last_match(pattern, prediction) or ""
+    """Return whether `pattern` matches all of `text`, stripped. Raise TimeoutError if the match takes too long."""
+    return regex.fullmatch(pattern, text.strip(), regex.DOTALL, timeout=SECONDS, concurrent=True) is not None
 
 
 def field_of(row: Mapping[str, Any], name: str) -> Any:
@@ -58,10 +49,7 @@ def field_of(row: Mapping[str, Any], name: str) -> Any:
 
 def accepted_answers(row: Mapping[str, Any], name: str, pattern: str | None = None) -> list[str]:
     """Return the accepted answers in a row's field: one text or number, or a list of them, each reduced to
-    `last_match` of `pattern`.
-
-    Raise ValueError if there is none.
-    """
+    `last_match` of `pattern`. Raise ValueError if there is none."""
     answer = field_of(row, name)
     answers = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, (str, dict)) else [answer]
     if not answers or not all(isinstance(one, (str, int, float)) for one in answers):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,23 +18,18 @@ Spans = list[tuple[int, int, float]]
 """(start, end, weight) of ranges of a text."""
 
 
+@dataclass
 class ConversationRows:
     """A converter of whole conversations to rows. `ends` are the tokens that end a text turn, and a turn with calls."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        behaviour: Behaviour,
-        parser: Parser,
-        encoder: Encoder,
-        ends: Sequence[int | None],
-    ) -> None:
-        self.template = template
-        self.behaviour = behaviour
-        self.parser = parser
-        self._encoder = encoder
-        self._ends = ends
-        self._ids = cached(4096, self._encode)
+    template: ChatTemplate
+    behaviour: Behaviour
+    parser: Parser
+    encoder: Encoder
+    ends: Sequence[int | None]
+
+    def __post_init__(self) -> None:
+        self._ids = cached(4096, self.encoder.encode)
 
     def row(self, lines: list[Line], plain: list[Message], tools: Tools, specs: list[ToolSpec]) -> Row:
         """Return the row of a conversation. `plain` are the messages of `lines`, and `tools` the tools of `specs`, in
@@ -55,10 +51,15 @@ class ConversationRows:
         if plain[0]["role"] == "assistant":
             reason = "a model is never asked without a prompt: put a system or user message before its first turn"
             raise RenderError(f"message {lines[0].index}: {reason}")
+
+        def add_context(end: int, whole: str) -> None:
+            if not whole.startswith(text):
+                raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
+            self._add_context(row, whole, len(text), _spans(rendered, start, end, whole, weights))
+
         for turn in [i for i, m in enumerate(plain) if m["role"] == "assistant"]:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
-            if not prompt.startswith(text):
-                raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
+            add_context(turn, prompt)
             message, calls = plain[turn], plain[turn].get("tool_calls")
             closing = self.behaviour.closings.of(calls)
             said = closed[len(prompt) : len(closed) - len(closing.text)] + closing.before
@@ -74,22 +75,17 @@ class ConversationRows:
                 problem = self._fault(said, calls, specs)
             if problem is not None:
                 raise RenderError(f"message {lines[turn].index}: {problem}")
-            self._add_context(row, prompt, len(text), _spans(rendered, start, turn, prompt, weights))
-            end = self._ends[bool(calls)]
+            end = self.ends[bool(calls)]
             ids = [*self._ids(said, False), *([] if end is None else [end])]
             _add(row, ids, [weights[turn]] * len(ids))
             text = prompt + said + closing.end
             start = turn + 1
         if start < len(plain):
-            whole = rendered(len(plain))
-            if not whole.startswith(text):
-                raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
-            self._add_context(row, whole, len(text), _spans(rendered, start, len(plain), whole, weights))
+            add_context(len(plain), rendered(len(plain)))
         return row
 
     def _fault(self, said: str, calls: list[dict[str, Any]], specs: list[ToolSpec]) -> str | None:
-        """Return why a chain could not parse these calls, for example if a template does not escape quotes in a string;
-        None if it could."""
+        """Return why a chain could not parse these calls, such as quotes that a template does not escape."""
         words = self.parser.split(said.replace(MARK, ""), self.behaviour.opens_reasoning, self.behaviour.tags)[2]
         found = self.parser.parse(words, specs)
         if [name for name, _ in found.calls] != [call["function"]["name"] for call in calls]:
@@ -105,16 +101,12 @@ class ConversationRows:
             context = self._ids(text[begin:], begin > 0)
             _add(row, context, [0.0] * len(context))
             return
-        ids, starts = self._encoder.encode_with_offsets(text[begin:], follows=begin > 0)
+        ids, starts = self.encoder.encode_with_offsets(text[begin:], follows=begin > 0)
         _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
-
-    def _encode(self, text: str, follows: bool) -> tuple[int, ...]:
-        return tuple(self._encoder.encode(text, follows))
 
 
 def _difference(read: dict[str, Any], written: dict[str, Any]) -> str | None:
-    """Describe the first argument of the transcript that the parser reads differently, with the fix; None if there is
-    none."""
+    """Describe the first argument that the parser reads otherwise than written, with the fix; None if there is none."""
     read, written = (map_strings(given, lambda text: text.replace(MARK, "")) for given in (read, written))
     name = next((name for name in [*written, *read] if _as_text(read, name) != _as_text(written, name)), None)
     if name is None:
@@ -122,28 +114,24 @@ def _difference(read: dict[str, Any], written: dict[str, Any]) -> str | None:
     fix = "arguments must not contain the format's own tags"
     if name in read and name in written and type(read[name]) is not type(written[name]):
         fix = f"give {name} a type in the tool's schema that fits the value"
-    return (
-        f"{name} is {_shown(written, name)}, but rollout.parser reads {_shown(read, name)} in the rendered turn; {fix}"
-    )
+    shown, found = _shown(written, name), _shown(read, name)
+    return f"{name} is {shown}, but rollout.parser reads {found} in the rendered turn; {fix}"
 
 
 def _as_text(arguments: dict[str, Any], name: str) -> str | None:
-    """Return an argument as written by formats without quotes, where only the tool's schema distinguishes 3 from "3";
-    None if it is missing."""
+    """Return an argument as formats without quotes write it: only the tool's schema distinguishes 3 from "3"."""
     if name not in arguments or isinstance(arguments[name], str):
         return arguments.get(name)
     return json.dumps(arguments[name], sort_keys=True, ensure_ascii=False)
 
 
 def _shown(arguments: dict[str, Any], name: str) -> str:
-    """Return an argument for a message: JSON, cut after 100 characters."""
     text = json.dumps(arguments[name], ensure_ascii=False) if name in arguments else "missing"
     return text if len(text) <= 100 else text[:100] + "..."
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
-    """Return the ranges of messages[start:end] in the text `whole`, with their weights; messages of weight 0 are left
-    out."""
+    """Return the ranges of messages[start:end] in the text `whole`, with their weights, if not 0."""
     if not any(weights[start:end]):
         return []
     edges = [shared_length(rendered(i), whole) if i else 0 for i in range(start, end + 1)]

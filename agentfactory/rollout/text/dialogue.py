@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from agentfactory.base.messages import Content, Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.images.parts import show_in_user_turns
+from agentfactory.rollout.images.parts import show_in_user_turns, text_part
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.parser import call_of, split_reasoning
 from agentfactory.rollout.text.templates import RenderError
@@ -22,12 +22,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A writer of messages in the format of `parser`.
-
-    The flags state what the chat template or endpoint supports: system messages (`system`), a description of the tools
-    (`describes_tools`), images in tool messages (`images_of_tools`), and format errors as tool messages
-    (`complains_as_tool`).
-    """
+    """A writer of messages in the format of `parser`. The flags state the support of the chat template or endpoint for
+    system messages, a description of the tools, images in tool messages, and format errors as tool messages."""
 
     parser: Parser
     system: bool = True
@@ -38,24 +34,19 @@ class Dialogue:
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
         """Return the description of the tools for the model; None if the chat template contains it. Raises ValueError
         if the tool-call format cannot call these tools."""
-        if self.parser.native and not self.describes_tools:
-            return Parser.instructions(self.parser, specs)
-        return self.parser.instructions(specs)
+        native = self.parser.native and not self.describes_tools
+        return Parser.instructions(self.parser, specs) if native else self.parser.instructions(specs)
 
     def instruct(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Message]:
-        """Convert a chain's opening messages to the tool-call format, with its instructions. Idempotent.
-        Raises RenderError (a ValueError) for calls that the format cannot express."""
+        """Convert opening messages to the tool-call format, with its instructions; see `lines`. Idempotent."""
         return [line.message for line in self.lines(messages, specs)]
 
     def lines(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
-        """Return the lines of a conversation, with instructions. Text already in the format is unchanged.
-
-        Under a text format, calls are written as text, the results of a turn become one user message, and other
-        assistant messages are marked as answers if the format marks answers. The instructions go into the system
-        message, or before the first user message if there are no system messages.
-
-        Raises RenderError, naming the message's index, for calls that the format cannot express.
-        """
+        """Return the lines of a conversation, with instructions in the system message, or before the first user message
+        if there are no system messages. Under a text format, calls are written as text, the results of a turn become
+        one user message, and other assistant messages are marked as answers if the format marks answers; text in the
+        format is unchanged. Raises RenderError (a ValueError), with the message's index, for calls that it cannot
+        express."""
         parser, instructions = self.parser, self.instructions(specs)
         messages = self._shown(messages)
         lines = as_lines(messages)
@@ -89,14 +80,11 @@ class Dialogue:
 
 
 def as_lines(messages: Sequence[Message]) -> list[Line]:
-    """Convert messages without changes. The weight is a message's `weight`, by default 1 for assistant messages and 0
-    for others."""
-    weights = [float(m.get("weight", 1.0 if m["role"] == "assistant" else 0.0)) for m in messages]
-    return [Line(message, index, weight) for index, (message, weight) in enumerate(zip(messages, weights, strict=True))]
+    """Convert messages without changes. The default weight is 1 for assistant messages and 0 for others."""
+    return [Line(m, index, float(m.get("weight", m["role"] == "assistant"))) for index, m in enumerate(messages)]
 
 
 def _merge_results(lines: list[Line], parser: Parser, names: dict[str, str]) -> Line:
-    """Merge the tool messages of one turn into one user message."""
     if len({line.weight for line in lines}) > 1:
         raise RenderError(f"message {lines[0].index}: a turn's results become one message; give them equal weights")
     messages = [line.message for line in lines]
@@ -109,7 +97,6 @@ def _merge_results(lines: list[Line], parser: Parser, names: dict[str, str]) -> 
 
 
 def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
-    """Return an assistant message as plain text."""
     message = {key: value for key, value in line.message.items() if key != "tool_calls"}
     _, thought, words = split_reasoning(message.get("content") or "", opened=False)
     calls = [call_of(call) for call in line.message.get("tool_calls") or []]
@@ -122,9 +109,8 @@ def _write(line: Line, parser: Parser, specs: Sequence[ToolSpec]) -> Message:
         raise RenderError(f"message {line.index}: rollout.parser cannot write its calls: {error}") from error
     found = parser.parse(text, specs)
     if found.error is not None or (found.calls != calls and calls):
-        raise RenderError(
-            f"message {line.index}: rollout.parser cannot write it: {text!r} is read as {found.error or found.calls}"
-        )
+        problem = f"{text!r} is read as {found.error or found.calls}"
+        raise RenderError(f"message {line.index}: rollout.parser cannot write it: {problem}")
     return {**message, "content": thought + text}
 
 
@@ -139,11 +125,13 @@ def _instruct(lines: list[Line], instructions: str | None, system: bool) -> list
         raise RenderError("the chat template has no system messages, and there is no user message for the instructions")
     message = lines[at].message
     content: Content = message["content"]
-    if instructions in (content if isinstance(content, str) else [part.get("text") for part in content]):
-        return lines
     if isinstance(content, str):
+        known = instructions in content
         content = f"{content}\n\n{instructions}" if system else f"{instructions}\n\n{content}"
     else:
-        part = {"type": "text", "text": instructions}
+        part = text_part(instructions)
+        known = part in content
         content = [*content, part] if system else [part, *content]
+    if known:
+        return lines
     return [*lines[:at], replace(lines[at], message={**message, "content": content}), *lines[at + 1 :]]

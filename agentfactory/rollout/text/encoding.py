@@ -1,9 +1,8 @@
 """Conversion of text to token ids and back, in which text from users and tools can never become a control token.
 
-A tokenizer would read `<|im_end|>` in a tool result as the end of the turn, and the rest as other roles' turns. So a
-mark is inserted into every such string before the chat template is rendered, and the rendered text is tokenised in
-pieces between the marks. No piece contains the string, so no id is the control token's, and the ids still decode to the
-same characters. Text without such a string is tokenised as usual.
+A tokenizer would read `<|im_end|>` in a tool result as the end of the turn. So a mark is inserted into every such
+string before the chat template is rendered, and the rendered text is tokenised in pieces between the marks. No piece
+contains the string, so no id is the control token's, and the ids still decode to the same characters.
 """
 
 import logging
@@ -61,23 +60,16 @@ class Encoder:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, with control tokens by name."""
-        text: Any
         if self._backend is not None:
-            text = self._backend.decode(ids, skip_special_tokens=False)
-        else:
-            text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+            return str(self._backend.decode(ids, skip_special_tokens=False))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def cut(self, text: str, max_tokens: int) -> str | None:
         """Cut the middle of `text` so that at most `max_tokens` tokens remain: head, a marker with the number of
         removed tokens, tail. None if the text fits. If not even the marker fits, return the beginning of the marker."""
         text = self.mark(text)
         # each token stands for at least one byte, and a normaliser expands a byte to at most three
-        if 3 * len(text.encode()) <= max_tokens:
-            return None
-        total = len(self.encode(text))
-        if total <= max_tokens:
+        if 3 * len(text.encode()) <= max_tokens or (total := len(self.encode(text))) <= max_tokens:
             return None
         _, starts = self.encode_with_offsets(text)
         kept = max_tokens
@@ -95,13 +87,12 @@ class Encoder:
 
     def _ids(self, piece: str, follows: bool) -> list[int]:
         # some tokenizers treat the start of a text differently, so tokenise it after an end-of-turn token
-        anchor = self.end if follows else ""
-        ids: list[int]
-        if self._fast is None:
-            ids = self.tokenizer(anchor + piece, add_special_tokens=False)["input_ids"]
+        text = self.end + piece if follows else piece
+        if self._fast is not None:
+            ids = self._fast.encode(text)
         else:
-            ids = self._fast.encode(anchor + piece)
-        return ids[1:] if anchor else ids
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids[1:] if follows and self.end else ids
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -120,8 +111,7 @@ def skip_marked(text: str, plain: str) -> str | None:
     bare = text.replace(MARK, "")
     if not bare.startswith(plain):
         return None
-    left = len(bare) - len(plain)
-    at = len(text)
+    left, at = len(bare) - len(plain), len(text)
     while left:
         at -= 1
         left -= text[at] != MARK
@@ -137,9 +127,9 @@ def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
 
 
 def _pattern(tokens: set[Any]) -> re.Pattern[str]:
-    """Return a pattern for the first character of each of these strings, even if they overlap. Strings of one character
-    are ignored, because they cannot be split. The pattern is a tree: Gemma has 6,000 special tokens, and a plain
-    alternation would try all of them at every character."""
+    """Return a pattern for the first character of each of these strings, even if they overlap, without strings of one
+    character, which cannot be split. It is a tree: Gemma has 6,000 special tokens, which a plain alternation would try
+    at every character."""
     strings = {token for token in tokens if token and len(token) > 1}
     return re.compile("|".join(f"{re.escape(c)}(?={_tree(rest)})" for c, rest in _by_first(strings)) or r"(?!)")
 
@@ -152,7 +142,6 @@ def _tree(strings: set[str]) -> str:
 
 
 def _by_first(strings: set[str]) -> list[tuple[str, set[str]]]:
-    """Map each first character to the rests of the strings."""
     return [(c, {s[1:] for s in strings if s[0] == c}) for c in sorted({s[0] for s in strings})]
 
 
@@ -178,13 +167,11 @@ _TEXTS = (
 
 
 class FastEncoding:
-    """An encoder by `fastokens`, without surrounding special tokens. It takes a few hundredths of the time of
-    `tokenizers`, and is used only where both give the same ids.
+    """An encoder by `fastokens`, without surrounding special tokens, in a few hundredths of the time of `tokenizers`.
 
-    A worker encodes every tool result before it requests the next turn, which is most of its cost per turn. `fastokens`
-    reads the same `tokenizer.json`. Its ids are compared with those of `tokenizers` for texts of all kinds when a
-    tokenizer is loaded, and then for every thousandth text. After a difference, or for tokenizers with unsupported
-    parts (Unigram, WordPiece, some normalizers), `tokenizers` encodes.
+    Its ids are compared with those of `tokenizers` for texts of all kinds when a tokenizer is loaded, and then for
+    every thousandth text. After a difference, or for tokenizers with unsupported parts (Unigram, WordPiece, some
+    normalizers), `tokenizers` encodes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -209,10 +196,9 @@ class FastEncoding:
             _log.debug("fastokens: %s", error)
             return self._slowly(text)
         if self._encoded % COMPARED == 0 and (expected := self._slowly(text)) != ids:
-            _log.warning(
-                "fastokens gives other ids than tokenizers for %r; from now on, tokenizers encodes",
-                _around(ids, expected),
-            )
+            at = next((k for k, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), 0)
+            told = "fastokens gives other ids (%s) than tokenizers (%s); from now on, tokenizers encodes"
+            _log.warning(told, ids[at : at + 8], expected[at : at + 8])
             self._fast = None
             return expected
         return ids
@@ -228,12 +214,8 @@ class FastEncoding:
             fast = fastokens.Tokenizer.from_json_str(self._tokenizer.to_str())
             added = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
             # after text, spaces and each other, because added tokens may absorb spaces or match only whole words
-            texts = [
-                *_TEXTS,
-                *(f"{a} {b}{a}x{b}\n" for a, b in zip(added, reversed(added), strict=True)),
-                "\n".join(_TEXTS),
-            ]
-            for text in texts:
+            tokens = [f"{a} {b}{a}x{b}\n" for a, b in zip(added, reversed(added), strict=True)]
+            for text in (*_TEXTS, *tokens, "\n".join(_TEXTS)):
                 ids, expected = fast.encode(text, add_special_tokens=False).ids, self._slowly(text)
                 if ids != expected:
                     _log.info("tokenizers encodes, because fastokens gives other ids for %r", text[:80])
@@ -242,9 +224,3 @@ class FastEncoding:
             _log.info("tokenizers encodes, because fastokens does not support this tokenizer: %s", error)
             return None
         return fast
-
-
-def _around(ids: list[int], expected: list[int]) -> tuple[list[int], list[int]]:
-    """Return a few ids of each list from the first difference on."""
-    at = next((k for k, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected)))
-    return ids[at : at + 8], expected[at : at + 8]

@@ -18,10 +18,10 @@ from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.image_intake import ShownImages
 from agentfactory.rollout.images.store import ImageStore
-from agentfactory.rollout.text.parsers import AUTO, Parser, load_parser
+from agentfactory.rollout.text.parsers import AUTO, load_parser
 from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS
 from agentfactory.rollout.text.renderer import Renderer
-from agentfactory.rollout.text.template_and_format import Reasoning, Use, choose_template, recognise
+from agentfactory.rollout.text.template_and_format import ROWS, Reasoning, Use, choose_template, recognise
 from agentfactory.rollout.text.templates import RenderError
 from agentfactory.rollout.text.tokenizer import load_tokenizer, stop_ids
 
@@ -33,7 +33,7 @@ class FormatTokens:
     written: dict[str, int]
     """Tokens of calls, reasoning tags, and tokens that end turns."""
     ends: list[int]
-    """The written tokens that end turns: no other tool-call format avoids them."""
+    """Ids of the tokens that end turns."""
     read: dict[str, int] = field(default_factory=dict)
     """Tokens that frame the messages of others."""
 
@@ -96,14 +96,12 @@ def make_renderer(
     log: Log | None = None,
     images: ShownImages | None = None,
 ) -> Renderer:
-    """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing the
-    template.
+    """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing it.
 
-    `parser` is the tool-call format, as in `rollout.parser`; a custom parser's file is looked up in `base`. `reasoning`
-    is `rollout.reasoning`. Set `tools` if the chains call tools; otherwise the template need not render any.
-    `eos_token_ids` end a turn in addition to the template's and the tokenizer's own tokens. `log` gets one record,
-    `{"renderer": info}`. `images` prepares images for the model; None converts them to text. Raises RenderError (a
-    ValueError) if the template cannot be used.
+    `parser` is `rollout.parser`, whose file is looked up in `base`, and `reasoning` is `rollout.reasoning`. Set `tools`
+    if the chains call tools; otherwise the template need not render any. `eos_token_ids` end a turn in addition to the
+    template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. `images` prepares images for
+    the model; None converts them to text. Raises RenderError (a ValueError) if the template cannot be used.
     """
     origin = "tokenizer" if chat_template is None else "model.chat_template"
     if chat_template is None and tokenizer.chat_template is None:
@@ -113,14 +111,20 @@ def make_renderer(
     source = tokenizer.get_chat_template(chat_template, tools=[] if tools and native else None)
     reasons = []
     if named is None:
-        parser, named, why = _recognised(tokenizer, source)
-        reasons.append(why)
+        # if there are tools and no format is recognised, the probes report the problem
+        found = recognise(tokenizer, source)
+        parser, named = found or ("hermes", load_parser("hermes"))
+        reasons.append(
+            f"rollout.parser=auto: {parser} reads the calls that the template writes"
+            if found
+            else "no native tool-call format is recognised: hermes"
+        )
     image = None if images is None else str(tokenizer.convert_ids_to_tokens(images.vision.image_token_id))
     choice = choose_template(tokenizer, source, tools, named, image, Reasoning(reasoning))
     info: dict[str, Any] = {
         "choice": str(choice.use),
         "reasons": [*reasons, *choice.reasons, *choice.behaviour.notes],
-        "rows": choice.trained,
+        "rows": ROWS[choice.use],
         "template": origin if choice.variant is None else choice.variant,
         "template_sha256": hashlib.sha256(choice.template.source.encode()).hexdigest(),
         "parser": parser,
@@ -144,15 +148,6 @@ def make_renderer(
     return renderer
 
 
-def _recognised(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Parser, str]:
-    """Return the name and parser of a template's tool-call format, and the reason."""
-    found = recognise(tokenizer, source)
-    if found is None:  # if there are tools, the probes report the problem
-        return "hermes", load_parser("hermes"), "no native tool-call format is recognised: hermes"
-    name, parser = found
-    return name, parser, f"rollout.parser=auto: {name} reads the calls that the template writes"
-
-
 def load_renderer(
     model: ModelConfig,
     parser: str,
@@ -163,11 +158,8 @@ def load_renderer(
     base: Path = Path(),
     images: Path | None = None,
 ) -> Renderer:
-    """Create the renderer of a recipe's model; a parser's file is looked up in `base`, the recipe's folder. `images` is
-    the folder for the run's images, for vision-language models; None converts images to text.
-
-    Raises ValueError if a file is missing or the template cannot be used.
-    """
+    """Create the renderer of a recipe's model; see `make_renderer`. `images` is the folder for the run's images; None
+    converts images to text. Raises ValueError if a file is missing or the template cannot be used."""
     source = None
     if model.chat_template is not None:
         file = Path(model.chat_template)
@@ -188,8 +180,7 @@ def load_renderer(
 
 
 def load_images(model: ModelConfig, folder: Path) -> ShownImages | None:
-    """Return the image handling of a recipe's model, with `folder` for the run's images; None for a text model. Raises
-    SettingError if the pixel limits cannot be kept."""
+    """Return the image handling of a recipe's model, with `folder` for the run's images; None for a text model."""
     file = cached_file(model.path, "config.json", _raise_exceptions_for_missing_entries=False)
     if file is None or "vision_config" not in json.loads(Path(file).read_text(encoding="utf-8")):
         return None

@@ -24,9 +24,9 @@ from agentfactory.rollout.token_row import Row
 
 @dataclass(frozen=True)
 class Parsed:
-    """The content of a sampled turn. `error`, written for the model, describes a malformed turn; if set, no call of the
-    turn is executed and `message` contains the sampled text. `answer` is the final answer if the format marks one.
-    `roles` has a letter for each sampled token (token_roles.turn_roles); empty: unknown."""
+    """The content of a sampled turn. `error`, written for the model, describes a malformed turn, of which no call is
+    executed and `message` has the sampled text. `answer` is the final answer if the format marks one. `roles` has a
+    letter for each sampled token (token_roles.turn_roles); empty: unknown."""
 
     message: Message
     calls: list[ToolCall] = field(default_factory=list)
@@ -38,8 +38,9 @@ class Parsed:
 class Renderer:
     """A renderer of any chat template, by differences of renders.
 
-    Sampled ids are kept unchanged. The text after them is the difference of two renders of a short dummy conversation,
-    tokenised separately. `info["choice"]` is the use of the template:
+    The caller concatenates the pieces for the server: `open`, then sampled ids, which are kept unchanged, and `extend`
+    alternately. The text after a turn is the difference of two renders of a short dummy conversation, tokenised
+    separately. `info["choice"]` is the use of the template:
 
     - `append`: the template leaves earlier turns unchanged; `extend` returns ids.
     - `training variant`: the same, with TRL's variant of a template that rewrites earlier turns.
@@ -48,11 +49,8 @@ class Renderer:
       with the text of `ids` and the closing of the turn; otherwise None.
     - `drop`: the same, but the reasoning of earlier turns is removed from the conversation before rendering.
 
-    A turn that was cut before its end-of-turn token gets the template's closing, as context.
-
-    The caller concatenates the pieces for the server: `open`, then sampled ids and `extend` alternately. Ids have one
-    token per image, which the caller expands. A turn ends with one of `stop_token_ids`, or with the token that
-    completes one of `stops` outside its reasoning.
+    A turn ends with one of `stop_token_ids`, or with the token that completes one of `stops` outside its reasoning; one
+    that was cut before gets the template's closing, as context. Ids have one token per image, which the caller expands.
     """
 
     def __init__(
@@ -80,15 +78,12 @@ class Renderer:
         frame = behaviour.frame + "".join(tokenizer.convert_ids_to_tokens(sorted(self._banned)))
         self._encoder = Encoder(tokenizer, behaviour.end, frame)
         self._lengths = TokenLengths(tokenizer)
-        # without an end-of-turn token in the template, turns end with the tokenizer's own, which the template does not
-        # write
+        # if the template writes no end-of-turn token, turns end with the tokenizer's own
         closings = (behaviour.closings.words, behaviour.closings.calls)
-        self._ends: list[Any] = [
-            tokenizer.convert_tokens_to_ids(c.end) if c.end else tokenizer.eos_token_id for c in closings
-        ]
+        eos: Any = tokenizer.eos_token_id
+        self._ends: list[Any] = [tokenizer.convert_tokens_to_ids(c.end) if c.end else eos for c in closings]
         """The token that ends a text turn, and the one for a turn with calls."""
-        ends: tuple[Any, ...] = (*self._ends, tokenizer.eos_token_id, *eos_token_ids)
-        self.stop_token_ids: list[int] = sorted({i for i in ends if i is not None})
+        self.stop_token_ids: list[int] = sorted({i for i in (*self._ends, eos, *eos_token_ids) if i is not None})
         self.stops = parser.stops
         self._foreign = self._foreign_tokens()
         self.info = {**info, "stop_token_ids": self.stop_token_ids, "stops": list(self.stops)}
@@ -113,11 +108,8 @@ class Renderer:
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
     ) -> list[int] | None:
         """Return the ids to append to `ids`, which end with a sampled turn, for the messages `new` and the next turn.
-
-        `messages` is the whole conversation, `new` included. None means that the template rewrites history here: the
-        caller must begin a new row with `open(messages, specs)`. For templates that append, never None in the cases
-        that the probes cover.
-        """
+        `messages` is the whole conversation, `new` included. None means that the template rewrites history here (never,
+        in the cases that the probes cover, if it appends): begin a new row with `open(messages, specs)`."""
         tools = self._json(specs)
         messages = self._history(messages)
         missing = self._missing(ids, calls=new[0]["role"] == "tool")
@@ -141,22 +133,19 @@ class Renderer:
         return end
 
     def _missing(self, ids: list[int], calls: bool) -> list[int]:
-        """Return the missing part of a sampled turn's closing, if it was cut or ended with another token. `calls`: tool
-        results follow."""
+        """Return the missing part of a sampled turn's closing, if it was cut or ended with another token."""
         closing, end = self.behaviour.closings.of(calls), self._ends[calls]
         if closing.opens_next or not closing.end or ids[-1:] == [end]:
             return []
         return [*self._encoder.encode(closing.before), end]
 
     def _history(self, messages: list[Message]) -> list[Message]:
-        """Return messages, without the reasoning of assistant turns if it must be dropped."""
         if self.use is not Use.DROP:
             return messages
         return [_without_reasoning(m, self.behaviour.tags) if m["role"] == "assistant" else m for m in messages]
 
     def _foreign_tokens(self) -> dict[int, str]:
-        """Return the tokens that frame other turns, by id, which the model must not write. Reasoning tags and
-        end-of-turn tokens are not among them."""
+        """Return the tokens, by id, that frame others' turns, without reasoning tags and end-of-turn tokens."""
         behaviour = self.behaviour
         tokens = {
             number: token.content
@@ -167,8 +156,7 @@ class Renderer:
         return {number: text for number, text in tokens.items() if number not in own | set(self.stop_token_ids)}
 
     def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return `ids` unchanged. Raises RenderError if their number of image tokens is not the number of the messages'
-        images."""
+        """Return `ids`. Raises RenderError unless they have as many image tokens as the messages have images."""
         if self.images.vision is None:
             return ids
         written, given = ids.count(self.images.vision.image_token_id), len(self._shown(messages))
@@ -177,7 +165,6 @@ class Renderer:
         return ids
 
     def _shown(self, messages: Sequence[Message]) -> list[Any]:
-        """Return the images of messages that the template gets."""
         return image_urls(messages) if self.behaviour.images else []
 
     def parse(
@@ -188,24 +175,15 @@ class Renderer:
         the template supports it. In a text format, the message is the text, without `tool_calls`, and `specs` give the
         types of arguments."""
         text = prefix + self.decode(sampled_ids)
-        reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
+        reasoning, thought, rest = self._split(text)
         stop = find_stop(rest, self.stops)
         found = self.parser.parse(rest if stop is None else rest[: stop[0]], specs)
         if error := self._misplaced(sampled_ids, reasoning, rest, found, specs):
             found = Reading(rest.strip(), error=error)
-        message: Message = {"role": "assistant", "content": found.content if self.parser.native else rest}
-        if not self.behaviour.reasoning:
-            message["content"] = thought + message["content"]
-        elif reasoning:
-            message["reasoning_content"] = reasoning
-        arguments = [given for _, given in found.calls]
-        roles = turn_roles(
-            self._lengths.of(sampled_ids),
-            text.removeprefix(prefix),
-            (reasoning or "", found.content),
-            arguments,
-            found.error is not None,
-        )
+        message = self._message(reasoning, thought, found.content if self.parser.native else rest)
+        words, arguments = (reasoning, found.content), [given for _, given in found.calls]
+        malformed = found.error is not None
+        roles = turn_roles(self._lengths.of(sampled_ids), text.removeprefix(prefix), words, arguments, malformed)
         if found.error is not None:
             return Parsed(message, error=found.error, roles=roles)
         ids = found.ids or [self.parser.call_id(name, first_call + n) for n, (name, _) in enumerate(found.calls)]
@@ -219,32 +197,32 @@ class Renderer:
     ) -> str | None:
         """Return an error about a turn beyond its calls, written for the model; None if there is none."""
         if token := next((self._foreign[i] for i in sampled_ids[:-1] if i in self._foreign), None):
-            return (
-                f"The turn has {token}, which only others' turns begin with: end your turn and wait for what follows."
-            )
+            problem = f"The turn has {token}, which only others' turns begin with"
+            return f"{problem}: end your turn and wait for what follows."
         if len(found.calls) > 1 and not self.behaviour.parallel_calls:
             return f"This turn has {len(found.calls)} tool calls: write one at a time, and wait for its result."
-        if (
-            reasoning
-            and not rest.strip()
-            and (thought := self.parser.parse(reasoning, specs)).calls
-            and not thought.error
-        ):
+        if reasoning and not rest.strip() and self.parser.parse(reasoning, specs).calls:
             return f"The tool call is inside the reasoning: write {self.behaviour.tags[1]} before it."
         return None
+
+    def _split(self, text: str) -> tuple[str, str, str]:
+        return self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
+
+    def _message(self, reasoning: str, thought: str, words: str) -> Message:
+        if not self.behaviour.reasoning:
+            return {"role": "assistant", "content": thought + words}
+        message: Message = {"role": "assistant", "content": words}
+        return {**message, "reasoning_content": reasoning} if reasoning else message
 
     def parse_text(self, sampled_ids: list[int]) -> Parsed:
         """Parse a sampled turn without tools into a message, even if its text looks like a call."""
         text = self.decode(sampled_ids)
-        reasoning, thought, rest = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)
+        reasoning, thought, rest = self._split(text)
         found = self.parser.parse(rest)
         framed = not found.calls and not found.error and found.content != rest.strip()
         words = found.content if framed else rest  # some formats also write marks around text
-        message: Message = {"role": "assistant", "content": words if self.behaviour.reasoning else thought + words}
-        if reasoning and self.behaviour.reasoning:
-            message["reasoning_content"] = reasoning
-        roles = turn_roles(self._lengths.of(sampled_ids), text, (reasoning or "", words), [], False)
-        return Parsed(message, roles=roles)
+        roles = turn_roles(self._lengths.of(sampled_ids), text, (reasoning, words), [], False)
+        return Parsed(self._message(reasoning, thought, words), roles=roles)
 
     def continuation(self, text: str) -> list[int]:
         """Return the ids of text from others that follows a turn without an end-of-turn token."""
@@ -255,8 +233,7 @@ class Renderer:
         if not self.stops:
             return None
         text = self.decode(ids)
-        thought = self.parser.split(text, self.behaviour.opens_reasoning, self.behaviour.tags)[1]
-        found = find_stop(text, self.stops, len(thought))
+        found = find_stop(text, self.stops, len(self._split(text)[1]))
         return None if found is None else tokens_of(found[0] + len(found[1]), ids, self.decode)
 
     def decode(self, ids: list[int]) -> str:
@@ -269,10 +246,8 @@ class Renderer:
         ValueError) for a prefix that opens the reasoning a second time or contains an image token."""
         opening = self.behaviour.tags[0].strip()
         if self.behaviour.opens_reasoning and prefix.lstrip().startswith(opening):
-            raise RenderError(
-                f"rollout.assistant_prefix: got {prefix!r}, but the chat template's generation prompt ends with "
-                f"{opening} already; leave it out"
-            )
+            problem = f"got {prefix!r}, but the chat template's generation prompt ends with {opening} already"
+            raise RenderError(f"rollout.assistant_prefix: {problem}; leave it out")
         ids = self._encoder.encode(prefix, follows=True)
         if not self._banned.isdisjoint(ids):
             raise RenderError(f"the prefix of a turn, {prefix!r:.100}, must not contain an image token")
@@ -286,10 +261,10 @@ class Renderer:
         """Return a whole conversation as one row, tokenised in exactly the pieces of a chain with these messages.
 
         `weight` of a message (OpenAI's fine-tuning convention) is the weight of its tokens: by default 1 for an
-        assistant message with its end-of-turn token, 0 for any other. The mask is 1 where the weight is not 0. The
-        generation prompt and the rest of a turn's closing have weight 0. The row ends with the last turn's end-of-turn
-        token, or with the messages after it. Raises RenderError, naming the message's index, if the template cannot
-        render the conversation or rewrites it, or if the tool-call format cannot express it.
+        assistant message with its end-of-turn token, 0 for any other, for the generation prompt and for the rest of a
+        turn's closing. The mask is 1 where the weight is not 0. The row ends with the last turn's end-of-turn token, or
+        with the messages after it. Raises RenderError, naming the message's index, if the template cannot render the
+        conversation or rewrites it, or if the tool-call format cannot express it.
         """
         lines = self.dialogue.lines(messages, specs)
         row = self._row(lines, specs)
@@ -320,24 +295,21 @@ class Renderer:
         return True
 
     def _json(self, specs: list[ToolSpec]) -> str:
-        """Return the tools as JSON for the chat template; computed only when they change."""
         if specs != self._specs:
             shown = [map_strings(spec.to_openai(), self._encoder.mark) for spec in specs if self.parser.native]
             self._specs, self._tools = list(specs), json.dumps(shown)
         return self._tools
 
     def _plain(self, messages: list[Message]) -> list[Message]:
-        """Return messages for the chat template: text, and images if it supports them, without unsupported fields and
-        without control tokens."""
+        """Return messages for the chat template, without fields, images and control tokens that it must not get."""
         return [self._plain_message(message) for message in messages]
 
     def _plain_message(self, message: Message) -> Message:
         known = {key: value for key, value in message.items() if key not in ("info", "weight")}
-        if isinstance(known.get("content"), list):
-            if self._shown([message]):
-                known = for_template([known])[0]
-            else:
-                known["content"] = text_of(known["content"])
+        if self._shown([message]):
+            known = for_template([known])[0]
+        elif isinstance(known.get("content"), list):
+            known["content"] = text_of(known["content"])
         return map_strings(known, lambda text: self._encoder.mark(text, message["role"]))
 
     def _render_opening(self, messages: str, tools: str) -> tuple[int, ...]:
@@ -352,15 +324,12 @@ class Renderer:
 
     def _check_system(self, messages: list[Message]) -> None:
         if not self.behaviour.system and any(message["role"] == "system" for message in messages):
-            raise RenderError(
-                "the chat template has no system messages: leave out rollout.system_prompt, or put its text into the "
-                "first user message"
-            )
+            fix = "leave out rollout.system_prompt, or put its text into the first user message"
+            raise RenderError(f"the chat template has no system messages: {fix}")
 
 
 def _without_reasoning(message: Message, tags: tuple[str, str]) -> Message:
-    """Return an assistant message without its reasoning, unless it contains nothing else: many templates refuse an
-    empty turn."""
+    """Return an assistant message without its reasoning, unless it is empty then, which many templates refuse."""
     left = {key: value for key, value in message.items() if key != "reasoning_content"}
     if isinstance(left.get("content"), str):
         left["content"] = split_reasoning(left["content"], False, tags)[2]

@@ -12,8 +12,7 @@ def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str
 
 
 def tokens_of(length: int, ids: list[int], decode: Decode) -> int:
-    """Return the smallest number of leading tokens whose text contains the first `length` characters of the whole
-    text."""
+    """Return the smallest number of leading tokens that contain the first `length` characters of the text."""
     text = decode(ids)[:length]
     low, high = 0, len(ids)
     while low < high:

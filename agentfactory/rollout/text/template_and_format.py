@@ -15,7 +15,6 @@ from agentfactory.rollout.text.probing.tool_probe import USE, reads_call
 from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
-"""Templates shipped with AgentFactory."""
 
 
 class Use(StrEnum):
@@ -42,11 +41,8 @@ class Reasoning(StrEnum):
 
 
 def recognise(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Parser] | None:
-    """Return the name in PARSERS and the parser of the native format in which a template writes calls; None if no
-    parser reads them.
-
-    If several parsers read them, return the first that writes them like the template.
-    """
+    """Return the name in PARSERS and the parser of the native format in which a template writes calls: the first that
+    writes them like the template, or else that reads them; None if none does."""
     sources = [source]
     if training := training_variant(source):  # DeepSeek's own template cannot render a call
         sources.append(training[1])
@@ -66,11 +62,8 @@ def recognise(tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[str, Par
 
 
 def training_variant(source: str) -> tuple[str, str] | None:
-    """Return TRL's prefix-preserving variant of a template as (name, template), if TRL ships one.
-
-    It compares TRL's files as `trl.chat_template_utils.get_training_chat_template` does, but without importing TRL,
-    which loads torch.
-    """
+    """Return TRL's prefix-preserving variant of a template as (name, template), if TRL ships one."""
+    # as trl.chat_template_utils.get_training_chat_template does, but without importing TRL, which loads torch
     package = find_spec("trl")
     if package is None or package.origin is None:
         return None
@@ -83,8 +76,7 @@ def training_variant(source: str) -> tuple[str, str] | None:
 
 
 def tools_variant(template: ChatTemplate, parser: Parser, image: str | None) -> tuple[str, ChatTemplate] | None:
-    """Return (name, template) of one of our templates that renders conversations without tools like `template`; None if
-    there is none."""
+    """Return (name, template) of our template, if any, that renders conversations without tools like `template`."""
     try:
         conversations = [for_template(c) for c in probe(template, False, parser, image).conversations]
     except RenderError:
@@ -99,8 +91,7 @@ def tools_variant(template: ChatTemplate, parser: Parser, image: str | None) -> 
 
 @dataclass
 class Choice:
-    """A chain's template, and the reasons for it. `variant` is the name of the variant, TRL's or ours, that replaces
-    the model's own."""
+    """A chain's template, and the reasons for it. `variant` names TRL's or our variant that replaces the model's."""
 
     use: Use
     template: ChatTemplate
@@ -108,13 +99,8 @@ class Choice:
     reasons: list[str]
     variant: str | None = None
 
-    @property
-    def trained(self) -> str:
-        """A description of the rows, and of a deployed model's history."""
-        return _TRAINED[self.use]
 
-
-_TRAINED = {
+ROWS = {
     Use.APPEND: "one row per chain, all turns as sampled; a deployed model gets the same history",
     Use.TRAINING_VARIANT: (
         "one row per chain, all turns as sampled; a deployed model gets the same history with the checkpoint's "
@@ -130,6 +116,7 @@ _TRAINED = {
         "deployed model gets the same history if the client sends no reasoning back, or if the template drops it"
     ),
 }
+"""The rows of each use, and a deployed model's history."""
 
 
 def choose_template(
@@ -140,11 +127,8 @@ def choose_template(
     image: str | None = None,
     reasoning: Reasoning = Reasoning.AUTO,
 ) -> Choice:
-    """Probe a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`. A
-    template that ignores tools is replaced by an otherwise equivalent one of ours.
-
-    Raises RenderError with every reason if no template can be used.
-    """
+    """Probe a template and, if it rewrites history or cannot be used, TRL's training variant of it; see `probe`. Ours
+    replace equivalent templates that ignore tools. Raises RenderError."""
     template = ChatTemplate(tokenizer, source)
     reasons: list[str] = []
     behaviour, variant = None, None
@@ -156,27 +140,23 @@ def choose_template(
             variant, template = found
             behaviour = probe(template, tools, parser, image)
             reasons = [f"the chat template has no tools, and {variant} adds them"]
-    if behaviour is not None and reasoning is Reasoning.DROP:
-        reasons.append(behaviour.rewrites or "leaves earlier turns unchanged on every probe")
-        return Choice(Use.DROP, template, behaviour, reasons, variant)
     if behaviour is not None:
+        reasons.append(behaviour.rewrites or "leaves earlier turns unchanged on every probe")
+        if reasoning is Reasoning.DROP:
+            return Choice(Use.DROP, template, behaviour, reasons, variant)
         if behaviour.rewrites is None:
-            reasons.append("leaves earlier turns unchanged on every probe")
             return Choice(Use.APPEND, template, behaviour, reasons, variant)
-        reasons.append(behaviour.rewrites)
     if (behaviour is None or reasoning is not Reasoning.TEMPLATE) and (training := training_variant(source)):
-        name, variant_source = training
-        better = ChatTemplate(tokenizer, variant_source)
+        name, better = training[0], ChatTemplate(tokenizer, training[1])
         try:
             found_better = probe(better, tools, parser, image)
         except RenderError as error:
             if str(error) not in reasons:
                 reasons.append(f"TRL's {name}: {error}")
         else:
+            reasons.append(f"TRL's {name} {found_better.rewrites or 'leaves earlier turns unchanged on every probe'}")
             if found_better.rewrites is None and reasoning is not Reasoning.DROP:
-                reasons.append(f"TRL's {name} leaves earlier turns unchanged on every probe")
                 return Choice(Use.TRAINING_VARIANT, better, found_better, reasons, f"trl:{name}")
-            reasons.append(f"TRL's {name} {found_better.rewrites or 'leaves earlier turns unchanged'}")
             if behaviour is None:  # the model's own template cannot be used at all
                 template, behaviour, variant = better, found_better, f"trl:{name}"
     if behaviour is None:
@@ -192,8 +172,7 @@ def choose_template(
 
 
 def _fix(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None) -> str:
-    """Return the fix for a template that cannot be used: text formats if it can be used without tools, and another
-    template."""
+    """Return the fix for a template that cannot be used: text formats, if it works without tools, or another one."""
     other = "set model.chat_template to a file with a suitable template"
     if not (tools and parser.native):
         return other

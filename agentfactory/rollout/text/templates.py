@@ -28,12 +28,9 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class Closing:
-    """A template's text after an assistant turn: `before`, the end-of-turn token `end`, and `after`. If plain text
-    closes turns, the token is empty, and `after` is that text.
-
-    `opens_next`: the token is missing at the end of a conversation, and often the first of the next message, such as
-    GLM's `<|user|>`.
-    """
+    """A template's text after an assistant turn: `before`, the end-of-turn token `end` (empty if plain text closes
+    turns), and `after`. `opens_next`: the token is missing at the end of a conversation, and often the first of the
+    next message, such as GLM's `<|user|>`."""
 
     before: str = ""
     end: str = ""
@@ -59,13 +56,10 @@ class Closings:
 
 
 class ChatTemplate:
-    """A Jinja chat template with the tokenizer's special tokens.
-
-    Its clock is fixed: a template that writes the date or the time gets that of `clock`. The probes set the form of
-    messages that the template expects: the name of the reasoning field, call arguments as objects or as JSON text, the
-    content of a turn of calls as empty text or as null, calls in the content, as written by `write_calls`, and tools as
-    JSON text in the system message (`tools_in_system`).
-    """
+    """A Jinja chat template with the tokenizer's special tokens. A template that writes the date or the time gets that
+    of `clock`. The probes set the form of messages that it expects: the name of the reasoning field, call arguments as
+    objects or as JSON text, the content of a turn of calls as empty text or as null, calls in the content, as written
+    by `write_calls`, and tools as JSON text in the system message."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self.tokenizer = tokenizer
@@ -76,9 +70,9 @@ class ChatTemplate:
         self.null_content = False
         self.tools_in_system = False
         self.write_calls: Callable[[list[dict[str, Any]]], str] | None = None
-        self._dummies = lru_cache(1024)(self._render_dummy)
-        self._prompts = lru_cache(1024)(self._render_prompt)
         # these take JSON, which is hashable and cheaper than a render
+        self._dummies = lru_cache(1024)(self._render_dummy)
+        self._prompts = lru_cache(1024)(lambda tools: self.render(_QUESTION, json.loads(tools), prompt=True))
         self._turns = cached(4096, self._render_turn)
         self._continuations = cached(4096, self._render_continuation)
 
@@ -103,36 +97,29 @@ class ChatTemplate:
         return text
 
     def _adapted(self, message: Message) -> Message:
-        """Return a message in the form that the template expects."""
-        changed = message
-        if self.reasoning_field != "reasoning_content" and "reasoning_content" in message:
-            changed = {key: value for key, value in message.items() if key != "reasoning_content"}
-            changed[self.reasoning_field] = message["reasoning_content"]
-        if self.write_calls is not None and message.get("tool_calls"):
-            written = self.write_calls(message["tool_calls"])
-            changed = {key: value for key, value in changed.items() if key != "tool_calls"}
-            changed["content"] = "\n".join(part for part in (message.get("content"), written) if part)
+        changed = dict(message)
+        if "reasoning_content" in message:
+            changed[self.reasoning_field] = changed.pop("reasoning_content")
+        calls = message.get("tool_calls")
+        if calls and self.write_calls is not None:
+            del changed["tool_calls"]
+            parts = (message.get("content"), self.write_calls(calls))
+            changed["content"] = "\n".join(part for part in parts if part)
             return changed
-        if self.null_content and message.get("tool_calls") and message.get("content") == "":
-            changed = {**changed, "content": None}
-        if self.arguments_as_text and message.get("tool_calls"):
-            changed = {**changed, "tool_calls": [with_json_arguments(call) for call in message["tool_calls"]]}
+        if calls and self.null_content and message.get("content") == "":
+            changed["content"] = None
+        if calls and self.arguments_as_text:
+            changed["tool_calls"] = [with_json_arguments(call) for call in calls]
         return changed
 
     def continuation(
         self, new: list[Message], tools: Tools, closings: Closings, prompt: bool = True, loose: bool = False
     ) -> str | None:
         """Return the template's text after the end of an assistant turn for the messages `new`, as the difference of
-        two renders.
-
-        The preceding turn is a dummy with the calls that tool messages answer. None if `new` makes the template change
-        that turn; `loose` lets it replace the end-of-turn token, as harmony does.
-        """
-        answered = takewhile(lambda message: message["role"] == "tool", new)
-        calls = tuple(
-            (message.get("tool_call_id", f"call_{number}"), message.get("name", "tool"))
-            for number, message in enumerate(answered)
-        )
+        two renders, in which the turn is a dummy with the calls that tool messages answer. None if `new` makes the
+        template change that turn; `loose` lets it replace the end-of-turn token, as harmony does."""
+        answers = enumerate(takewhile(lambda message: message["role"] == "tool", new))
+        calls = tuple((m.get("tool_call_id", f"call_{number}"), m.get("name", "tool")) for number, m in answers)
         closing = closings.of(calls)
         # cached, because all chains share it at the same turn
         ended = self._dummies(calls, json.dumps(tools)).removesuffix(closing.after)
@@ -147,23 +134,19 @@ class ChatTemplate:
 
     def leading_token(self, text: str) -> str:
         """Return the added token at the start of `text`; empty if there is none."""
-        return max((token for token in self._added() if text.startswith(token)), key=len, default="")
+        return max(filter(text.startswith, self._added()), key=len, default="")
 
     def trailing_token(self, text: str) -> str:
         """Return the added token at the end of `text`, ignoring white space; empty if there is none."""
-        text = text.rstrip()
-        return max((token for token in self._added() if text.endswith(token)), key=len, default="")
+        return max(filter(text.rstrip().endswith, self._added()), key=len, default="")
 
     def _added(self) -> Iterable[str]:
         return (token.content for token in self.tokenizer.added_tokens_decoder.values())
 
     def beginnings(self, messages: list[Message], tools: Tools, closings: Closings) -> dict[tuple[int, bool], str]:
         """Return the renders of a conversation up to and including each assistant turn, by (number of messages, whether
-        the generation prompt follows).
-
-        They are composed of cached renders of single turns, because rendering every beginning takes quadratic time.
-        Empty if the composed text differs from the template's render of the whole conversation.
-        """
+        the generation prompt follows), composed of cached renders of single turns, because rendering every beginning
+        takes quadratic time. Empty if the composed text differs from the render of the whole conversation."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return {}
@@ -185,8 +168,7 @@ class ChatTemplate:
         return texts if whole.startswith(text) else {}
 
     def _render_turn(self, message: str, tools: str) -> str | None:
-        """Return the template's text after the generation prompt for an assistant message; None if the template does
-        not render it there."""
+        """Return the text after the generation prompt for an assistant message; None if it is not rendered there."""
         prompt = self._prompts(tools)
         text = self.render([*_QUESTION, json.loads(message)], json.loads(tools))
         return text[len(prompt) :] if text.startswith(prompt) else None
@@ -195,19 +177,15 @@ class ChatTemplate:
         tools, closings = key
         return self.continuation(json.loads(new), json.loads(tools), closings)
 
-    def _render_prompt(self, tools: str) -> str:
-        return self.render(_QUESTION, json.loads(tools), prompt=True)
-
     def _render_dummy(self, calls: _Calls, tools: str) -> str:
         return self.render(_dummy(calls), json.loads(tools))
 
     def closing_of(self, text: str) -> Closing:
         """Split the text of a turn's closing. The end-of-turn token is the first added token."""
-        found = sorted((text.find(token), -len(token), token) for token in self._added() if token in text)
-        if not found:
-            return Closing(after=text)
-        at, _, token = found[0]
-        return Closing(text[:at], token, text[at + len(token) :])
+        found = [token for token in self._added() if token in text]
+        token = min(found, key=lambda token: (text.find(token), -len(token)), default="")
+        before, _, after = text.partition(token) if token else ("", "", text)
+        return Closing(before, token, after)
 
 
 def cached(size: int, render: Callable[[str, _Key], _Rendered]) -> Callable[[str, _Key], _Rendered]:
@@ -230,11 +208,10 @@ def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Me
 
 
 def _dummy(calls: _Calls) -> list[Message]:
-    """Return a conversation that ends with a turn of these calls."""
-    turn: Message = {"role": "assistant", "content": "" if calls else "dummy"}
-    if calls:
-        turn["tool_calls"] = [ToolCall(*call, {}).to_openai() for call in calls]
-    return [*_QUESTION, turn]
+    if not calls:
+        return [*_QUESTION, {"role": "assistant", "content": "dummy"}]
+    made = [ToolCall(*call, {}).to_openai() for call in calls]
+    return [*_QUESTION, {"role": "assistant", "content": "", "tool_calls": made}]
 
 
 def shared_length(a: str, b: str) -> int:
@@ -246,9 +223,11 @@ def shared_length(a: str, b: str) -> int:
 
 @dataclass
 class Behaviour:
-    """A template's behaviour, as found by the probes.
+    """A template's behaviour, as found by the probes: whether it renders system messages (`system`), several calls in a
+    turn, words next to calls, questions directly after results, and images in user messages and in tool messages.
 
-    `rewrites` describes how the template rewrites history (None: it appends); `notes` are harmless findings.
+    `rewrites` describes how the template rewrites history (None: it appends); `notes` are harmless findings. `tags`
+    open and close reasoning in a turn. `conversations` are the probe conversations that it rendered.
     """
 
     closings: Closings
@@ -256,9 +235,7 @@ class Behaviour:
     reasoning: bool
     """True if it renders reasoning from a separate message field; otherwise reasoning stays in the content."""
     tags: tuple[str, str]
-    """The tags that open and close reasoning in a turn."""
     system: bool
-    """True if it renders system messages."""
     frame: str
     """A rendered question, answer and question, with the tokens that frame turns."""
     whole_frame: str = ""
@@ -270,13 +247,9 @@ class Behaviour:
     complains_as_tool: bool = True
     """True if it renders a tool message without a call; otherwise a user message reports a malformed call."""
     questions_after_results: bool = True
-    """True if it renders a user message directly after a tool result."""
     parallel_calls: bool = True
-    """True if it renders several calls in one turn."""
     words_with_calls: bool = True
-    """True if it renders text next to tool calls."""
     images: bool = False
-    """True if it renders images in user messages."""
     images_of_tools: bool = True
     """True if it renders images in tool messages, or never gets any."""
     misprint: str | None = None
@@ -284,7 +257,6 @@ class Behaviour:
     rewrites: str | None = None
     notes: list[str] = field(default_factory=list)
     conversations: list[list[Message]] = field(default_factory=list)
-    """The probe conversations that the template rendered."""
 
     @property
     def end(self) -> str:

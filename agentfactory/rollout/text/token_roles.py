@@ -7,11 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-FORMAT, ARGUMENTS, TEXT = "f", "a", "t"
-"""The roles, one letter per token: see `turn_roles`."""
-ROLES = {"format": FORMAT, "arguments": ARGUMENTS, "text": TEXT}
-"""Role names in metrics -> letters."""
-_FORMAT, _ARGUMENTS, _TEXT = map(ord, (FORMAT, ARGUMENTS, TEXT))
+FORMAT, ARGUMENTS, TEXT = ord("f"), ord("a"), ord("t")
+ROLES = {"format": chr(FORMAT), "arguments": chr(ARGUMENTS), "text": chr(TEXT)}
+"""Role names in metrics -> letters, one per token: see `turn_roles`."""
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -24,7 +22,6 @@ class TokenLengths:
         self._known: dict[int, int] = {}
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """Return the length of each id in bytes."""
         for token in set(ids) - self._known.keys():
             self._known[token] = self._measure(token)
         return [self._known[token] for token in ids]
@@ -45,41 +42,36 @@ class TokenLengths:
 def turn_roles(
     lengths: Sequence[int], text: str, words: Iterable[str], arguments: Iterable[dict[str, Any]], malformed: bool
 ) -> str:
-    """Return a letter for each token of a turn. The tokens' `lengths` in bytes add up to those of `text` and of the
-    turn's end.
+    """Return a letter for each token of a turn. The tokens' `lengths` in bytes add up to those of `text` and its end.
 
-    arguments: the token contains part of an argument value of a call. text: the token contains no such part, but part
-    of the `words`, the text outside calls. format: all other tokens, that is tags, names, punctuation, the end-of-turn
-    token, and all of a `malformed` turn. Words are searched from the start and values from the end, where the calls
-    are. Text that differs from its parsed form (by an escaped character, say) may be missed, and counts as format.
+    arguments: the token contains part of an argument value of a call; text: otherwise, part of the `words` outside
+    calls; format: all others, and all of a `malformed` turn. Words are searched from the start and values from the end,
+    where the calls are. Text that differs from its parsed form, such as by an escape, may be missed: it is format.
     """
     whole = text.encode()
-    letters = bytearray(FORMAT.encode() * (sum(lengths) + len(whole)))
+    letters = bytearray([FORMAT]) * (sum(lengths) + len(whole))
     if not malformed:
         start, end = 0, len(whole)
         for line in (line.strip().encode() for part in words for line in part.splitlines()):
             if line and (found := whole.find(line, start)) >= 0:
                 start = found + len(line)
-                letters[found:start] = TEXT.encode() * len(line)
+                letters[found:start] = bytes([TEXT]) * len(line)
         for value in reversed([value.encode() for values in arguments for value in _written(values)]):
             if value and (found := whole.rfind(value, 0, end)) >= 0:
                 end = found
-                letters[found : found + len(value)] = ARGUMENTS.encode() * len(value)
+                letters[found : found + len(value)] = bytes([ARGUMENTS]) * len(value)
     roles, start = bytearray(), 0
     for length in lengths:
         held = letters[start : start + length]
-        roles.append(_ARGUMENTS if _ARGUMENTS in held else _TEXT if _TEXT in held else _FORMAT)
+        roles.append(ARGUMENTS if ARGUMENTS in held else TEXT if TEXT in held else FORMAT)
         start += length
     return roles.decode()
 
 
 def _written(value: Any) -> Iterable[str]:
     """Yield the leaves of a value in their most likely written form."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from _written(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from _written(inner)
     elif isinstance(value, str):
         written = json.dumps(value, ensure_ascii=False)[1:-1]

@@ -6,7 +6,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
@@ -17,18 +16,14 @@ from agentfactory.rollout.trajectory import Group, Trajectory
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or hub name, ignoring truncation and padding set in its files. Raises
-    ValueError if there is none.
-
-    transformers' AutoTokenizer takes seconds to import and loads torch. It is used only for models whose files name a
-    special tokenizer class; otherwise the tokenizer file is loaded directly.
-    """
+    """Load a model's tokenizer, without the truncation and padding of its files. Raises ValueError if it has none."""
     try:
         config = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
         name = json.loads(Path(config).read_text(encoding="utf-8")).get("tokenizer_class") if config else None
         if name in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             loader: Any = PreTrainedTokenizerFast
         else:
+            # takes seconds to import, and loads torch
             from transformers import AutoTokenizer as loader
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -41,8 +36,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def stop_ids(path: str) -> list[int]:
-    """Return the ids at which servers end a turn: those in generation_config.json, or in config.json if that is
-    missing."""
+    """Return the ids at which servers end a turn, from generation_config.json, or config.json if that is missing."""
     for name in ("generation_config.json", "config.json"):
         if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
             config = _object(json.loads(Path(file).read_text(encoding="utf-8")))
@@ -69,8 +63,8 @@ _TELLING = 3
 
 
 def tokens_missing(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, teacher: str) -> dict[int, str]:
-    """Return the policy's tokens that the tokenizer of `teacher` does not have, such as tags that a later version of a
-    family added. Raise SettingError if an id stands for two different tokens."""
+    """Return the policy's tokens that the tokenizer of `teacher` does not have, such as tags of a family's later
+    version. Raise SettingError if an id stands for two different tokens."""
     theirs = {number: token for token, number in other.get_vocab().items()}
     vocabulary = own.get_vocab()
     differing = {number: token for token, number in vocabulary.items() if theirs.get(number, token) != token}
@@ -87,16 +81,12 @@ def tokens_missing(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase,
 def spells_its_messages(chain: Trajectory, tokenizer: PreTrainedTokenizerBase) -> bool | None:
     """Return whether the sampled tokens of a chain contain a text or a tool's name of its assistant messages, spaces
     aside, if `tokenizer` reads them; None if it has none that is long enough to tell."""
-    said: list[str] = []
-    for message in chain.messages:
-        if message["role"] == "assistant":
-            said += [text_of(message.get("content") or "")]
-            said += [call["function"]["name"] for call in message.get("tool_calls") or []]
-    wanted = ["".join(text.split()) for text in said]
-    sampled = [
-        int(token) for row in chain.rows for token in np.asarray(row.token_ids)[np.asarray(row.mask, dtype=bool)]
-    ]
-    if not sampled or not (wanted := [text for text in wanted if len(text) >= _TELLING]):
+    turns = [message for message in chain.messages if message["role"] == "assistant"]
+    said = [text_of(message.get("content") or "") for message in turns]
+    said += [call["function"]["name"] for message in turns for call in message.get("tool_calls") or []]
+    wanted = [text for text in ("".join(each.split()) for each in said) if len(text) >= _TELLING]
+    sampled = [int(token) for row in chain.rows for token, bit in zip(row.token_ids, row.mask, strict=True) if bit]
+    if not sampled or not wanted:
         return None
     if max(sampled) >= len(tokenizer):
         return False
@@ -105,13 +95,11 @@ def spells_its_messages(chain: Trajectory, tokenizer: PreTrainedTokenizerBase) -
 
 
 def check_saved_chains(groups: Iterable[Group], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Raise SettingError if the first chains of saved groups were sampled with another tokenizer: their ids would be
-    trained as other tokens."""
+    """Raise SettingError if the first chains of saved groups were sampled with another tokenizer."""
     chains = [chain for group in islice(groups, _GROUPS) for chain in group.trajectories]
     found = [same for chain in chains if (same := spells_its_messages(chain, tokenizer)) is not None]
     if len(found) > 2 * sum(found):
         problem = f"{path} has the tokens of another tokenizer: with that of model.path, they spell the messages of "
         problem += f"{sum(found)} of {len(found)} chains"
-        raise SettingError(
-            "train.from_trajectories", problem, "train a model with the tokenizer of the one that played"
-        )
+        fix = "train a model with the tokenizer of the one that played"
+        raise SettingError("train.from_trajectories", problem, fix)

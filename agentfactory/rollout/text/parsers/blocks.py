@@ -1,22 +1,38 @@
-"""Shared parsing of formats with opening and closing tags: calls between tags, and their JSON."""
+"""Formats of calls between opening and closing tags, and the parsing of the calls' JSON."""
 
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, Reading
+from agentfactory.base.messages import ToolSpec
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, NativeParser, Reading
 from agentfactory.rollout.text.parsers.values import KINDS, read_json, skip_space
+
+Block = tuple[list[Call], int]
+"""The calls of a block, and the position after its closing tag."""
+
+
+class Blocks(NativeParser):
+    """A format with calls between the tags OPEN and CLOSE, which may be empty, and other text outside."""
+
+    OPEN: str
+    CLOSE: str
+
+    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
+        ids: list[str] = []
+        return read_blocks(text, self.OPEN, self.CLOSE, lambda start: self.read_block(text, start, specs, ids), ids)
+
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        """Parse the block after an opening tag, and append its calls' ids, if any. Raises ValueError for the model."""
+        raise NotImplementedError
 
 
 def read_blocks(
-    text: str, opening: str, closing: str, read_block: Callable[[int], tuple[list[Call], int]], ids: Sequence[str] = ()
+    text: str, opening: str, closing: str, read_block: Callable[[int], Block], ids: Sequence[str] = ()
 ) -> Reading:
-    """Parse the calls between tags, and the text outside.
-
-    `read_block` gets the position after an opening tag. It returns the calls there, and the position after the closing
-    tag, or raises ValueError with a message for the model. It may fill the list `ids`. Raises FormatError.
-    """
+    """Parse the calls between tags by `read_block`, which gets the position after an opening tag, and the text outside.
+    Raises FormatError."""
     outside: list[str] = []
     calls: list[Call] = []
     position = 0
@@ -30,7 +46,20 @@ def read_blocks(
     outside.append(text[position:])
     if closing and any(closing in part for part in outside):
         raise FormatError(f"Malformed tool call: {closing} without {opening} before it")
-    return Reading("\n".join(part.strip() for part in outside if part.strip()), calls, ids=list(ids))
+    return Reading(join_parts(outside), calls, ids=list(ids))
+
+
+def join_parts(outside: list[str]) -> str:
+    """Join the parts of a turn outside its calls, one per line."""
+    return "\n".join(part.strip() for part in outside if part.strip())
+
+
+def match(pattern: re.Pattern[str], text: str, position: int, problem: str) -> re.Match[str]:
+    """Return the match of a pattern, which must come next. Raises ValueError."""
+    found = pattern.match(text, position)
+    if found is None:
+        raise ValueError(problem)
+    return found
 
 
 def expect(text: str, position: int, tag: str, after: str) -> int:
@@ -50,8 +79,7 @@ def read_object(text: str, position: int) -> tuple[dict[str, object], int]:
 
 
 def read_call_object(call: object, *keys: str, name_key: str = "name") -> Call:
-    """Parse a call from a JSON object with its name under `name_key` and its arguments under one of `keys`. Raises
-    ValueError with a message for the model."""
+    """Parse a call from a JSON object with its name under `name_key`, and its arguments under one of `keys`."""
     if not isinstance(call, dict):
         raise ValueError(f"expected a JSON object, not {KINDS[type(call)]}")
     name = call.get(name_key)
@@ -69,8 +97,8 @@ def read_call_object(call: object, *keys: str, name_key: str = "name") -> Call:
 
 
 class Fenced(NamedTuple):
-    """A fenced block: its fences are [begin, code) and [stop, end), and `language` is the word after the first. A block
-    without an end has no second fence."""
+    """A block between the fences [begin, code) and [stop, end), the second of which may be missing. `language` is the
+    word after the first."""
 
     begin: int
     code: int

@@ -18,12 +18,10 @@ REASONING_TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
 )
-"""Opening and closing tags."""
 
 
 def reasoning_tags(text: str) -> tuple[str, str]:
-    """Return the tags around the reasoning `wordreason` in a rendered text, or the tags in a template's source; by
-    default `<think>`."""
+    """Return the tags around `wordreason` in a rendered text, or those in a template's source; by default `<think>`."""
     before, found, after = text.partition("wordreason")
     if found:
         for tags in REASONING_TAGS:
@@ -33,11 +31,8 @@ def reasoning_tags(text: str) -> tuple[str, str]:
 
 
 def split_reasoning(text: str, opened: bool, tags: tuple[str, str] = THINK) -> tuple[str, str, str]:
-    """Split text into the reasoning, the reasoning as written with its tags, and the text after it, which is empty
-    if the reasoning was cut.
-
-    `opened`: the text begins inside the reasoning.
-    """
+    """Split text into the reasoning, the reasoning as written with its tags, and the text after it (empty if the
+    reasoning was cut). `opened`: the text begins inside the reasoning."""
     opening, closing = tags
     inside = text.lstrip()
     if inside.startswith(opening):
@@ -62,36 +57,33 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class Reading:
-    """The content of a turn: the text outside the calls, the calls, and the final answer if the format marks one.
-
-    `error`, written for the model, describes a malformed turn. `calls` is then empty and `content` is the whole text:
-    a turn is executed completely or not at all.
-    """
+    """The content of a turn: the text outside the calls, the calls with their `ids` if the format writes them, and the
+    final answer if it marks one. `error`, written for the model, describes a malformed turn: `calls` is then empty and
+    `content` the whole text, because a turn is executed completely or not at all."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
     error: str | None = None
     answer: str | None = None
     ids: list[str] = field(default_factory=list)
-    """The calls' ids, if the format writes them."""
 
 
 class Parser:
-    """A tool-call format in plain text: the chat template is rendered without tools.
-
-    A custom parser implements `read` and `write`. It must not hold state: one object serves all chains.
-    """
+    """A tool-call format in plain text: the chat template is rendered without tools. A custom parser implements `read`
+    and `write`, and holds no state: one object serves all chains."""
 
     native: ClassVar[bool] = False
-    """True if the chat template shows the tools and writes calls and results; `read` then parses the template's
-    format."""
+    """True if the chat template shows the tools and writes calls and results, in the format that `read` parses."""
     stops: ClassVar[tuple[str, ...]] = ()
-    """Texts that end a turn outside its reasoning, because the model must not write what follows. `read` gets the text
-    before them."""
+    """Texts that end a turn outside its reasoning. `read` gets the text before them."""
+    around_result: ClassVar[tuple[str, str]] = "Result of {}:\n", ""
+    """Text before and after each result; {} is the tool's name."""
+    call_ids: ClassVar[str] = "call_{number}"
+    after_form: ClassVar[str] = ""
+    """Text after the form of calls in the instructions."""
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """Parse a turn in time linear in its length. For any text, the only permitted error is FormatError, if the turn
-        is not in the format."""
+        """Parse a turn in time linear in its length. The only permitted error, for any text, is FormatError."""
         raise NotImplementedError(f"{type(self).__name__} must define read(text, specs)")
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
@@ -103,13 +95,12 @@ class Parser:
         return text
 
     def split(self, text: str, opened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
-        """Split a turn into the reasoning, the reasoning as written with its tags, and the text after it, which `read`
-        gets. `opened`: the turn begins inside the reasoning; `tags` are the chat template's tags."""
+        """Split a turn as `split_reasoning` does, with the chat template's tags. `read` gets the text after it."""
         return split_reasoning(text, opened, tags)
 
     def call_id(self, name: str, number: int) -> str:
         """Return the id of a chain's call; `number` counts the chain's calls from 0."""
-        return f"call_{number}"
+        return self.call_ids.format(name=name, number=number)
 
     def parse(self, text: str, specs: Sequence[ToolSpec] = ()) -> Reading:
         """Call `read`, and convert a FormatError to the reading's error, followed by the correct form."""
@@ -129,15 +120,14 @@ class Parser:
         return f"Write a call as\n{self.write([(specs[0].name, {name: '...' for name in names})], specs)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """Return the system message's description of the tools and of how to call them; None for no description.
-
-        Raises ValueError if the format cannot call these tools.
-        """
-        return f"{describe(specs)}\n\n{self.form(specs)}" if specs else None
+        """Return the system message's description of the tools and their calls; None for no description. Raises
+        ValueError if the format cannot call these tools."""
+        return f"{describe(specs)}\n\n{self.form(specs)}{self.after_form}" if specs else None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
         """Return the results as one user message."""
-        told = [(f"Result of {call.name}:\n", result, "") for call, result in zip(calls, results, strict=True)]
+        before, after = self.around_result
+        told = [(before.format(call.name), result, after) for call, result in zip(calls, results, strict=True)]
         return [join_results(told)]
 
     def complaint(self, text: str) -> list[Message]:
@@ -146,8 +136,7 @@ class Parser:
 
 
 class NativeParser(Parser):
-    """A tool-call format that the chat template supports: the template shows the tools, and writes calls and
-    results."""
+    """A tool-call format that the chat template supports: it shows the tools, and writes calls and results."""
 
     native = True
     marks: ClassVar[tuple[str, ...]] = ()
@@ -159,11 +148,9 @@ class NativeParser(Parser):
         return self.write(calls, specs)
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """Return None: the chat template describes the tools."""
         return None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """Return one tool message per call."""
         return [result.to_message(call) for call, result in zip(calls, results, strict=True)]
 
     def complaint(self, text: str) -> list[Message]:
@@ -216,17 +203,15 @@ def describe(specs: Sequence[ToolSpec]) -> str:
 
 def join_results(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
     """Join several results into one user message, each between two texts. Images remain parts, in order."""
-    message: Message = {"role": "user", "content": _join([(a, result.content, b) for a, result, b in told])}
-    if info := {key: value for _, result, _ in told for key, value in result.info.items()}:
-        message["info"] = info
-    return message
+    content: Content
+    if all(isinstance(result.content, str) for _, result, _ in told):
+        content = "\n".join(f"{before}{result.content}{after}" for before, result, after in told)
+    else:
+        content = [part for each in told for part in _parts(*each) if part.get("text") != ""]
+    info = {key: value for _, result, _ in told for key, value in result.info.items()}
+    return {"role": "user", "content": content, **({"info": info} if info else {})}
 
 
-def _join(told: list[tuple[str, Content, str]]) -> Content:
-    if all(isinstance(content, str) for _, content, _ in told):
-        return "\n".join(f"{before}{content}{after}" for before, content, after in told)
-    parts: list[dict[str, Any]] = []
-    for before, content, after in told:
-        middle = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts += [{"type": "text", "text": before}, *middle, {"type": "text", "text": after}]
-    return [part for part in parts if part.get("text") != ""]
+def _parts(before: str, result: ToolResult, after: str) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": result.content}] if isinstance(result.content, str) else result.content
+    return [{"type": "text", "text": before}, *text, {"type": "text", "text": after}]

@@ -20,29 +20,28 @@ KINDS = {
 }
 """JSON type -> its name in messages to the model."""
 MAX_DEPTH = 100
-"""Maximum nesting depth of arguments."""
 MAX_LITERAL = 100_000
 """Maximum characters of a value in Python's notation, whose parser takes 500 bytes of memory per character."""
 _SPACE = re.compile(r"\s*")
 
 
 def read_json(text: str, position: int = 0) -> tuple[Any, int]:
-    """Return the JSON value at `position`, and its end position. Raises ValueError, with a message for the model, if it
-    is invalid, has a duplicate key, or cannot be written again (numbers too large, surrogate halves)."""
+    """Return the JSON value at `position`, and its end. Raises ValueError, with a message for the model, if it is
+    invalid, has a duplicate key, or cannot be written again (numbers too large, surrogate halves)."""
     try:
         # the JSON value determines its own end, so a closing tag inside a string argument is only text
         value, end = _DECODER.raw_decode(text, position)
         check_depth(value)
         json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        reason = error.msg.removesuffix(" at")
-        raise ValueError(f"not valid JSON ({reason} at character {error.pos - position})") from error
-    except UnicodeEncodeError as error:
-        raise ValueError("not valid JSON (half of a surrogate pair)") from error
-    except RecursionError as error:
-        raise ValueError("not valid JSON (nested too deeply)") from error
-    except ValueError as error:
-        raise ValueError(f"not valid JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at character {error.pos - position}"
+        elif isinstance(error, UnicodeEncodeError):
+            reason = "half of a surrogate pair"
+        elif isinstance(error, RecursionError):
+            reason = "nested too deeply"
+        raise ValueError(f"not valid JSON ({reason})") from error
     return value, end
 
 
@@ -59,15 +58,12 @@ def whole_object(text: str) -> tuple[dict[str, Any] | None, str]:
 
 def read_number(text: str, problem: str) -> int | float:
     """Return a finite number. Raises ValueError with the beginning of `text` and `problem` for any other text."""
-    try:
-        return int(text)
-    except ValueError:
-        value = math.nan
     with suppress(ValueError):
-        value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]}{problem}")
-    return value
+        return int(text)
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise ValueError(f"{text[:20]}{problem}")
 
 
 def check_depth(value: Any) -> None:
@@ -87,11 +83,8 @@ def skip_space(text: str, position: int) -> int:
 
 
 def convert(text: str, schema: Any, root: dict[str, Any]) -> Any:
-    """Convert a value written as text by its parameter's schema; `root` is the schema that contains its definitions.
-
-    The types are tried in the schema's order, but null first. Text that fits none of them stays text, and the tool
-    reports the error. A schema without types accepts JSON.
-    """
+    """Convert a value written as text by its parameter's schema; `root` is the schema with the definitions. Types are
+    tried in order, but null first; without any, JSON is. Text that fits none stays text: the tool reports it."""
     types = list(dict.fromkeys(_types(schema, root, 0)))
     plain = text.strip()
     if ("null" in types or not types) and plain in ("null", "None"):
@@ -132,11 +125,9 @@ def _read_literal(plain: str, text: str) -> Any:
             return text
         value = ast.literal_eval(tree)
         check_depth(value)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Dict):
-                keys = [key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-                if len(set(keys)) < len(node.keys):
-                    return text
+        for keys in [node.keys for node in ast.walk(tree) if isinstance(node, ast.Dict)]:
+            if len({key.value for key in keys if isinstance(key, ast.Constant)}) < len(keys):
+                return text
         # sets, bytes, surrogate halves and infinities have no JSON; tuples would become lists
         return value if json.loads(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) == value else text
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -149,7 +140,6 @@ def write_value(value: Any) -> str:
 
 
 def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
-    """Yield the JSON types in a schema, in order."""
     if not isinstance(schema, dict) or depth > 8:
         return
     named = schema.get("type")
@@ -201,7 +191,7 @@ def finite(number: str) -> float:
 
 
 def no_constant(name: str) -> float:
-    """Raise ValueError for NaN and the infinities, which Python's parser accepts. For `parse_constant`."""
+    """Raise ValueError for NaN and the infinities. For `parse_constant`."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -1,6 +1,3 @@
 """Startup probes of a chat template: its behaviour is derived from renders of a set of conversations, never from the
-name of a model or family.
-
-A chain appends the template's text after a sampled turn, and never renders that turn again. This matches the template's
-own format only if the template leaves earlier turns unchanged, which the probes check.
-"""
+name of a model or family. They check that the template leaves earlier turns unchanged, because a chain appends the
+template's text after a sampled turn, and never renders that turn again."""

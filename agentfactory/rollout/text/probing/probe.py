@@ -1,27 +1,14 @@
 """The main probe of a chat template, which renders the probe conversations."""
 
-from collections.abc import Callable
 from datetime import timedelta
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.images.parts import for_template
+from agentfactory.rollout.images.parts import for_template, text_part
 from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.parser import reasoning_tags
-from agentfactory.rollout.text.probing.conversations import (
-    PROBE_TOOLS,
-    long_conversations,
-    make_call,
-    short_conversations,
-)
-from agentfactory.rollout.text.probing.tool_probe import (
-    check_tools,
-    closing_of_words,
-    find_reasoning,
-    fit_tools,
-    shows,
-    shows_tools,
-    turn_start,
-)
+from agentfactory.rollout.text.probing import conversations, tool_probe
+from agentfactory.rollout.text.probing.conversations import ANSWER, QUESTION, asked
+from agentfactory.rollout.text.probing.tool_probe import shows, turn_start
 from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, Closings, RenderError, Tools, shared_length
 
 _RENDERS = 5
@@ -36,63 +23,56 @@ def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None
     the template cannot be used.
     """
     tools = tools and parser.native
-    specs: Tools = [spec.to_openai() for spec in PROBE_TOOLS] if tools else None
-    question: list[Message] = [{"role": "user", "content": "wordask"}]
-    answer: Message = {"role": "assistant", "content": "wordanswer"}
-
-    def rendered(messages: list[Message], prompt: bool = False) -> str:
-        return template.render(messages, specs, prompt)
-
-    closed = _steady(template, [*question, answer], specs)
-    if tools and not shows_tools(closed) and fit_tools(template, question, specs):
-        closed = rendered([*question, answer])
-    before, opened = rendered(question), rendered(question, prompt=True)
+    specs: Tools = [spec.to_openai() for spec in conversations.PROBE_TOOLS] if tools else None
+    closed = _steady(template, specs)
+    if tools and not tool_probe.shows_tools(closed) and tool_probe.fit_tools(template, specs):
+        closed = template.render([QUESTION, ANSWER], specs)
+    before, opened = template.render([QUESTION], specs), template.render([QUESTION], specs, prompt=True)
     for word in ("wordask", "wordanswer"):
         if word not in closed:
             raise RenderError(f"the chat template drops text from a message ({word!r} is not in {closed!r})")
     header = closed[len(before) :].split("wordanswer")[0] if closed.startswith(before) else ""
     if opened == before and header.strip():
         raise RenderError("the chat template has no generation prompt: it ignores add_generation_prompt")
-    reasoned = find_reasoning(template, [*question, answer], specs)
-    words = closing_of_words(template, closed, specs)
+    reasoned = tool_probe.find_reasoning(template, specs)
+    words = tool_probe.closing_of_words(template, closed, specs)
     behaviour = Behaviour(
         Closings(words, words),
         generation_prompt=opened[len(before) :] if opened.startswith(before) else "",
         reasoning=reasoned is not None,
         tags=reasoning_tags(template.source if reasoned is None else reasoned),
-        system=shows(template, [{"role": "system", "content": "wordsystem"}, *question], specs, "wordsystem"),
-        frame=_frame(template, [*question, answer, *question], specs),
+        system=shows(template, [{"role": "system", "content": "wordsystem"}, QUESTION], specs, "wordsystem"),
+        frame=_frame(template, specs),
         turns=closed[turn_start(opened, closed) :] + (reasoned or closed)[turn_start(opened, closed) :],
     )
     behaviour.whole_frame = behaviour.frame
-    if _writes_clock(template, question, specs):
+    if _writes_clock(template, specs):
         behaviour.notes.append("writes the date or the time: all prompts of this process have its start time")
     if template.tools_in_system:
         behaviour.notes.append("reads the tools from the system message's field `tools`")
     if not behaviour.system:
         behaviour.notes.append("has no system messages: a conversation with one is refused")
     if tools:
-        check_tools(template, opened, behaviour, parser, specs)
+        tool_probe.check_tools(template, opened, behaviour, parser, specs)
+    caller = parser if tools else None
     if image is not None:
-        _probe_images(rendered, behaviour, image, parser if tools else None)
-    behaviour.conversations = short_conversations(behaviour, parser if tools else None)
-    if shows(template, [*question, {"role": "user", "content": "wordagain"}], specs, "wordagain"):
-        behaviour.conversations.append([*question, answer, *question, {"role": "user", "content": "wordagain"}, answer])
+        _probe_images(template, specs, behaviour, image, caller)
+    behaviour.conversations = conversations.short_conversations(behaviour, caller)
+    if shows(template, [QUESTION, asked("wordagain")], specs, "wordagain"):
+        behaviour.conversations.append([QUESTION, ANSWER, QUESTION, asked("wordagain"), ANSWER])
     else:
         behaviour.notes.append("refuses two user messages in a row")
-    behaviour.conversations += long_conversations(behaviour, parser if tools else None)
-    for conversation in behaviour.conversations:
-        behaviour.rewrites = behaviour.rewrites or _rewrites(
-            template, behaviour.closings, for_template(conversation), specs
-        )
+    behaviour.conversations += conversations.long_conversations(caller)
+    found = (_rewrites(template, behaviour.closings, for_template(c), specs) for c in behaviour.conversations)
+    behaviour.rewrites = next(filter(None, found), None)
     return behaviour
 
 
-def _steady(template: ChatTemplate, messages: list[Message], specs: Tools) -> str:
-    """Return a conversation's text. Raises RenderError if the text is not deterministic."""
-    text = template.render(messages, specs)
+def _steady(template: ChatTemplate, specs: Tools) -> str:
+    """Return the text of a question and an answer. Raises RenderError if it is not deterministic."""
+    text = template.render([QUESTION, ANSWER], specs)
     for _ in range(_RENDERS):
-        if (other := template.render(messages, specs)) != text:
+        if (other := template.render([QUESTION, ANSWER], specs)) != text:
             at = max(0, shared_length(text, other) - 20)
             raise RenderError(
                 "the chat template renders the same conversation differently each time: "
@@ -101,57 +81,47 @@ def _steady(template: ChatTemplate, messages: list[Message], specs: Tools) -> st
     return text
 
 
-def _frame(template: ChatTemplate, messages: list[Message], specs: Tools) -> str:
+def _frame(template: ChatTemplate, specs: Tools) -> str:
     """Return text with everything that the template writes around turns, without its description of the tools."""
     try:
-        return template.render(messages, prompt=True)
+        return template.render([QUESTION, ANSWER, QUESTION], prompt=True)
     except RenderError:
         if specs is None:
             raise
         # Hermes 2's template requires tools, and describes them before the first turn
-        return template.render(messages, specs, prompt=True).partition("wordask")[2]
+        return template.render([QUESTION, ANSWER, QUESTION], specs, prompt=True).partition("wordask")[2]
 
 
-def _writes_clock(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
-    """Return whether a conversation's text depends on the date or the time."""
-    text, clock = template.render(messages, specs), template.clock
+def _writes_clock(template: ChatTemplate, specs: Tools) -> bool:
+    text, clock = template.render([QUESTION], specs), template.clock
     template.clock = clock + timedelta(days=399, hours=5, minutes=7, seconds=11)
     try:
-        return template.render(messages, specs) != text
+        return template.render([QUESTION], specs) != text
     finally:
         template.clock = clock
 
 
 def _probe_images(
-    rendered: Callable[[list[Message]], str], behaviour: Behaviour, image: str, parser: Parser | None
+    template: ChatTemplate, specs: Tools, behaviour: Behaviour, image: str, parser: Parser | None
 ) -> None:
     """Probe whether the template renders images in user and tool messages, each as one token."""
-    parts = [{"type": "text", "text": "wordbefore"}, {"type": "image"}, {"type": "text", "text": "wordafter"}]
+    parts = [text_part("wordbefore"), {"type": "image"}, text_part("wordafter")]
 
-    def shows(*messages: Message) -> bool:
+    def shows_image(*messages: Message) -> bool:
         try:
-            text = rendered(list(messages))
+            text = template.render(list(messages), specs)
         except RenderError:
             return False
         before, _, after = text.partition(image)
         return text.count(image) == 1 and "wordbefore" in before and "wordafter" in after
 
-    behaviour.images = shows({"role": "user", "content": parts})
+    behaviour.images = shows_image(asked(parts))
     if not behaviour.images:
         behaviour.notes.append("has no images: the model gets them as text")
     elif parser is not None:
-        turn: Message = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [make_call(parser, "probelook", zeta="z", alpha=3)],
-        }
-        told: Message = {
-            "role": "tool",
-            "name": "probelook",
-            "tool_call_id": parser.call_id("probelook", 0),
-            "content": parts,
-        }
-        behaviour.images_of_tools = shows({"role": "user", "content": "wordask"}, turn, told)
+        call = conversations.make_call(parser, "probelook", zeta="z", alpha=3)
+        told = conversations.result_of(call, parts)
+        behaviour.images_of_tools = shows_image(QUESTION, conversations.answered("", [call]), told)
         if not behaviour.images_of_tools:
             behaviour.notes.append("has no images in tool messages: they follow in a user message")
 
@@ -167,18 +137,14 @@ def _rewrites(template: ChatTemplate, closings: Closings, conversation: list[Mes
         if not ended.startswith(prompts[i]):
             return f"rewrites history: an assistant turn does not begin with the generation prompt {prompts[i][-40:]!r}"
         turn = conversation[i]
-        said = [word for word in dict.fromkeys(turn["content"].split()) if word.startswith("word")] + [
-            turn.get("reasoning_content")
-        ]
-        if lost := [word for word in said if word and word not in ended[len(prompts[i]) :]]:
+        said = dict.fromkeys([*turn["content"].split(), turn.get("reasoning_content") or ""])
+        if lost := [word for word in said if word.startswith("word") and word not in ended[len(prompts[i]) :]]:
             return f"rewrites history: drops {lost[0]!r} (reasoning) from an assistant turn"
         for later in (*(prompts[j] for j in turns if j > i), whole):
             if not later.startswith(ended):
                 at = shared_length(ended, later)
-                return (
-                    f"rewrites history: {ended[at : at + 40]!r} of an assistant turn becomes {later[at : at + 40]!r} "
-                    "once messages follow"
-                )
+                change = f"{ended[at : at + 40]!r} of an assistant turn becomes {later[at : at + 40]!r}"
+                return f"rewrites history: {change} once messages follow"
         if following is not None:
             new = conversation[i + 1 : following]
             if template.continuation(new, specs, closings) != prompts[following][len(ended) :]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from itertools import product
 
 from agentfactory.base.messages import Message
-from agentfactory.rollout.text.parsers import PARSERS, Call, NativeParser, Parser, load_parser
+from agentfactory.rollout.text.parsers import PARSERS, Call, NativeParser, Parser, Reading, load_parser
 from agentfactory.rollout.text.parsers.parser import call_of, reasoning_tags
-from agentfactory.rollout.text.probing.conversations import PROBE_TOOLS, probe_calls, results_of
+from agentfactory.rollout.text.probing.conversations import ANSWER, PROBE_TOOLS, QUESTION, probe_calls, results_of
 from agentfactory.rollout.text.templates import (
     Behaviour,
     ChatTemplate,
@@ -29,12 +29,12 @@ USE = "use rollout.parser="
 def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parser: Parser, specs: Tools) -> None:
     """Raise RenderError if the template cannot render calls or results, or writes calls that the parser cannot read."""
 
-    def reads(text: str, closing: Closing, expected: list[Call]) -> bool:
-        found = parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS)
-        return found.calls == expected and not found.content
+    def read(text: str, closing: Closing) -> Reading:
+        return parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS)
 
-    def reads_call_at(closing: Closing) -> bool:
-        return parser.parse(said(text, opened, behaviour.tags, parser, closing), PROBE_TOOLS).calls == expected
+    def reads(text: str, closing: Closing, expected: list[Call]) -> bool:
+        found = read(text, closing)
+        return found.calls == expected and not found.content
 
     ignores = not shows_tools(opened)
     unseen = RenderError("the chat template ignores `tools`: the model would not know of them")
@@ -45,15 +45,13 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         fix = _use(_fitting_formats(template))
         named = RenderError(f"{error}; {fix}") if fix else error
         raise (unseen if ignores else named) from error
-    turn = text.rpartition("wordask")[2]
     words = behaviour.closings.words
-    if not any(reads_call_at(closing) for closing in (words, Closing(end=template.trailing_token(text)))):
+    if all(read(text, end).calls != expected for end in (words, Closing(end=template.trailing_token(text)))):
         if ignores:
             raise unseen
-        raise RenderError(
-            f"the chat template writes tool calls in a format that rollout.parser does not read: {turn!r}; "
-            f"{_use(_fitting_formats(template)) or 'no native format does'}"
-        )
+        problem = f"a format that rollout.parser does not read: {text.rpartition('wordask')[2]!r}"
+        fix = _use(_fitting_formats(template)) or "no native format does"
+        raise RenderError(f"the chat template writes tool calls in {problem}; {fix}")
     told = results_of(messages[1]["tool_calls"])
     try:
         after = template.render([*messages, *told], specs)
@@ -80,28 +78,23 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         behaviour.notes.append(f"shows calls as {shown!r}, but writes them otherwise: models copy what they are shown")
     beside, _ = probe_calls(parser, 1, "wordbeside")
     try:
-        shown = said(template.render(beside, specs), opened, behaviour.tags, parser, closing)
-        found = parser.parse(shown, PROBE_TOOLS)
+        found = read(template.render(beside, specs), closing)
+        behaviour.words_with_calls = found.calls == expected and "wordbeside" in found.content
     except RenderError:
-        found = None
-    if found is None or found.calls != expected or "wordbeside" not in found.content:
         behaviour.words_with_calls = False
+    if not behaviour.words_with_calls:
         behaviour.notes.append("has no text beside a tool call")
-    if not behaviour.closings.calls.opens_next and closing.end != words.end:
-        behaviour.complains_as_tool = False
-    else:
-        turn_of_words: Message = {"role": "assistant", "content": "wordtwo"}
-        told = [messages[0], turn_of_words, {"role": "tool", "content": "wordthree"}]
-        behaviour.complains_as_tool = all(
-            shows(template, conversation, specs, "wordthree") for conversation in (told, [*told, turn_of_words])
-        )
+    told = [QUESTION, ANSWER, {"role": "tool", "content": "wordthree"}]
+    behaviour.complains_as_tool = (closing.opens_next or closing.end == words.end) and all(
+        shows(template, conversation, specs, "wordthree") for conversation in (told, [*told, ANSWER])
+    )
     if not behaviour.complains_as_tool:
         behaviour.notes.append("has no tool message without a call: a user message reports a malformed call")
 
 
 def shown_otherwise(opened: str, turn: str, name: str) -> str | None:
-    """Return the beginning of a call as a template's instructions show it, if its own calls begin differently; None if
-    they begin alike, or if it shows none. `turn` has a call of the tool `name`."""
+    """Return the beginning of a call as a template's instructions show it, if its own calls, such as that of `name` in
+    `turn`, begin differently; otherwise None."""
     begins = _OPENING_TAG.search(turn[: turn.find(name)])
     if begins is None:
         return None
@@ -123,10 +116,10 @@ def shows_tools(text: str) -> bool:
     return all(spec.name in text for spec in PROBE_TOOLS)
 
 
-def fit_tools(template: ChatTemplate, messages: list[Message], specs: Tools) -> bool:
+def fit_tools(template: ChatTemplate, specs: Tools) -> bool:
     """Return whether a template that ignores `tools` reads them from the system message, and set its form."""
     template.tools_in_system = True
-    template.tools_in_system = all(shows(template, messages, specs, spec.name) for spec in PROBE_TOOLS)
+    template.tools_in_system = all(shows(template, [QUESTION], specs, spec.name) for spec in PROBE_TOOLS)
     return template.tools_in_system
 
 
@@ -139,15 +132,13 @@ def _probe_two_calls(
 ) -> None:
     """Probe whether a turn may have two calls. Raises RenderError if their results cannot be rendered."""
     messages, expected = probe_calls(parser, 2)
+    problem = "writes only one tool call"
     try:
-        text = template.render(messages, specs)
+        behaviour.parallel_calls = reads(template.render(messages, specs), behaviour.closings.calls, expected)
     except RenderError:  # many say so: "This model only supports single tool-calls at once!"
-        behaviour.parallel_calls = False
-        behaviour.notes.append("refuses two tool calls in one turn: a turn with several is malformed")
-        return
-    if not reads(text, behaviour.closings.calls, expected):
-        behaviour.parallel_calls = False
-        behaviour.notes.append("writes only one tool call in one turn: a turn with several is malformed")
+        behaviour.parallel_calls, problem = False, "refuses two tool calls"
+    if not behaviour.parallel_calls:
+        behaviour.notes.append(f"{problem} in one turn: a turn with several is malformed")
         return
     try:
         after = template.render([*messages, *results_of(messages[1]["tool_calls"])], specs)
@@ -175,33 +166,24 @@ def fit_calls(template: ChatTemplate, parser: Parser, specs: Tools) -> str:
             return text
         reason = reason or RenderError("it leaves them out")
     template.arguments_as_text = template.null_content = False
-    if isinstance(parser, NativeParser) and parser.marks and _has(template, parser.marks):
+    added = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
+    if isinstance(parser, NativeParser) and parser.marks and added.issuperset(parser.marks):
         template.write_calls = lambda calls: parser.write_as_content([call_of(call) for call in calls], PROBE_TOOLS)
         return template.render(messages, specs)
-    if str(reason) == "it leaves them out":
-        raise RenderError("the chat template cannot render a tool call: it leaves them out")
     raise RenderError(f"the chat template cannot render a tool call: {reason}") from reason
-
-
-def _has(template: ChatTemplate, tokens: tuple[str, ...]) -> bool:
-    """Return whether the tokenizer has all these tokens."""
-    added = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
-    return added.issuperset(tokens)
 
 
 def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]] | None:
     """Return a turn with a call as the template writes it, and the call, if `parser` reads it; otherwise None."""
     specs: Tools = [spec.to_openai() for spec in PROBE_TOOLS]
-    question: list[Message] = [{"role": "user", "content": "wordask"}]
-    answer: Message = {"role": "assistant", "content": "wordanswer"}
     _, expected = probe_calls(parser, 1)
     try:
-        opened = template.render(question, specs, prompt=True)
-        words = closing_of_words(template, template.render([*question, answer], specs), specs)
+        opened = template.render([QUESTION], specs, prompt=True)
+        words = closing_of_words(template, template.render([QUESTION, ANSWER], specs), specs)
         text = fit_calls(template, parser, specs)
     except RenderError:
         return None
-    tags = reasoning_tags(find_reasoning(template, [*question, answer], specs) or template.source)
+    tags = reasoning_tags(find_reasoning(template, specs) or template.source)
     for closing in (words, Closing(end=template.trailing_token(text))):
         if parser.parse(said(text, opened, tags, parser, closing), PROBE_TOOLS).calls == expected:
             return text, expected
@@ -209,7 +191,6 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
 
 
 def _fitting_formats(template: ChatTemplate) -> list[str]:
-    """Return the native formats that read a call as the template writes it."""
     native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
     return [n for n, p in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), p)]
 
@@ -225,14 +206,12 @@ def shows(template: ChatTemplate, messages: list[Message], specs: Tools, word: s
         return False
 
 
-def find_reasoning(template: ChatTemplate, messages: list[Message], specs: Tools) -> str | None:
-    """Find the message field from which the template renders reasoning, and return a turn with reasoning; None if there
-    is none."""
-    *question, answer = messages
+def find_reasoning(template: ChatTemplate, specs: Tools) -> str | None:
+    """Find the message field that the template renders as reasoning, and return a turn with it, if there is one."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         template.reasoning_field = name
         try:
-            text = template.render([*question, {**answer, "reasoning_content": "wordreason"}], specs)
+            text = template.render([QUESTION, {**ANSWER, "reasoning_content": "wordreason"}], specs)
         except RenderError:
             continue
         if "wordreason" in text:
@@ -246,14 +225,8 @@ def closing_of_words(template: ChatTemplate, closed: str, specs: Tools) -> Closi
     tail = closed.rpartition("wordanswer")[2]
     if tail:
         return template.closing_of(tail)
-    question: Message = {"role": "user", "content": "wordask"}
-    answer: Message = {"role": "assistant", "content": "wordanswer"}
-    following = template.render([question, answer, question], specs)
-    return _opening_of_next(template, following.rpartition("wordanswer")[2])
-
-
-def _opening_of_next(template: ChatTemplate, following: str) -> Closing:
-    """Return the closing of turns that end with a token which is only written before the next message."""
+    # a token that is only written before the next message
+    following = template.render([QUESTION, ANSWER, QUESTION], specs).rpartition("wordanswer")[2]
     rest = following.lstrip()
     token = template.leading_token(rest)
     return Closing(following.removesuffix(rest), token, opens_next=True) if token else Closing()
@@ -288,8 +261,7 @@ def turn_start(opened: str, *turns: str) -> int:
     within a tag, it begins with the tag: `<think>` and `<tool_call>` share two characters."""
     at = min(shared_length(opened, text) for text in turns)
     for text in (opened, *turns):
-        window = max(0, at - 70)
-        for found in _TAG.finditer(text, window, at + 70):
+        for found in _TAG.finditer(text, max(0, at - 70), at + 70):
             if found.start() < at < found.end():
                 at = found.start()
     return at
@@ -298,8 +270,8 @@ def turn_start(opened: str, *turns: str) -> int:
 def said(text: str, opened: str, tags: tuple[str, str], parser: Parser, closing: Closing) -> str:
     """Return the text after the reasoning of the turn at the end of `text`, as `parser` gets it. `opened` is the
     conversation before the turn, with the generation prompt."""
-    turn = text[turn_start(opened, text) :].rstrip() if not closing.text else text[turn_start(opened, text) :]
-    turn = turn.removesuffix(closing.text)
+    turn = text[turn_start(opened, text) :]
+    turn = turn.removesuffix(closing.text) if closing.text else turn.rstrip()
     opens = opened.rstrip().endswith(tags[0].rstrip())
     within = opens and (text.startswith(opened) or turn.lstrip().startswith(tags[1]))
     return parser.split(turn, within, tags)[2]

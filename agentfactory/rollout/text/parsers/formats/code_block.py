@@ -3,23 +3,21 @@
 from collections.abc import Sequence
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec, required_of
-from agentfactory.rollout.text.parsers.blocks import fenced_blocks
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, join_results, parameters
+from agentfactory.base.messages import ToolSpec, required_of
+from agentfactory.rollout.text.parsers.blocks import fenced_blocks, join_parts
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, parameters
 
 CODE = "code"
 
 
 class CodeBlock(Parser):
-    """A Python block between a line of three backquotes with `python` and a line of three backquotes.
+    """A Python block between a line of three backquotes with `python` and a line of three backquotes. Several blocks of
+    a turn run as one program, in order; blocks in other languages are ordinary text. Without one, it is an answer."""
 
-    Several blocks in one turn run as one program, in order. A turn without a block is the final answer.
-    """
-
+    around_result = "Output:\n", ""
     stops = ("```\nOutput:\n", "```\n\nOutput:\n")
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """Blocks in other languages are ordinary text."""
         outside: list[str] = []
         blocks: list[str] = []
         position = 0
@@ -32,11 +30,9 @@ class CodeBlock(Parser):
             blocks.append(text[block.code + 1 : max(block.code + 1, block.stop - 1)])
             position = block.end
         outside.append(text[position:])
-        words = "\n".join(part.strip() for part in outside if part.strip())
-        return Reading(words, [(_code_tool(specs), {CODE: "\n\n".join(blocks)})] if blocks else [])
+        return Reading(join_parts(outside), [(_code_tool(specs), {CODE: "\n\n".join(blocks)})] if blocks else [])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """Raises ValueError unless there is one call, of the code tool."""
         name = _code_tool(specs)
         if len(calls) != 1 or calls[0][0] != name or list(calls[0][1]) != [CODE]:
             raise ValueError(f"code_block has one call of {name}({CODE}) a turn, not {list(calls)}")
@@ -46,7 +42,6 @@ class CodeBlock(Parser):
         return "To run code, write\n```python\nprint(6 * 7)\n```"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """Raises ValueError if no tool runs code."""
         if not specs:
             return None
         name = _code_tool(specs)
@@ -56,19 +51,12 @@ class CodeBlock(Parser):
             "such a block is your last word."
         )
 
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """`Output:` and the code's output."""
-        return [join_results([("Output:\n", result, "") for result in results])]
-
 
 def _code_tool(specs: Sequence[ToolSpec]) -> str:
     """Return the tool that runs code: the only one with a parameter `code` and no other required parameter."""
     fit = [s.name for s in specs if CODE in parameters(s) and set(required_of(s.parameters)) <= {CODE}]
     if specs and len(fit) != 1:
-        among = f"{', '.join(fit) if fit else 'none'} among {', '.join(spec.name for spec in specs)}"
-        raise SettingError(
-            "rollout.parser",
-            f"code_block needs one tool with a parameter `{CODE}`, and the recipe has {among}",
-            "use tools: [code_interpreter], or another format",
-        )
+        among = f"{', '.join(fit) or 'none'} among {', '.join(spec.name for spec in specs)}"
+        problem = f"code_block needs one tool with a parameter `{CODE}`, and the recipe has {among}"
+        raise SettingError("rollout.parser", problem, "use tools: [code_interpreter], or another format")
     return fit[0] if fit else "python"

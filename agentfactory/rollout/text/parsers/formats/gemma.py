@@ -7,11 +7,11 @@ Gemma 3's chat template does not support tools: use a text format.
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
-from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match
+from agentfactory.rollout.text.parsers.parser import Arguments, Call
 from agentfactory.rollout.text.parsers.values import MAX_DEPTH, read_number, skip_space
 
 _NAME = re.compile(r"\s*call:([^\s{}:]+)\s*(?=\{)")
@@ -20,22 +20,15 @@ _PLAIN = re.compile(r"[^\s,{}\[\]]+")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
-class Gemma4(NativeParser):
+class Gemma4(Blocks):
     """`<|tool_call>call:search{query:<|"|>rain<|"|>,limit:3}<tool_call|>`, once per call."""
 
-    OPEN: ClassVar[str] = "<|tool_call>"
-    CLOSE: ClassVar[str] = "<tool_call|>"
-    QUOTE: ClassVar[str] = '<|"|>'
+    OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        def read_call(position: int) -> tuple[list[Call], int]:
-            name = _NAME.match(text, position)
-            if name is None:
-                raise ValueError(f"no call:tool_name{{...}} after {self.OPEN}")
-            arguments, end = self._mapping(text, name.end(), 0)
-            return [(name[1], arguments)], expect(text, end, self.CLOSE, "the arguments")
-
-        return read_blocks(text, self.OPEN, self.CLOSE, read_call)
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        name = match(_NAME, text, position, f"no call:tool_name{{...}} after {self.OPEN}")
+        arguments, end = self._mapping(text, name.end(), 0)
+        return [(name[1], arguments)], expect(text, end, self.CLOSE, "the arguments")
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         return "".join(f"{self.OPEN}call:{name}{self._write(arguments)}{self.CLOSE}" for name, arguments in calls)
@@ -58,14 +51,13 @@ class Gemma4(NativeParser):
         found: Arguments = {}
         position = skip_space(text, position + 1)
         while not text.startswith("}", position):
-            key = self._string(text, position) if text.startswith(self.QUOTE, position) else None
-            if key is None:
-                bare = _KEY.match(text, position)
-                if bare is None:
-                    raise ValueError(f"expected key:value at {text[position : position + 20]!r}")
+            if text.startswith(self.QUOTE, position):
+                name, position = self._string(text, position)
+                position = expect(text, position, ":", "a key")
+            elif (bare := _KEY.match(text, position)) is not None:
                 name, position = bare[1], bare.end()
             else:
-                name, position = key[0], expect(text, key[1], ":", "a key")
+                raise ValueError(f"expected key:value at {text[position : position + 20]!r}")
             if name in found:
                 raise ValueError(f"the key {name} is given twice")
             found[name], position = self._value(text, position, depth + 1)

@@ -1,8 +1,8 @@
-"""Harmony, the format of gpt-oss: a turn is several messages, each with a channel.
+"""Harmony, the format of gpt-oss (PyPI `openai-harmony` and its documentation): a turn is several messages, each with a
+channel.
 
 `analysis` is reasoning, `commentary` with a recipient is a call, `commentary` without one and `final` are text. The
-source is PyPI `openai-harmony` and its documentation. The chat template writes the recipient before the channel, and
-models write it after the channel; both are parsed.
+recipient may be before the channel, as the chat template writes it, or after it, as models do.
 """
 
 import json
@@ -39,16 +39,10 @@ class Harmony(NativeParser):
         calls: list[Call] = []
         for channel, recipient, body in _messages(text):
             if recipient is not None:
-                name = recipient.removeprefix("functions.")
-                if not name:
-                    raise FormatError(f"Malformed tool call {len(calls) + 1}: no tool's name after functions.")
                 try:
-                    arguments, end = read_object(body, 0)
+                    calls.append(_call(recipient.removeprefix("functions."), body))
                 except ValueError as error:
                     raise FormatError(f"Malformed tool call {len(calls) + 1}: {error}") from error
-                if skip_space(body, end) < len(body):
-                    raise FormatError(f"Malformed tool call {len(calls) + 1}: text after the arguments")
-                calls.append((name, arguments))
             elif channel in ("final", "commentary"):
                 words.append(body.strip())
             elif channel != "analysis":
@@ -69,11 +63,19 @@ class Harmony(NativeParser):
         )
 
 
+def _call(name: str, body: str) -> Call:
+    if not name:
+        raise ValueError("no tool's name after functions.")
+    arguments, end = read_object(body, 0)
+    if skip_space(body, end) < len(body):
+        raise ValueError("text after the arguments")
+    return name, arguments
+
+
 def _messages(text: str) -> Iterator[tuple[str, str | None, str]]:
     """Yield channel, recipient and body of the messages of a turn. Raises FormatError."""
-    position, first = 0, True
-    while first or position < len(text):
-        first = False
+    position = 0
+    while position == 0 or position < len(text):
         at = text.find(MESSAGE, position)
         header = text[position:at] if at >= 0 else ""
         channel = _CHANNEL.search(header)

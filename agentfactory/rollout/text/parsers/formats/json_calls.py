@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.text.parsers.blocks import fenced_blocks, read_call_object
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec, join_results
+from agentfactory.base.messages import ToolSpec
+from agentfactory.rollout.text.parsers.blocks import fenced_blocks, join_parts, read_call_object
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, find_spec
 from agentfactory.rollout.text.parsers.values import read_json, skip_space
 
 _KEYS = ("arguments", "parameters")
@@ -25,13 +25,13 @@ _AFTER = re.compile(r"[\s\],;]*+(?:(?<=\n)[ \t]*+`{3,}+[ \t]*+(?=\n|\Z))?")
 
 
 class JsonCalls(Parser):
-    """`{"name": "search", "arguments": {"query": "rain"}}`, once per call, with or without a fence.
-
-    `parameters` may stand for `arguments`, the calls may be a list, and the outer braces may be doubled, as some chat
-    templates show them. Other JSON is ordinary text, and so are blocks in other languages.
-    """
+    """`{"name": "search", "arguments": {"query": "rain"}}`, once per call, with or without a fence. `parameters` may
+    stand for `arguments`, the calls may be a list, and the outer braces may be doubled, as some chat templates show
+    them. Other JSON is ordinary text, and so are blocks in other languages."""
 
     stops = (f"\n{_RESULT}",)
+    around_result = f"{_RESULT}{{}}]\n", ""
+    after_form = "\nThen wait: you are told the result. A turn without a call is your answer."
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
         if any(line.startswith(_RESULT) for line in text.splitlines()):
@@ -45,24 +45,14 @@ class JsonCalls(Parser):
             after = _AFTER.match(text, end)
             position = after.end() if after else end
         outside.append(text[position:])
-        return Reading("\n".join(part.strip() for part in outside if part.strip()), calls)
+        return Reading(join_parts(outside), calls)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         objects = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls]
         return "\n".join(f"```json\n{call}\n```" for call in objects)
 
-    def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        told = super().instructions(specs)
-        return told and f"{told}\nThen wait: you are told the result. A turn without a call is your answer."
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """`[result of search]` and the result."""
-        told = zip(calls, results, strict=True)
-        return [join_results([(f"{_RESULT}{call.name}]\n", result, "") for call, result in told])]
-
 
 def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Call]]:
-    """Yield the calls of a turn, each with its begin and end. Raises FormatError."""
     blocks = fenced_blocks(text)
     block = next(blocks, None)
     position = last = 0
@@ -88,12 +78,10 @@ def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Cal
             continue
         position = end
         if call is not None:
-            if doubled:
-                closing = skip_space(text, end)
-                position = closing + 1 if text.startswith("}", closing) else end
+            if doubled and text.startswith("}", closing := skip_space(text, end)):
+                position = closing + 1
             # a fence that opens the first call in it is part of the call
-            fenced = block is not None and last <= block.begin <= begin
-            if fenced and block is not None and not text[block.code : begin].strip(" \t\r\n["):
+            if block is not None and last <= block.begin <= begin and not text[block.code : begin].strip(" \t\r\n["):
                 begin = block.begin
             last = position
             yield begin, position, call

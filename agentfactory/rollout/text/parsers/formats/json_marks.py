@@ -8,26 +8,21 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object, read_object
-from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match, read_call_object, read_object
+from agentfactory.rollout.text.parsers.parser import Arguments, Call, Reading
 from agentfactory.rollout.text.parsers.values import KINDS, read_json, skip_space
 
 
-class Hermes(NativeParser):
-    """`<tool_call>{"name": "search", "arguments": {"query": "rain"}}</tool_call>`, once per call."""
+class Hermes(Blocks):
+    """`<tool_call>{"name": "search", "arguments": {"query": "rain"}}</tool_call>`, once per call. BREAK is the text on
+    both sides of the object."""
 
-    OPEN: ClassVar[str] = "<tool_call>"
-    CLOSE: ClassVar[str] = "</tool_call>"
-    BREAK: ClassVar[str] = "\n"
-    """Text on both sides of the object."""
+    OPEN, CLOSE, BREAK = "<tool_call>", "</tool_call>", "\n"
 
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        def read_call(position: int) -> tuple[list[Call], int]:
-            value, end = read_json(text, skip_space(text, position))
-            end = expect(text, end, self.CLOSE, "the JSON object")
-            return [read_call_object(value, "arguments")], end
-
-        return read_blocks(text, self.OPEN, self.CLOSE, read_call)
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        value, end = read_json(text, skip_space(text, position))
+        end = expect(text, end, self.CLOSE, "the JSON object")
+        return [read_call_object(value, "arguments")], end
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         objects = [json.dumps({"name": n, "arguments": arguments}, ensure_ascii=False) for n, arguments in calls]
@@ -39,37 +34,28 @@ class Hermes(NativeParser):
 
 
 class GigaChat(Hermes):
-    """`<|function_call|>{"name": "search", "arguments": {"query": "rain"}}`."""
-
     OPEN, CLOSE, BREAK = "<|function_call|>", "", ""
 
 
-class JsonList(NativeParser):
-    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list.
-    Subclasses set the two tags; `CLOSE` may be empty."""
+class JsonList(Blocks):
+    """`OPEN[{"name": "search", "arguments": {"query": "rain"}}]CLOSE`: all calls of a turn are one JSON list. LONE: a
+    call may be without the list. CLOSE_ENDS_TURN: CLOSE is the end-of-turn token, which a turn's text does not have."""
 
-    OPEN: ClassVar[str]
-    CLOSE: ClassVar[str]
     LONE: ClassVar[bool] = False
-    """True if a call may be written without the list."""
     CLOSE_ENDS_TURN: ClassVar[bool] = False
-    """True if `CLOSE` is the turn's end-of-turn token, which a turn's text does not include."""
 
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        def read_list(position: int) -> tuple[list[Call], int]:
-            value, end = read_json(text, skip_space(text, position))
-            if self.LONE and isinstance(value, dict):
-                value = [value]
-            if not isinstance(value, list):
-                raise ValueError(f"expected a JSON list of calls, not {KINDS[type(value)]}")
-            if not value:
-                raise ValueError("the list of calls is empty")
-            calls = [self.read_call(call) for call in value]
-            if not self.CLOSE or (self.CLOSE_ENDS_TURN and skip_space(text, end) == len(text)):
-                return calls, end
-            return calls, expect(text, end, self.CLOSE, "the list of calls")
-
-        return read_blocks(text, self.OPEN, self.CLOSE, read_list)
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        value, end = read_json(text, skip_space(text, position))
+        if self.LONE and isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list):
+            raise ValueError(f"expected a JSON list of calls, not {KINDS[type(value)]}")
+        if not value:
+            raise ValueError("the list of calls is empty")
+        calls = [self.read_call(call) for call in value]
+        if not self.CLOSE or (self.CLOSE_ENDS_TURN and skip_space(text, end) == len(text)):
+            return calls, end
+        return calls, expect(text, end, self.CLOSE, "the list of calls")
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         objects = [self.write_call(*call) for call in calls]
@@ -80,11 +66,9 @@ class JsonList(NativeParser):
         return f"Write the calls as {self.OPEN}[{call}]{self.CLOSE}"
 
     def read_call(self, call: object) -> Call:
-        """Parse an element of the list. Raises ValueError with a message for the model."""
         return read_call_object(call, "arguments", "parameters")
 
     def write_call(self, name: str, arguments: Arguments) -> dict[str, Any]:
-        """Return an element of the list."""
         return {"name": name, "arguments": arguments}
 
 
@@ -110,16 +94,13 @@ class Apertus(JsonList):
 
 class Cohere(JsonList):
     """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "search", "parameters": {"query": "rain"}}]<|END_ACTION|>`.
-    Text is between marks, too."""
+    Text is between marks, too; within a call, these are part of its arguments."""
 
     OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
     TEXT_MARKS = re.compile(r"<\|(?:START|END)_(?:TEXT|RESPONSE)\|>")
-
-    def call_id(self, name: str, number: int) -> str:
-        return str(number)
+    call_ids = "{number}"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """Marks of text within a call are part of its arguments."""
         found = super().read(text, specs)
         return replace(found, content=self.TEXT_MARKS.sub("", found.content).strip())
 
@@ -131,35 +112,25 @@ class Cohere(JsonList):
 
 
 class Granite(JsonList):
-    """`<|tool_call|>[{"name": "search", "arguments": {"query": "rain"}}]`."""
-
     OPEN, CLOSE = "<|tool_call|>", ""
     marks = ("<|tool_call|>",)
 
 
 class Hunyuan(JsonList):
-    """`<tool_calls>[{"name": "search", "arguments": {"query": "rain"}}]</tool_calls>`."""
-
     OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
 
 
 class Nemotron(JsonList):
-    """`<TOOLCALL>[{"name": "search", "arguments": {"query": "rain"}}]</TOOLCALL>`."""
-
     OPEN, CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 
 
 class Phi4(JsonList):
-    """`<|tool_call|>[{"name": "search", "arguments": {"query": "rain"}}]<|/tool_call|>`. llama.cpp's template for it
-    writes each call separately, without the list."""
-
+    # llama.cpp's template for it writes each call separately
     OPEN, CLOSE, LONE = "<|tool_call|>", "<|/tool_call|>", True
     marks = ("<|tool_call|>", "<|/tool_call|>")
 
 
 class Phi4Mini(JsonList):
-    """`functools[{"name": "search", "arguments": {"query": "rain"}}]`."""
-
     OPEN, CLOSE = "functools", ""
 
 
@@ -168,40 +139,28 @@ class MistralV3(JsonList):
     the ids."""
 
     OPEN, CLOSE = "[TOOL_CALLS]", ""
-
-    def call_id(self, name: str, number: int) -> str:
-        """Return nine digits, since Mistral's templates require nine letters or digits."""
-        return f"{number:09d}"
+    call_ids = "{number:09d}"  # Mistral's templates require nine letters or digits
 
 
-class Mistral(NativeParser):
+class Mistral(MistralV3):
     """`[TOOL_CALLS]search[ARGS]{"query": "rain"}`, once per call, from tokenizers v11 on. `[CALL_ID]` and an id may
     follow the name. The source is PyPI `mistral-common`."""
 
-    OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    # nothing closes a call, but an [ARGS] outside a call is refused, as a closing tag without its opening one is
+    CLOSE, CALL_ID = "[ARGS]", "[CALL_ID]"
     NAME, ID = re.compile(r"\s*([^\s\[\]{}]+)\s*"), re.compile(r"[A-Za-z0-9]{9}")
 
-    def call_id(self, name: str, number: int) -> str:
-        return f"{number:09d}"
-
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        def read_call(position: int) -> tuple[list[Call], int]:
-            name = self.NAME.match(text, position)
-            if name is None:
-                raise ValueError(f"no tool's name after {self.OPEN}")
-            position = name.end()
-            if text.startswith(self.CALL_ID, position):
-                identity = self.ID.match(text, position + len(self.CALL_ID))
-                if identity is None:
-                    raise ValueError(f"no id of nine letters or digits after {self.CALL_ID}")
-                position = identity.end()
-            arguments, end = read_object(text, expect(text, position, self.ARGS, "the name"))
-            return [(name[1], arguments)], end
-
-        return read_blocks(text, self.OPEN, self.ARGS, read_call)
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        name = match(self.NAME, text, position, f"no tool's name after {self.OPEN}")
+        position = name.end()
+        if text.startswith(self.CALL_ID, position):
+            position += len(self.CALL_ID)
+            position = match(self.ID, text, position, f"no id of nine letters or digits after {self.CALL_ID}").end()
+        arguments, end = read_object(text, expect(text, position, self.CLOSE, "the name"))
+        return [(name[1], arguments)], end
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        return "".join(f"{self.OPEN}{name}{self.ARGS}{json.dumps(given, ensure_ascii=False)}" for name, given in calls)
+        return "".join(f"{self.OPEN}{name}{self.CLOSE}{json.dumps(given, ensure_ascii=False)}" for name, given in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        return f"Write each call as {self.OPEN}tool_name{self.ARGS}{{...}}, with the arguments as a JSON object"
+        return f"Write each call as {self.OPEN}tool_name{self.CLOSE}{{...}}, with the arguments as a JSON object"

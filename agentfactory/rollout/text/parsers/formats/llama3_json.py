@@ -10,15 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_call_object, read_object
-from agentfactory.rollout.text.parsers.parser import (
-    Call,
-    FormatError,
-    NativeParser,
-    Reading,
-    find_spec,
-    sole_parameter,
-)
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match, read_call_object, read_object
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, NativeParser, Reading, find_spec, sole_parameter
 from agentfactory.rollout.text.parsers.values import read_json, skip_space, whole_object
 
 TAG = "<|python_tag|>"
@@ -69,37 +62,30 @@ def _is_call(value: object) -> bool:
     return isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
 
 
-class Functionary(NativeParser):
+class Functionary(Blocks):
     """`<function=search>{"query": "rain"}</function>`, once per call. A call of the tool `python` may be the rest of
-    the turn, after `<|python_tag|>`."""
+    the turn, after `<|python_tag|>`: its arguments as JSON, as the template writes them, or its code."""
 
     OPEN, CLOSE = "<function=", "</function>"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        def read_call(position: int) -> tuple[list[Call], int]:
-            name = _NAME.match(text, position)
-            if name is None:
-                raise ValueError(f"no tool's name and > after {self.OPEN}")
-            arguments, end = read_object(text, name.end())
-            return [(name[1], arguments)], expect(text, end, self.CLOSE, "the JSON object")
-
-        found = read_blocks(text, self.OPEN, self.CLOSE, read_call)
+        found = super().read(text, specs)
         words, tag, code = found.content.partition(TAG)
         if not tag:
             return found
-        return replace(found, content=words.rstrip(), calls=[*found.calls, _python_call(code.strip(), specs)])
+        arguments, _ = whole_object(code.strip())
+        if arguments is None:
+            spec = find_spec("python", specs)
+            arguments = {(spec and sole_parameter(spec)) or "code": code.strip()}
+        return replace(found, content=words.rstrip(), calls=[*found.calls, ("python", arguments)])
+
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        name = match(_NAME, text, position, f"no tool's name and > after {self.OPEN}")
+        arguments, end = read_object(text, name.end())
+        return [(name[1], arguments)], expect(text, end, self.CLOSE, "the JSON object")
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         return "".join(f"{self.OPEN}{n}>{json.dumps(given, ensure_ascii=False)}{self.CLOSE}" for n, given in calls)
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
         return f"Write each call as {self.OPEN}tool_name>{{...}}{self.CLOSE}, with the arguments as a JSON object"
-
-
-def _python_call(text: str, specs: Sequence[ToolSpec]) -> Call:
-    """Parse a call of the tool `python` from its arguments as JSON, as the template writes them, or from its code."""
-    arguments, _ = whole_object(text)
-    if arguments is not None:
-        return "python", arguments
-    spec = find_spec("python", specs)
-    return "python", {(spec and sole_parameter(spec)) or "code": text}

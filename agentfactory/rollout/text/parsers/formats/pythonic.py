@@ -1,8 +1,7 @@
-"""Pythonic calls: `[search(query="rain", limit=3), look()]`.
+"""Pythonic calls, `[search(query="rain", limit=3), look()]`, whose values are Python literals or JSON.
 
 LFM2 and Llama 4 write them between tags, with other text allowed outside; Llama 3.2 writes the bare list as the whole
-turn. LFM2 can also write the list as JSON. Values are Python literals or JSON. A small parser reads them in linear
-time, because Python's own parser can exhaust time and stack on model output.
+turn. LFM2 can also write the list as JSON. Python's own parser can exhaust time and stack on model output.
 """
 
 import re
@@ -26,11 +25,12 @@ _TOKEN = re.compile(
 )
 _ESCAPE = re.compile(r"\\(?:\n|([\\'\"abfnrtv])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3}))")
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_BRACKETS = {"[": "]", "(": ")", "{": "}"}
 _CONSTANTS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 
 
 class Pythonic(NativeParser):
-    """`[search(query="rain")]`, or the same between `<|tool_call_start|>` and `<|tool_call_end|>`."""
+    """`[search(query="rain")]` as the whole turn, or between `<|tool_call_start|>` and `<|tool_call_end|>`."""
 
     marks = TAGS[0]
 
@@ -38,7 +38,6 @@ class Pythonic(NativeParser):
         return f"{TAGS[0][0]}{self.write(calls, specs)}{TAGS[0][1]}"
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """A bare list counts as calls only if it is the whole turn."""
         tags = next((tags for tags in TAGS if tags[0] in text or tags[1] in text), None)
         if tags is None:
             words = text.strip()
@@ -64,7 +63,6 @@ class Pythonic(NativeParser):
         return read_blocks(text, opening, closing, read_list)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """Writes a bare list."""
         for name in [name for name, _ in calls] + [key for _, arguments in calls for key in arguments]:
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} cannot be the name of a function or an argument")
@@ -108,8 +106,7 @@ class _Reader:
         calls: list[Call] = []
         while self.kind != "]" or not calls:
             calls.append(self.call())
-            if self.kind != "]":
-                self.take(",")
+            self.separate("]")
         return calls, self.end
 
     def call(self) -> Call:
@@ -124,46 +121,39 @@ class _Reader:
                 raise ValueError(f"the argument {key} of {name} is given twice")
             self.take("=")
             arguments[key] = self.value(0)
-            if self.kind != ")":
-                self.take(",")
+            self.separate(")")
         self.advance()
         return name, arguments
+
+    def separate(self, closing: str) -> None:
+        """Take the comma between two items, or after the last one before `closing`."""
+        if self.kind != closing:
+            self.take(",")
 
     def value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
-        token = self.token
-        if self.kind == "{":
-            return self.mapping(depth)
-        if self.kind in ("[", "("):
-            self.advance()
-            items = []
-            closing = "]" if token == "[" else ")"
-            while self.kind != closing:
-                items.append(self.value(depth + 1))
-                if self.kind != closing:
-                    self.take(",")
-            self.advance()
-            return items
-        if self.kind == "name" and token in _CONSTANTS:
-            self.advance()
-            return _CONSTANTS[token]
-        if self.kind == "number":
-            self.advance()
+        kind, token = self.kind, self.token
+        if kind not in (*_BRACKETS, "number") and not (kind == "name" and token in _CONSTANTS):
+            return _unquote(self.take("string"))
+        self.advance()
+        if kind == "number":
             return read_number(token, " is no number, or too large")
-        return _unquote(self.take("string"))
-
-    def mapping(self, depth: int) -> dict[str, Any]:
+        if kind == "name":
+            return _CONSTANTS[token]
+        items: list[Any] = []
+        named: dict[str, Any] = {}
+        closing = _BRACKETS[kind]
+        while self.kind != closing:
+            if kind == "{":
+                key = _unquote(self.take("string"))
+                self.take(":")
+                named[key] = self.value(depth + 1)
+            else:
+                items.append(self.value(depth + 1))
+            self.separate(closing)
         self.advance()
-        items = {}
-        while self.kind != "}":
-            key = _unquote(self.take("string"))
-            self.take(":")
-            items[key] = self.value(depth + 1)
-            if self.kind != "}":
-                self.take(",")
-        self.advance()
-        return items
+        return named if kind == "{" else items
 
 
 def _unquote(token: str) -> str:

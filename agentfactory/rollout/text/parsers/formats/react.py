@@ -3,21 +3,11 @@
 import json
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.text.parsers.parser import (
-    Arguments,
-    Call,
-    FormatError,
-    Parser,
-    Reading,
-    describe,
-    find_spec,
-    join_results,
-    parameters,
-    sole_parameter,
-)
+from agentfactory.base.messages import ToolSpec
+from agentfactory.rollout.text.parsers import Arguments, Call, FormatError, Parser, Reading
+from agentfactory.rollout.text.parsers.blocks import join_parts
+from agentfactory.rollout.text.parsers.parser import find_spec, parameters, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 _LABEL = re.compile(r"^[ \t]*+(Thought|Action Input|Action|Observation|Final Answer)[ \t]*+:", re.MULTILINE)
@@ -25,20 +15,19 @@ _ANSWER_FORM = "Thought: ...\nFinal Answer: the answer"
 
 
 class React(Parser):
-    """One action per turn: `Action: search` and `Action Input: {"query": "rain"}` on separate lines."""
+    """One action per turn: `Action: search` and `Action Input: {"query": "rain"}` on separate lines. An input that is
+    not a JSON object is the value of the tool's only parameter, or its only required one."""
 
     stops = ("\nObservation:",)
+    around_result = "Observation: ", ""
+    after_form = "\nAfter an action you are told its result as Observation: ..."
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """An input that is not a JSON object is the value of the tool's only parameter, or its only
-        required one."""
         found = list(_LABEL.finditer(text))
         labels = [match[1] for match in found]
-        bodies = [text[a.end() : b.start()].strip() for a, b in pairwise(found)]
-        bodies += [text[match.end() :].strip() for match in found[-1:]]
-        words = [text[: found[0].start()].strip()] if found else [text.strip()]
-        words += [body for label, body in zip(labels, bodies, strict=True) if label == "Thought"]
-        content = "\n".join(part for part in words if part)
+        edges = [0, *(edge for match in found for edge in match.span()), len(text)]
+        first, *bodies = [text[start:end].strip() for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        content = join_parts([first, *(body for label, body in zip(labels, bodies, strict=True) if label == "Thought")])
         if "Observation" in labels:
             raise FormatError("The turn has an Observation: those come from the tools, after the turn")
         if "Final Answer" in labels:
@@ -58,7 +47,6 @@ class React(Parser):
         return Reading(content, [(name, _arguments(name, bodies[-1], specs))])
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
-        """Raises ValueError for several calls."""
         if len(calls) != 1:
             raise ValueError(f"react has one action a turn, not {len(calls)}")
         name, arguments = calls[0]
@@ -72,13 +60,7 @@ class React(Parser):
         return f"Write either\n{call}\nor\n{_ANSWER_FORM}" if specs else f"Write\n{_ANSWER_FORM}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        if not specs:
-            return self.form(specs)
-        return f"{describe(specs)}\n\n{self.form(specs)}\nAfter an action you are told its result as Observation: ..."
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """`Observation: ...`."""
-        return [join_results([("Observation: ", result, "") for result in results])]
+        return super().instructions(specs) or self.form(specs)
 
 
 def _arguments(name: str, text: str, specs: Sequence[ToolSpec]) -> Arguments:

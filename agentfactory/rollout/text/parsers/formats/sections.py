@@ -9,39 +9,31 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks, read_object
-from agentfactory.rollout.text.parsers.parser import Arguments, Call, NativeParser, Reading
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect, match, read_object
+from agentfactory.rollout.text.parsers.parser import Arguments, Call
 from agentfactory.rollout.text.parsers.values import skip_space
 
 _NAME = re.compile(r"\s*([^\s<>｜]+)[^\S\n]*")
 _ID = re.compile(r"\s*((?:functions\.)?([^\s<>:]+):\d+)\s*")
 
 
-class Section(NativeParser):
-    """Calls between the tags CALL and CALL_END, in a section between OPEN and CLOSE. Subclasses set the tags."""
+class Section(Blocks):
+    """Calls between the tags CALL and CALL_END, with SEPARATOR before the arguments, in a section between OPEN and
+    CLOSE. BETWEEN is the text between calls."""
 
-    OPEN: ClassVar[str]
-    CLOSE: ClassVar[str]
     CALL: ClassVar[str]
     CALL_END: ClassVar[str]
     SEPARATOR: ClassVar[str]
-    """Tag before the arguments."""
     BETWEEN: ClassVar[str] = ""
-    """Text between calls."""
 
-    def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        ids: list[str] = []
-
-        def read_section(position: int) -> tuple[list[Call], int]:
-            calls: list[Call] = []
-            position = skip_space(text, position)
-            while not calls or text.startswith(self.CALL, position):
-                call, position = self.read_call(text, expect(text, position, self.CALL, self.OPEN), ids)
-                calls.append(call)
-                position = skip_space(text, expect(text, position, self.CALL_END, "the arguments"))
-            return calls, expect(text, position, self.CLOSE, self.CALL_END)
-
-        return read_blocks(text, self.OPEN, self.CLOSE, read_section, ids)
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        calls: list[Call] = []
+        position = skip_space(text, position)
+        while not calls or text.startswith(self.CALL, position):
+            call, position = self.read_call(text, expect(text, position, self.CALL, self.OPEN), ids)
+            calls.append(call)
+            position = skip_space(text, expect(text, position, self.CALL_END, "the arguments"))
+        return calls, expect(text, position, self.CLOSE, self.CALL_END)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         written = [f"{self.CALL}{self.write_call(number, *call)}{self.CALL_END}" for number, call in enumerate(calls)]
@@ -51,8 +43,7 @@ class Section(NativeParser):
         return f"Write calls as {self.write([('tool_name', {'argument_name': 'value'})], specs)}"
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
-        """Return the call at `position`, and the end position of its arguments. Append its id, if it has one, to `ids`.
-        Raises ValueError."""
+        """Return the call at `position`, and the end of its arguments; append its id, if any, to `ids`."""
         raise NotImplementedError
 
     def write_call(self, number: int, name: str, arguments: Arguments) -> str:
@@ -67,25 +58,24 @@ class DeepSeekV31(Section):
     CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
-        name, position = _name(text, position, self.CALL)
-        arguments, end = read_object(text, expect(text, position, self.SEPARATOR, "the name"))
-        return (name, arguments), end
+        name = match(_NAME, text, position, f"no tool's name after {self.CALL}")
+        arguments, end = read_object(text, expect(text, name.end(), self.SEPARATOR, "the name"))
+        return (name[1], arguments), end
 
     def write_call(self, number: int, name: str, arguments: Arguments) -> str:
         return f"{name}{self.SEPARATOR}{json.dumps(arguments, ensure_ascii=False)}"
 
 
 class DeepSeekV3(DeepSeekV31):
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>search`, the arguments in a `json` code block, and
-    `<｜tool▁call▁end｜>`."""
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>search`, arguments in a `json` code block, `<｜tool▁call▁end｜>`."""
 
     BETWEEN = "\n"
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
         position = expect(text, expect(text, position, "function", self.CALL), self.SEPARATOR, "function")
-        name, position = _name(text, position, self.SEPARATOR)
-        arguments, end = read_object(text, expect(text, position, "```json", "the name"))
-        return (name, arguments), expect(text, end, "```", "the arguments")
+        name = match(_NAME, text, position, f"no tool's name after {self.SEPARATOR}")
+        arguments, end = read_object(text, expect(text, name.end(), "```json", "the name"))
+        return (name[1], arguments), expect(text, end, "```", "the arguments")
 
     def write_call(self, number: int, name: str, arguments: Arguments) -> str:
         return f"function{self.SEPARATOR}{name}\n```json\n{json.dumps(arguments, ensure_ascii=False)}\n```"
@@ -93,19 +83,14 @@ class DeepSeekV3(DeepSeekV31):
 
 class Kimi(Section):
     """`<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "rain"}<|tool_call_end|>`, in a
-    section of calls. A call's id, `functions.NAME:NUMBER`, names the tool, and its result refers to the id. The number
-    counts the conversation's calls from 0."""
+    section. A result refers to its call's id, `functions.NAME:NUMBER`, whose number counts the conversation's calls."""
 
     OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, SEPARATOR, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-
-    def call_id(self, name: str, number: int) -> str:
-        return f"functions.{name}:{number}"
+    call_ids = "functions.{name}:{number}"
 
     def read_call(self, text: str, position: int, ids: list[str]) -> tuple[Call, int]:
-        found = _ID.match(text, position)
-        if found is None:
-            raise ValueError(f"no id such as functions.tool_name:0 after {self.CALL}")
+        found = match(_ID, text, position, f"no id such as functions.tool_name:0 after {self.CALL}")
         arguments, end = read_object(text, expect(text, found.end(), self.SEPARATOR, "the id"))
         ids.append(found[1])
         return (found[2], arguments), end
@@ -116,10 +101,3 @@ class Kimi(Section):
     def form(self, specs: Sequence[ToolSpec]) -> str:
         call = f"{self.CALL}functions.tool_name:0{self.SEPARATOR}{{...}}{self.CALL_END}"
         return f"Write calls as {self.OPEN}{call}{self.CLOSE}"
-
-
-def _name(text: str, position: int, after: str) -> tuple[str, int]:
-    found = _NAME.match(text, position)
-    if found is None:
-        raise ValueError(f"no tool's name after {after}")
-    return found[1], found.end()

@@ -10,16 +10,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from agentfactory.base.messages import ToolSpec
-from agentfactory.rollout.text.parsers.blocks import expect, read_blocks
-from agentfactory.rollout.text.parsers.parser import (
-    Arguments,
-    Call,
-    FormatError,
-    NativeParser,
-    Reading,
-    find_spec,
-    parameter_schema,
-)
+from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect
+from agentfactory.rollout.text.parsers.parser import Arguments, Call, FormatError, Reading, find_spec, parameter_schema
 from agentfactory.rollout.text.parsers.values import convert, read_json, skip_space, write_value
 
 _PLACES = {
@@ -29,52 +21,49 @@ _PLACES = {
 }
 
 
-class TaggedValues(NativeParser):
-    """Subclasses give the text around calls, around the parameters of a call, and around a value, as the template
-    writes it. Line breaks in it may be missing in a model's turn. `{text}` says whether the value is text or JSON."""
+class TaggedValues(Blocks):
+    """Subclasses give the text around and between calls, around the parameters of a call, and around a value, as the
+    template writes it. Line breaks in it may be missing in a model's turn. `{text}` says whether the value is text or
+    JSON. ONE: each call has a block of its own. Values of unknown tools are strings, unless the call has their type."""
 
     BLOCK: ClassVar[tuple[str, str]]
     CALL: ClassVar[tuple[str, str]]
     PARAMETER: ClassVar[tuple[str, str]]
     ONE: ClassVar[bool] = False
-    """True if each call has a block of its own."""
     BETWEEN: ClassVar[str] = ""
-    """Text between two calls."""
 
     def __init__(self) -> None:
-        self._open, self._close = (tag.strip() for tag in self.BLOCK)
+        self.OPEN, self.CLOSE = (tag.strip() for tag in self.BLOCK)
         self._call_end, self._value_end = self.CALL[1].strip(), self.PARAMETER[1].strip()
         self._call, self._parameter = _pattern(self.CALL[0]), _pattern(self.PARAMETER[0])
         self._call_begin, begin = (tags[0].partition("{")[0] for tags in (self.CALL, self.PARAMETER))
         # a closing tag inside a value, as in XML code, does not precede another parameter or the end of the call
         tag, space, _ = begin.partition(" ")
         parameter = re.escape(tag) + r"\s" * bool(space)
-        call_end = re.escape(self._call_end or self._close)
+        call_end = re.escape(self._call_end or self.CLOSE)
         self._ending = re.compile(rf"{re.escape(self._value_end)}(?=\s*(?:{parameter}|{call_end}))")
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """Values of tools or parameters missing in `specs` are strings, unless the call has their type."""
-
-        def read_block(position: int) -> tuple[list[Call], int]:
-            calls: list[Call] = []
-            position = skip_space(text, position)
-            while not calls or not (self.ONE or text.startswith(self._close, position)):
-                found = self._call.match(text, position)
-                if found is None:
-                    where = f"where a call or {self._close} has to be" if calls else f"after {self._open}"
-                    raise ValueError(f"no {self.CALL[0].strip().format(name='name')} {where}")
-                arguments, position = self._read_arguments(text, found.end(), find_spec(found["name"], specs))
-                after = f"the parameters of {found['name']}"
-                if self._call_end:
-                    position, after = expect(text, position, self._call_end, after), self._call_end
-                calls.append((found["name"], arguments))
-                position = skip_space(text, position)
-            return calls, expect(text, position, self._close, after)
-
-        found = read_blocks(text, self._open, self._close, read_block)
+        found = super().read(text, specs)
         if self.ONE and self._call_begin and self._call_begin in found.content:
-            raise FormatError(f"Malformed tool call: {self._call_begin} without {self._open} before it")
+            raise FormatError(f"Malformed tool call: {self._call_begin} without {self.OPEN} before it")
         return found
+
+    def read_block(self, text: str, position: int, specs: Sequence[ToolSpec], ids: list[str]) -> Block:
+        calls: list[Call] = []
+        position = skip_space(text, position)
+        while not calls or not (self.ONE or text.startswith(self.CLOSE, position)):
+            found = self._call.match(text, position)
+            if found is None:
+                where = f"where a call or {self.CLOSE} has to be" if calls else f"after {self.OPEN}"
+                raise ValueError(f"no {self.CALL[0].strip().format(name='name')} {where}")
+            arguments, position = self._read_arguments(text, found.end(), find_spec(found["name"], specs))
+            after = f"the parameters of {found['name']}"
+            if self._call_end:
+                position, after = expect(text, position, self._call_end, after), self._call_end
+            calls.append((found["name"], arguments))
+            position = skip_space(text, position)
+        return calls, expect(text, position, self.CLOSE, after)
 
     def _read_arguments(self, text: str, position: int, spec: ToolSpec | None) -> tuple[Arguments, int]:
         arguments: Arguments = {}
@@ -107,11 +96,12 @@ class TaggedValues(NativeParser):
         return self.BLOCK[0] + self.BETWEEN.join(written) + self.BLOCK[1]
 
     def _write(self, arguments: Arguments) -> str:
-        begin, end = self.PARAMETER
-        texts = {key: f' string="{json.dumps(isinstance(value, str))}"' for key, value in arguments.items()}
-        return "".join(
-            f"{begin.format(key=key, text=texts[key])}{write_value(value)}{end}" for key, value in arguments.items()
-        )
+        written = ""
+        for key, value in arguments.items():
+            is_text = json.dumps(isinstance(value, str))
+            begin = self.PARAMETER[0].format(key=key, text=f' string="{is_text}"')
+            written += begin + write_value(value) + self.PARAMETER[1]
+        return written
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
         call = self.write([("tool_name", {"parameter_name": "value"})], specs)
@@ -119,8 +109,6 @@ class TaggedValues(NativeParser):
 
 
 class Qwen3Coder(TaggedValues):
-    """`<tool_call>`, `<function=search>`, `<parameter=query>`, a value, and the closing tags, each on a line."""
-
     BLOCK = "<tool_call>\n", "</tool_call>"
     CALL = "<function={name}>\n", "</function>\n"
     PARAMETER = "<parameter={key}>\n", "\n</parameter>\n"
@@ -128,8 +116,6 @@ class Qwen3Coder(TaggedValues):
 
 
 class SeedOss(Qwen3Coder):
-    """The same between `<seed:tool_call>` tags, without line breaks around values."""
-
     BLOCK = "<seed:tool_call>\n", "</seed:tool_call>"
     PARAMETER = "<parameter={key}>", "</parameter>\n"
 
@@ -155,8 +141,6 @@ class Hy3(TaggedValues):
 
 
 class MiniMax(TaggedValues):
-    """`<minimax:tool_call>`, then `<invoke name="search">`, `<parameter name="query">rain</parameter>`, `</invoke>`."""
-
     BLOCK = "<minimax:tool_call>\n", "</minimax:tool_call>"
     CALL = '<invoke name="{name}">\n', "</invoke>\n"
     PARAMETER = '<parameter name="{key}">', "</parameter>\n"
@@ -172,8 +156,6 @@ class DeepSeekV32(TaggedValues):
 
 
 class DeepSeekV4(DeepSeekV32):
-    """The same as DeepSeek V3.2, between `<｜DSML｜tool_calls>` tags."""
-
     BLOCK = "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
 
 

@@ -4,33 +4,27 @@ single argument; `<answer>...</answer>` is the final answer."""
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import Message, ToolCall, ToolResult, ToolSpec
-from agentfactory.rollout.text.parsers.parser import (
-    Arguments,
-    Call,
-    FormatError,
-    Parser,
-    Reading,
-    describe,
-    find_spec,
-    join_results,
-    parameters,
-    sole_parameter,
-)
+from agentfactory.base.messages import ToolSpec
+from agentfactory.rollout.text.parsers import Arguments, Call, FormatError, Parser, Reading
+from agentfactory.rollout.text.parsers.blocks import join_parts
+from agentfactory.rollout.text.parsers.parser import find_spec, parameters, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 ANSWER, RESULT = "answer", "information"
 
 
 class Tags(Parser):
-    """A format with tools' names as tags. The body is the only argument, or a JSON object of all arguments."""
+    """A format with tools' names as tags. The body is the only argument, or a JSON object of all arguments. Other tags
+    are ordinary text."""
 
     stops = (f"<{RESULT}>",)
+    around_result = f"<{RESULT}>", f"</{RESULT}>"
+    after_form = f"\nAfter a call you are told its result in <{RESULT}>."
 
     def read(self, text: str, specs: Sequence[ToolSpec]) -> Reading:
-        """Tags other than tools, the answer and results are ordinary text."""
         by_name = {spec.name: spec for spec in specs}
         names = "|".join(map(re.escape, sorted([*by_name, ANSWER, RESULT], key=len, reverse=True)))
         tag = re.compile(f"<(/?)({names})>")
@@ -59,7 +53,7 @@ class Tags(Parser):
             raise FormatError(f"The turn has a call and an <{ANSWER}>: write one of them")
         if not calls and answer is None:
             raise FormatError(f"The turn has neither a call nor an <{ANSWER}>")
-        return Reading("\n".join(part.strip() for part in outside if part.strip()), calls, answer=answer)
+        return Reading(join_parts(outside), calls, answer=answer)
 
     def write(self, calls: Sequence[Call], specs: Sequence[ToolSpec]) -> str:
         return "\n".join(f"<{name}>{_body(arguments, find_spec(name, specs))}</{name}>" for name, arguments in calls)
@@ -73,34 +67,22 @@ class Tags(Parser):
         return f"Write {' or '.join(tags)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """Raises ValueError for a tool whose name the format reserves."""
-        if taken := [spec.name for spec in specs if spec.name in (ANSWER, RESULT)]:
-            raise SettingError(
-                "rollout.parser", f"tags has <{taken[0]}> for itself", f"give the tool {taken[0]} another name"
-            )
-        if not specs:
-            return self.form(specs)
-        return f"{describe(specs)}\n\n{self.form(specs)}\nAfter a call you are told its result in <{RESULT}>."
-
-    def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """Each result in `<information>`."""
-        return [join_results([(f"<{RESULT}>", result, f"</{RESULT}>") for result in results])]
+        for name in (spec.name for spec in specs if spec.name in (ANSWER, RESULT)):
+            raise SettingError("rollout.parser", f"tags has <{name}> for itself", f"give the tool {name} another name")
+        return super().instructions(specs) or self.form(specs)
 
 
 def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
     """Return the only argument unchanged, if it can be parsed back; otherwise JSON without closing tags."""
     if spec is not None and len(arguments) == 1:
         (value,) = arguments.values()
-        try:
+        with suppress(FormatError):
             if isinstance(value, str) and f"</{spec.name}>" not in value and _arguments(value, spec) == arguments:
                 return value
-        except FormatError:
-            pass
     return json.dumps(arguments, ensure_ascii=False).replace("</", "<\\/") if arguments else ""
 
 
 def _arguments(body: str, spec: ToolSpec) -> Arguments:
-    """Parse a call's arguments from its body."""
     known = parameters(spec)
     sole = sole_parameter(spec)
     body = body.strip()
