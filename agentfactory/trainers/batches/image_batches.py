@@ -23,7 +23,6 @@ class Images:
     inputs: Inputs
     """Pixels, and the network's other inputs for images."""
     counts: tuple[int, ...]
-    """Each image's number of features."""
     places: tuple[int, ...]
     """Index of the image at each image position of the input, row by row; empty if the image is only encoded to keep a
     process in step with others."""
@@ -36,10 +35,9 @@ KEPT_BYTES = 256 * 2**20
 
 
 class ImageLoader:
-    """A loader of images for micro-batches from a run's store."""
+    """A loader of images for micro-batches from the ImageStore in `folder`; None if no row has images."""
 
     def __init__(self, model: str, vision: Vision, folder: Path | None) -> None:
-        """`folder` is the store's folder; None if no row has images."""
         self._maker = PixelMaker(model, vision)
         self._vision = vision
         self._store = ImageStore(folder) if folder is not None else None
@@ -79,7 +77,6 @@ class ImageLoader:
         return Images(inputs, counts, places, None if rotary is None else rotary.to(device))
 
     def _read(self, digest: str, grid: Grid) -> Inputs:
-        """Return the network's inputs for one image."""
         kept = self._kept.get(digest)
         if kept is not None:
             return kept
@@ -103,8 +100,8 @@ def images_beside(saved: Path) -> Path:
 def merge_keys(
     rows: Sequence[Int[np.ndarray, "tokens"]], images: Sequence[Sequence[ImageSpan]]
 ) -> list[Int[np.ndarray, "tokens"]]:
-    """Return keys that replace each row's ids in comparisons of prefixes: image tokens have the same id in every image,
-    so their key is their image's number, below 0."""
+    """Return keys that replace each row's ids in comparisons of prefixes: an image token's key is its image's number,
+    below 0, since its id is the same in every image."""
     numbers: dict[str, int] = {}
     keys = []
     for ids, spans in zip(rows, images, strict=True):

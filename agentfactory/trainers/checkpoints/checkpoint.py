@@ -1,6 +1,4 @@
-"""The checkpoints of a run: schedule, pruning, and resuming. They are folders that transformers, peft, the server and
-the next stage load unchanged, and from which training resumes exactly.
-"""
+"""The checkpoints of a run: schedule, pruning, and resuming."""
 
 import logging
 import re
@@ -42,7 +40,6 @@ class TrainState:
     step: int = 0
     """Number of finished steps; also the version of the weights."""
     seconds: float = 0.0
-    """Time spent in these steps."""
     trained: set[str] = field(default_factory=set)
     """Ids of all groups that were trained (rank 0)."""
     groups: list[str] = field(default_factory=list)
@@ -50,15 +47,13 @@ class TrainState:
     labels: dict[str, int] = field(default_factory=dict)
     """The servers' labels of the versions; see agentfactory.rollout.inference.weight_versions.WeightVersions."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last step."""
     before: dict[str, float] = field(default_factory=dict)
     """Evaluation of the initial weights."""
     after: dict[str, float] = field(default_factory=dict)
     """The latest evaluation."""
     evaluated: int | None = None
-    """The step of the latest evaluation."""
     best: float | None = None
-    """The highest evaluation of the metric that `train.keep_best` names, since the first step."""
+    """The highest evaluation of the metric that `train.keep_best` names."""
 
     def finish(self, step: int, groups: list[str], seconds: float) -> None:
         """Note that `step` is finished and has trained `groups`."""
@@ -92,8 +87,7 @@ class TrainState:
 
 
 def compact(ids: Iterable[str]) -> list[list[str]]:
-    """Compact ids to ranges [first, last] of ids that differ only in a number at their end, which increases without a
-    gap."""
+    """Compact ids to ranges [first, last] of ids that differ only in a number at their end, without a gap."""
     ranges: list[list[str]] = []
     after: str | None = None
     for prefix, digits in sorted(map(_split, ids), key=lambda parts: (parts[0], len(parts[1]), parts[1])):
@@ -120,7 +114,6 @@ def expand(ranges: list[list[str]]) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split `name` into the part before the number at its end, and the number."""
     match = _NUMBERED.fullmatch(name)
     return (match[1], match[2]) if match else (name, "")
 
@@ -132,8 +125,7 @@ class Checkpoints:
     """The checkpoints of a training loop, to save to and to resume from. Every process has one.
 
     A step waits for a copy of the learner, but not for its writing. A checkpoint counts once it is durable: then `path`
-    names it, and `take_groups` returns its groups.
-    """
+    names it, and `take_groups` returns its groups."""
 
     def __init__(
         self,
@@ -178,8 +170,8 @@ class Checkpoints:
         return step == self._train.steps or (every > 0 and step % every == 0)
 
     def is_best(self, accelerator: Accelerator) -> bool:
-        """Return, in all ranks, rank 0's decision whether the last finished step was evaluated and is the best so far
-        by `train.keep_best`. Every process calls it."""
+        """Return, in all ranks, whether the last finished step was evaluated and is the best so far by
+        `train.keep_best`. Every process calls it."""
         is_best = False
         if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
             names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
@@ -195,12 +187,10 @@ class Checkpoints:
 
     def save(self, learner: Learner, only_best: bool = False) -> None:
         """Copy the learner, and write a checkpoint of the last finished step in the background; then delete checkpoints
-        that the recipe does not keep. Every process calls it; waits for the previous checkpoint, and raises its error.
+        that the recipe does not keep. With `only_best`, it is kept as long as it is the best.
 
-        With `only_best`, the checkpoint is kept as long as it is the best.
-
-        Raises ValueError if train.keep_best names a metric that the run does not have.
-        """
+        Every process calls it; waits for the previous checkpoint, and raises its error. Raises SettingError if
+        train.keep_best names a metric that the run does not have."""
         self.wait()
         main, step = learner.accelerator.is_main_process, self.train_state.step
         info: dict[str, Any] = {}
@@ -216,7 +206,7 @@ class Checkpoints:
 
     def poll(self, accelerator: Accelerator) -> None:
         """Check, without waiting, whether the checkpoint has become durable. Every process calls it. Raises, in all
-        processes, the error of writing it: DiskError if the disk is full."""
+        processes, the error of writing it."""
         if not self._writer.is_writing:
             return
         # all processes note it, or raise its error, at the same step

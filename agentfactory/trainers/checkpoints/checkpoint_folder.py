@@ -47,8 +47,8 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
-    """Return the checkpoints in `folder`, in the order of their steps; links below the folder `within` are not
-    followed. Raises RefusedFileError if `folder` or one of them is not a folder."""
+    """Return the checkpoints in `folder`, in the order of their steps; links below `within` are not followed. Raises
+    RefusedFileError if `folder` or one of them is not a folder."""
     found = []
     for name, kind in entries_of(folder, within or folder).items():
         if _NAME.fullmatch(name):
@@ -59,8 +59,8 @@ def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
 
 
 def read_info(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """Return the contents of `trainer_state.json`; links below the folder `within` (None: in the checkpoint) are not
-    followed. Raises OSError or ValueError if it cannot be read."""
+    """Return the contents of `trainer_state.json`; links below `within` (None: in the checkpoint) are not followed.
+    Raises OSError or ValueError if it cannot be read."""
     return read_json(path / INFO, within or path)
 
 
@@ -72,11 +72,10 @@ def partial_path(path: Path) -> Path:
 @contextmanager
 def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator[Path]:
     """Yield a temporary folder, `partial_path`, for a checkpoint; afterwards add digests, make it durable, and rename
-    it to `path`.
+    it to `path`. After an error nothing is left.
 
-    `digests` are, by then, the known digests of some files, by their names within the folder; they are not recomputed.
-    Raises FileExistsError if `path` already exists, and DiskError if the disk is full. After an error nothing is left.
-    """
+    `digests` are, by then, the known digests of some files, by their names within the folder. Raises FileExistsError if
+    `path` already exists, and DiskError if the disk is full."""
     if path.exists():
         raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
     aside = partial_path(path)
@@ -140,8 +139,8 @@ def newest_whole(paths: list[Path]) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
-    """Delete all checkpoints except the `keep_last` newest (None: all) and the `best` one, and also leftovers of
-    killed runs. A checkpoint that was written only because it was the best is deleted once it no longer is."""
+    """Delete leftovers of killed runs, and all checkpoints except the `keep_last` newest (None: all) and the `best`
+    one. A checkpoint that was written only because it was the best is deleted once it no longer is."""
     for left in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
         shutil.rmtree(left)
     found = checkpoints(folder)
@@ -186,9 +185,8 @@ class BestCheckpoint:
 
 
 def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | None = None) -> BestCheckpoint | None:
-    """Return the checkpoint with the highest value (of several, the newest); `metric` is the value of
-    `train.keep_best`. None if no checkpoint has a finite value; only checkpoints of steps that measured the metric have
-    one. Links below the folder `within` (None: in the checkpoint) are not followed: they raise RefusedFileError."""
+    """Return the checkpoint with the highest value (of several, the newest) of `metric`, a value of `train.keep_best`;
+    None if none has a finite one. Links below `within` (None: in the checkpoint) raise RefusedFileError."""
     measured = {}
     for path in checkpoints:
         try:
@@ -216,7 +214,6 @@ def metric_names(wanted: str | None) -> tuple[str, ...]:
 
 
 def figure(figures: Any, name: str) -> float | None:
-    """Return the finite number called `name`, else None. NaN is excluded: no comparison with it is true, so the maximum
-    would depend on the order."""
+    """Return the finite number called `name`, else None: with NaN, the maximum would depend on the order."""
     value = figures.get(name) if isinstance(figures, Mapping) else None
     return value if is_finite_number(value) else None

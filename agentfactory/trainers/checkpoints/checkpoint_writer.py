@@ -56,8 +56,7 @@ class CheckpointWriter:
     A checkpoint is a folder step-000080 (for step 80): the model in the transformers format in the policy's dtype, or
     the adapter in peft's, the tokenizer with its chat template, `trainer_state.json`, the learner's state, and the
     digests of all files. Rank 0 writes it, except for other ranks' parts of the state. Each process writes in a thread;
-    the threads agree through a process group of their own, because their collective calls must not mix with others.
-    """
+    the threads agree through a process group of their own, because their collective calls must not mix with others."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """`tokenizer` is not changed while checkpoints are written."""
@@ -91,9 +90,8 @@ class CheckpointWriter:
         """Copy the learner and write the checkpoint of `step` in the background, after the previous one is written.
 
         On rank 0, `info` (JSON) goes to `trainer_state.json`, `files` are made durable before the checkpoint, and
-        `after` is called in the background once it is durable. Raises the error of the previous one, and
-        FileExistsError if the checkpoint already exists.
-        """
+        `after` is called once it is durable. Raises the error of the previous one, and FileExistsError if the
+        checkpoint exists."""
         self.wait()
         path = checkpoint_path(self._folder, step)
         if path.exists():
@@ -113,7 +111,7 @@ class CheckpointWriter:
 
     def wait(self) -> Path | None:
         """Wait until the begun checkpoint is durable; return its path, or None if there is none. Raises, in all
-        processes, the error of writing it: DiskError if the disk is full; then nothing of it is left."""
+        processes, the error of writing it (DiskError), after which nothing of it is left."""
         if self._writing is None:
             return None
         try:
@@ -203,7 +201,6 @@ def _write_model(folder: Path, policy: Policy, weights: dict[str, Tensor]) -> No
 
 
 def _resharded(local: Tensor, like: DTensor) -> DTensor:
-    """Return a sharded tensor like `like`, but with `local` as its local tensor."""
     inner, context = like.__tensor_flatten__()
     parts = {name: getattr(like, name) for name in inner} | {"_local_tensor": local}
     return DTensor.__tensor_unflatten__(parts, context, like.size(), like.stride())

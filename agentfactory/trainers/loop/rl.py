@@ -72,8 +72,8 @@ class SavedGroups:
     """Groups from trajectories files, in order, each once: for training without a worker or server."""
 
     def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
-        """`needed` groups are read in all; the first `skip` were already trained. Raises ValueError if `path` contains
-        fewer, or a line that is not a group."""
+        """`needed` groups are read in all; the first `skip` were already trained. Raises SettingError if `path`
+        contains fewer."""
         held = sum(1 for _ in read_saved(path))
         if held < needed:
             problem = f"{path} holds {held} groups, and train.steps x train.batch_size asks for {needed}"
@@ -125,9 +125,7 @@ class TrainResult:
     after: dict[str, float]
     """Evaluation of the last weights."""
     evaluated: int | None
-    """The step that `after` belongs to."""
     stopped: Signals | Symptom | None
-    """The reason for stopping before the last step."""
 
     @classmethod
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
@@ -138,21 +136,18 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Services:
-    """Everything that the loop uses besides the policy. Every process has `canary`, `turns` and `stop`; the others
-    are used on rank 0 only."""
+    """Everything that the loop uses besides the policy. Every process has `canary`, `turns` and `stop`; the others are
+    used on rank 0 only."""
 
     log: Log
     note: Note | None = None
     source: GroupSource | None = None
-    """None on ranks other than 0."""
     sync: WeightSync | None = None
     """None if there is no server to update."""
     canary: Canary | None = None
-    """Proves that the servers use the weights that `sync` has pushed."""
     turns: Turns = field(default_factory=Turns)
     """Gives the trainer's device to a server between turns."""
     stop: Stop = field(default_factory=Stop)
-    """Ends the run after the current step."""
 
 
 def train_rl(
@@ -163,11 +158,10 @@ def train_rl(
     images: Path | None = None,
 ) -> TrainResult:
     """Run steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
-    weights.
+    weights. Version 0 is the initial weights; step k ends with version k.
 
     Every process calls it. `checkpoints` contains the state to continue from. `images` is the folder of the chains'
-    images. Version 0 is the initial weights; step k ends with version k.
-    """
+    images."""
     with services.turns.training():
         needs = checkpoints.token_needs(accelerator)
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)
@@ -196,7 +190,6 @@ class _Learned:
     before: list[dict[str, np.ndarray]]
     """Per row, its streams of PolicyUpdate.before (rank 0)."""
     expected: Scores | None
-    """The scores of the canary's contexts with the new weights."""
     learning_rate: float
     seconds: float
 
@@ -318,8 +311,7 @@ class _Loop:
         return self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images)
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
-        """Push the weights to the servers. Return metrics of the sync; empty if there was none. Every process calls
-        it."""
+        """Push the weights to the servers; return metrics, empty if there was no sync. Every process calls it."""
         state = self.learner.policy.gather()
         sync, source = self.sync, self.source
         if sync is None or source is None:
@@ -417,8 +409,7 @@ class _Loop:
             self.source.acknowledge(groups)
 
     def save_what_is_left(self) -> None:
-        """Save the steps since the last checkpoint, for example after a signal between two checkpoints, and wait until
-        it is durable."""
+        """Save the steps since the last checkpoint, as after a signal, and wait until they are durable."""
         if self.state.step > self.checkpoints.saved_step:
             self.save()
         self.checkpoints.wait()

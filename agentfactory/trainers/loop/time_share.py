@@ -44,8 +44,7 @@ class TimeShare(Turns):
 
     `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
     the server stays asleep: `waking` wakes it around the update of its weights. A turn that ends with an error offloads
-    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt.
-    """
+    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt."""
 
     server_sleeps = True
 
@@ -57,9 +56,9 @@ class TimeShare(Turns):
         stop: Stop | None = None,
         moves: bool | None = None,
     ) -> None:
-        """`device` is the trainer's. If the server does not answer the request to sleep, wait for `retry_seconds` or
-        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: true
-        unless it is the CPU)."""
+        """If the server does not answer the request to sleep, wait for `retry_seconds` or until `stop` receives a
+        signal. `moves`: whether the learner is copied to and from the trainer's `device` (default: unless it is the
+        CPU)."""
         self._server = server
         self._device = device
         self._retry_seconds = retry_seconds

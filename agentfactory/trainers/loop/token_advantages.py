@@ -36,26 +36,22 @@ class Credited:
 
 @dataclass
 class _Chain:
-    """A chain that has a reward. A chain with a masked outcome is included in baselines but not trained: it has no
-    rows."""
+    """A chain that has a reward. One with a masked outcome is in baselines but not trained: it has no rows."""
 
     id: str
     reward: float
     limit: int
     """The source's max_total_tokens."""
     turn_rewards: list[float]
-    """Empty if the reward gives none."""
     ends: list[int]
     """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
     malformed: list[int]
-    """Malformed turns, whose advantages are bounded."""
     rows: list[TrainingRow]
     places: list[int]
     """Indices of these rows in the trajectory; rows without sampled tokens are not trained."""
     sources: list[Row]
     """The trajectory's rows that `rows` were made from."""
     anchors: list[str | None]
-    """Per turn; empty if unknown."""
 
     @property
     def tokens(self) -> int:
@@ -109,12 +105,12 @@ class Credit:
         return {chain.id: chain.reward for chain in self._chains()}
 
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
-        """Add advantages and weights to `rows`: the property's rows, with the streams of `needed_scores`.
+        """Add advantages and weights (by `train.loss.normaliser`) to `rows`: the property's, with the streams of
+        `needed_scores`.
 
-        Weights follow `train.loss.normaliser`. Advantages are bounded in malformed turns, and 0 for tokens whose
-        entropy is below the batch's quantile (`train.loss.top_entropy`). The bounds are streams too, `least` and
-        `most`, if a sampled teacher is still to be subtracted.
-        """
+        Advantages are bounded in malformed turns, and 0 for tokens whose entropy is below the batch's quantile
+        (`train.loss.top_entropy`). The bounds are streams too, `least` and `most`, if a sampled teacher is still to be
+        subtracted."""
         remaining = iter(rows)
         chains = self._chains()
         for chain in chains:
@@ -193,7 +189,6 @@ class Credit:
         return advantages, targets, metrics
 
     def _estimated(self, groups: list[list[ChainRewards]]) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the estimator's results for all groups, or for those of each source alone (per_source)."""
         if not self._recipe.train.advantage.per_source:
             return self._estimator(groups)
         found: dict[int, tuple[list[float], list[float]]] = {}
@@ -234,8 +229,8 @@ class Credit:
 
 
 _SAME_ENTROPY = 1e-3
-"""Tolerance in nats within which entropies count as equal. For equal tokens after equal contexts, such as the first
-ones of a group's chains, they differ by rounding, which depends on how the rows were batched."""
+"""Tolerance in nats within which entropies count as equal: for equal tokens after equal contexts they differ by
+rounding, which depends on how the rows were batched."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -307,12 +302,9 @@ def _chain(
 def _blame_malformed_turns(
     chains: Sequence[_Chain], advantages: Sequence[np.ndarray], most: Sequence[np.ndarray]
 ) -> None:
-    """Bound the advantages of tokens in malformed turns by minus the root mean square of the group's advantages: set
-    these tokens' `most`.
-
-    A malformed turn never helps a chain to succeed; rewarding it would make the format drift. A bound of 0 is not
-    enough: if chains with such a turn do well, chains without one are below average.
-    """
+    """Bound the advantages of tokens in malformed turns (their `most`) by minus the root mean square of the group's
+    advantages. A malformed turn never helps a chain to succeed; rewarding it would make the format drift. A bound of 0
+    is not enough: if chains with such a turn do well, chains without one are below average."""
     if not any(chain.malformed for chain in chains):
         return
     bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain.tolist()] or [0.0]))
@@ -323,7 +315,6 @@ def _blame_malformed_turns(
 
 
 def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the credit of one trained row, for `Credit.lines`. NaN becomes null."""
     streams = {"advantage": row.streams["advantage"]} | before
     kept = {name: values for name, values in streams.items() if not np.isnan(values).all()}
     noted = {name: values.astype(np.float64).round(6).tolist() for name, values in kept.items()}
@@ -331,7 +322,6 @@ def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:
-    """Give each row its part of a chain's streams."""
     done, start = [], 0
     for row in rows:
         end = start + len(row.targets)

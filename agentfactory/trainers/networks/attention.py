@@ -1,5 +1,4 @@
-"""Attention without a dense mask, for lines whose tokens do not attend to everything before them (see packing): by runs
-on transformers' sdpa, by blocks on FlexAttention."""
+"""Attention without a dense mask, for lines whose tokens do not attend to everything before them (see packing)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +81,9 @@ def attention_by_runs(
     runs: Runs | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
-    """Attention function for transformers; without `runs` it is transformers' own sdpa.
-
-    Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs. Scores
-    with a soft cap are computed without torch's kernel, which does not support it; transformers' sdpa would ignore it.
-
-    Raises SettingError for attention sinks and selected keys, which torch's kernel does not support either.
-    """
+    """Attention function for transformers; without `runs` it is transformers' own sdpa. Work and memory grow with the
+    number of attended pairs of tokens, not of all pairs. Raises SettingError for attention sinks and selected keys,
+    which torch's kernel does not support."""
     for name, ignored in IGNORED.items():
         if options.get(name) is not None:
             raise SettingError("train.attention", f"sdpa would ignore the model's {ignored} ({name})", "use eager")
@@ -124,8 +119,8 @@ def _masked(
     mask: Float[Tensor, "1 1 run seen"],
     options: dict[str, Any],
 ) -> Float[Tensor, "1 run heads width"]:
-    """Apply sdpa with a mask. Groups take the place of lines, so that the heads of a group share its keys: transformers
-    would copy the keys for each head, because few of torch's kernels support both a mask and groups."""
+    """Apply sdpa with a mask. Groups take the place of lines: their heads share keys, which transformers would copy for
+    each head."""
     _, heads, length, _ = query.shape
     groups = key.shape[1]
     grouped = query.reshape(groups, heads // groups, length, -1)
@@ -148,8 +143,8 @@ def _capped(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
-    """Attend with the scores softcap * tanh(score / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). Without
-    a mask, the last query attends to all keys, and earlier ones causally."""
+    """Attend with the scores softcap * tanh(score / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), which no
+    kernel of torch supports. Without a mask, the last query attends to all keys, and earlier ones causally."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -176,8 +171,8 @@ def attention_by_blocks(
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], Tensor | None]:
     """Attention function for transformers. Under autocast it computes in autocast's precision, as sdpa does: rotary
-    embeddings return float32 queries and keys, and FlexAttention's backward pass refuses to mix precisions. autocast
-    supports FlexAttention only from torch 2.13 on, and only its forward pass."""
+    embeddings return float32, FlexAttention's backward pass refuses to mix precisions, and torch's autocast does not
+    cover it."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -192,17 +187,15 @@ _OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
 
 
 def selects_keys(network: PreTrainedModel) -> bool:
-    """Return whether each query attends to only some keys, selected by an indexer, as in DeepSeek-V3.2
-    (https://arxiv.org/abs/2512.02556)."""
+    """Return whether each query attends to only some keys, as in DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556)."""
     config = network.config.get_text_config()
     return any(getattr(config, name, None) for name in SELECTIONS)
 
 
 def use_ours(network: PreTrainedModel) -> None:
-    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
-    accept `attention_arguments`.
-
-    Networks that select keys keep transformers' own: they mask other keys only if the name is "sdpa" or "eager"."""
+    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS, which also accept
+    `attention_arguments`. Networks that select keys keep transformers' own: they mask other keys only if the name is
+    "sdpa" or "eager"."""
     if not selects_keys(network) and (ours := _OURS.get(network.config._attn_implementation)):
         network.set_attn_implementation(ours)
 
@@ -210,11 +203,8 @@ def use_ours(network: PreTrainedModel) -> None:
 def whole_blocks(
     ids: Int[Tensor, "batch length"], positions: Int[Tensor, "1 length"] | None, ends: Int[Tensor, "1 length"] | None
 ) -> tuple[Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"]]:
-    """Return ids, positions and ends padded to whole blocks with tokens that no other token attends to. Positions and
-    ends default to those of lines that attend causally.
-
-    torch compiles FlexAttention once for all lengths that are whole blocks, and separately for others.
-    """
+    """Return ids, positions and ends (default: of lines that attend causally) padded to whole blocks with tokens that
+    no other token attends to: torch compiles FlexAttention once for all such lengths."""
     length = ids.shape[1]
     place = torch.arange(length + -length % BLOCK, device=ids.device)[None]
     if positions is None or ends is None:
@@ -230,11 +220,8 @@ def whole_blocks(
 
 
 def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
-    """Return the mask of FlexAttention for lines of whole blocks. It skips blocks that no token attends to, and
-    evaluates no mask within blocks that are visible completely.
-
-    It depends only on the smallest and largest end in each block, so no mask of length x length is made.
-    """
+    """Return the mask of FlexAttention for lines of whole blocks, from the smallest and largest end in each block: no
+    mask of length x length is made, and blocks that no token attends to are skipped."""
     batch, length = ends.shape
 
     def visible(line: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -261,9 +248,7 @@ def attention_arguments(
     kind: str, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the arguments that describe a line to the attention implementation `kind`; `dtype` is that of queries and
-    keys.
-
-    FlashAttention gets none: it separates rows placed end to end by their positions, and does not support trees."""
+    keys. FlashAttention gets none: it separates rows by their positions, and does not support trees."""
     if kind == BY_RUNS:
         # without a four-dimensional mask, transformers would make a dense one from the positions; with this one, a
         # network that ignores the runs attends to everything, which `resolve_batching` detects

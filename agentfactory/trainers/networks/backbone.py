@@ -1,5 +1,4 @@
-"""The network of a policy, a critic or a reference: it computes hidden states with every attention implementation. And
-which row layouts are exact for a network: padded, packed or tree."""
+"""The network of a policy, a critic or a reference, and which row layouts are exact for it: padded, packed or tree."""
 
 import inspect
 import logging
@@ -60,8 +59,7 @@ class Backbone(nn.Module):
         return sorted({type(layer).__name__ for layer in decoder_layers(self.network)})
 
     def train(self, mode: bool = True) -> Self:
-        """Switch only the adapter's dropout: a network's own dropout would make the trainer's log-probabilities differ
-        from the server's."""
+        """Switch only the adapter's dropout: another one would make log-probabilities differ from the server's."""
         super().train(False)
         self.training = mode
         for name, module in self.named_modules():
@@ -79,9 +77,7 @@ class Backbone(nn.Module):
         """Return the network's hidden state of each token, before any head.
 
         `positions` and `ends` define which tokens attend to each other in a line of several rows or a tree, as in
-        MicroBatch. Without them lines count from 0 and attend causally, which is exact for rows padded on the right.
-        `images` are the images in the lines.
-        """
+        MicroBatch. Without them lines count from 0 and attend causally. `images` are the images in the lines."""
         arguments: dict[str, Any] = {}
         length, kind = ids.shape[1], self.network.config._attn_implementation
         if kind == BY_BLOCKS:
@@ -113,8 +109,8 @@ class Backbone(nn.Module):
 def _rotary(
     positions: Int[Tensor, "1 length"] | None, rotary: Int[Tensor, "3 batch shorter"] | None
 ) -> Int[Tensor, "streams batch length"] | None:
-    """Return the position ids of a multimodal network: in time, height and width. If rows share a line, the positions
-    in the rows come first, from which FlashAttention separates rows. None if lines count from 0."""
+    """Return position ids in time, height and width, or None if lines count from 0. If rows share a line, the positions
+    in the rows come first, from which FlashAttention separates rows."""
     if rotary is None:
         return None if positions is None else positions.expand(4, *positions.shape)
     if positions is None:
@@ -128,12 +124,10 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool = True) -> Batching:
-    """Return `train.batching`; for "auto", tree if it is exact for this network, else padded. The choice is logged.
+    """Return `train.batching`; for "auto", tree if it is exact for this network, else padded.
 
     Call it while the network has transformers' choice of attention: `train.attention` may run only on a GPU. Without
-    `measure` the network's own declaration is trusted and no weight is read. Raises ValueError if the requested layout
-    would change the network's results.
-    """
+    `measure` no weight is read. Raises SettingError if the requested layout would change the network's results."""
     if train.batching == "padded":
         return "padded"
     asked: Batching = "tree" if train.batching == "auto" else train.batching
@@ -145,7 +139,7 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
 
 
 def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
-    """Return the reason why rows that share a line would get other results than alone; None if they would not."""
+    """Return the reason why rows that share a line would get other results than alone, or None."""
     config: Any = network.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -185,8 +179,8 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
 
 @torch.no_grad()
 def _error(network: PreTrainedModel, batching: Batching) -> float:
-    """Return the largest deviation of the hidden states of a line's rows from those of the rows alone, as a share of
-    the largest value."""
+    """Return the largest deviation of a line's hidden states from those of the rows alone, as a share of the
+    largest."""
     network.eval()
     backbone, rows = Backbone(network, network.dtype), proof_rows(network)
     alone = torch.cat([backbone.hidden(row[None])[0] for row in rows])
@@ -202,8 +196,8 @@ def _error(network: PreTrainedModel, batching: Batching) -> float:
 
 
 def proof_rows(network: PreTrainedModel) -> list[Tensor]:
-    """Return rows of several lengths, in lexicographic order, with common prefixes. The longest exceeds the lengths at
-    which the network computes differently, as far as a proof at the start can."""
+    """Return rows with common prefixes, in lexicographic order. The longest exceeds the lengths at which the network
+    computes differently, as far as a proof at the start can."""
     config = network.config.get_text_config()
     fields = config.to_dict()
     limit, reach = position_limit(fields), getattr(config, "max_position_embeddings", None)

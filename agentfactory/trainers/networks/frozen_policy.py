@@ -23,9 +23,8 @@ from agentfactory.trainers.processes.sharding import weights_of_rank_0
 class FrozenPolicy:
     """A scorer of tokens whose weights do not change, by the policy's own code: with equal weights the two are equal.
 
-    Its methods leave the adapters and trainable weights of `model` unchanged, and every process calls them. `model` is
-    the model that accelerate prepared; the further inputs are those of `Policy.forward`.
-    """
+    Every process calls its methods, which leave the adapters and trainable weights of `model` unchanged. `model` is the
+    model that accelerate prepared; the further inputs are those of `Policy.forward`."""
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None, adapter: str | None = None) -> None:
         """`frozen` is None if the weights are the base of the policy's adapter, alone or with the frozen `adapter`."""
@@ -70,7 +69,6 @@ class FrozenPolicy:
 
     @contextmanager
     def _in_use(self, model: nn.Module) -> Iterator[Policy]:
-        """Yield the policy that computes with these weights in this context."""
         if self._frozen is not None:
             yield self._frozen
             return
@@ -106,8 +104,7 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
 
 
 def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
-    """Create a frozen policy from a network that `load_network` loaded in the dtype of `policy`; fsdp2 shards it like
-    that."""
+    """Create a frozen policy from a network that `load_network` loaded in the dtype of `policy`, sharded like that."""
     apply_options(network, recipe.train, accelerator.device)
     network.requires_grad_(False)
     frozen = Policy(network, policy.dtype, banned=policy.banned).eval()

@@ -1,8 +1,7 @@
-"""LoRA adapters on a network: adding them, selecting the one that the next forward pass uses, and their files, in which
-trained rows of tables (see token_rows) are low-rank factors.
+"""LoRA adapters on a network: adding them, selecting the one in use, and their files, in which trained rows of tables
+(see token_rows) are low-rank factors.
 
-peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds.
-"""
+peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds."""
 
 import copy
 import json
@@ -45,8 +44,8 @@ def add_adapter(
     seed: int,
     tokens: Mapping[str, list[int]] | None = None,
 ) -> "PeftModel":
-    """Return the network with the policy's adapter on `modules` (peft's `target_modules`), and on rows of tables: see
-    `token_rows.tables_of`. The adapter's weights are float32 and determined by `seed`; the base is frozen."""
+    """Return the network with the policy's adapter on `modules` (peft's `target_modules`), and on rows of tables (see
+    `token_rows.tables_of`). Its weights are float32 and determined by `seed`; the base is frozen."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -69,7 +68,6 @@ def add_adapter(
 
 
 def _uses_rslora(config: LoraConfig) -> bool:
-    """Return whether the scale of the adapter to continue is alpha / sqrt(rank); False while it does not exist yet."""
     file = Path(config.from_ or "") / ADAPTER
     if config.from_ is None or not file.is_file():
         return False
@@ -117,7 +115,6 @@ def _weights_of(model: "PeftModel", name: str) -> dict[str, Tensor]:
 
 
 def _misfit(folder: Path, own: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> tuple[str, str]:
-    """Return problem and fix for weights that differ from the adapter's in names or shapes."""
     fix = "set model.path and model.lora.target_modules as they were when it was trained, or model.lora.merge=true"
     for key in [*saved, *own]:
         if own.get(key) != saved.get(key):
@@ -136,8 +133,8 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
 
 
 def untie(network: Any) -> bool:
-    """Give a head that is tied to the embedding its own weight, and return whether it was. An adapter may change the
-    two differently, and a merge would change both. See `tie_equal`."""
+    """Give a head that is tied to the embedding its own weight, and return whether it was: an adapter may change the
+    two differently. See `tie_equal`."""
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -154,11 +151,8 @@ def tie_equal(network: Any) -> None:
 
 
 def use_adapter(model: "PeftModel", name: str) -> None:
-    """Make later forward passes use only this adapter.
-
-    peft's `set_adapter` also freezes the other adapters. Here `requires_grad` does not change: both adapters are
-    trained in one step, and DDP and FSDP2 must always find the same trainable weights.
-    """
+    """Make later forward passes use only this adapter. Unlike in peft's `set_adapter`, `requires_grad` does not change:
+    both adapters are trained in one step, and DDP and FSDP2 must always find the same trainable weights."""
     if model.active_adapter == name:
         return
     if name not in model.peft_config:
@@ -171,8 +165,8 @@ def use_adapter(model: "PeftModel", name: str) -> None:
 
 @contextmanager
 def adapters_off(model: "PeftModel") -> Iterator[None]:
-    """Make forward passes in this context use the base alone. Afterwards the active adapter and the trainable weights
-    are unchanged (peft's `disable_adapter` would leave only the active adapter trainable)."""
+    """Make forward passes in this context use the base alone; trainable weights do not change, as they would by peft's
+    `disable_adapter`."""
     layers = list(_layers(model))
     for layer in layers:
         layer._disable_adapters = True
@@ -222,9 +216,8 @@ def rows_of(network: Any) -> list[tuple[str, Any]]:
 
 
 def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a gathered adapter with its trained rows as low-rank factors of embedding and head, which peft and servers
-    load; `config` (peft's) is changed accordingly. This is exact: one factor has the rows' differences, the other
-    selects the tokens."""
+    """Return a gathered adapter with its trained rows as low-rank factors, which peft and servers load, and change
+    `config` (peft's) accordingly. This is exact: one factor has the rows' differences, the other selects the tokens."""
     if not config.trainable_token_indices:
         return state
     state, ranks = dict(state), {}
@@ -261,8 +254,7 @@ def _original(layer: Any) -> Tensor:
 
 
 def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter with its low-rank factors of embedding and head as trained rows, the inverse of
-    `with_low_rank_rows`. Raises ValueError if they are of other tokens than the network's adapter trains."""
+    """Invert `with_low_rank_rows`. Raises ValueError if the rows are of other tokens than the adapter trains."""
     state = dict(state)
     for name, layer in rows_of(network):
         prefix = f"base_model.model.{name}"

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 LOGITS_PER_CHUNK = 2**26
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Names in transformers' configurations for a soft cap on logits: Gemma's, RecurrentGemma's."""
+"""Names in transformers' configurations for a soft cap on logits."""
 
 Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "chunk *several"]]
 """(logits of a chunk of the targets, the chunk) -> a further value, or several, per target."""
@@ -61,9 +61,7 @@ class Policy(Backbone):
     """A causal language model that scores tokens.
 
     Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA apply to ordinary calls. The
-    head runs only on tokens that are scored, in chunks. Log-softmax and entropy are computed in float32 (in float64 for
-    a network in float64).
-    """
+    head runs only on scored tokens, in chunks. Log-softmax and entropy are at least in float32."""
 
     def __init__(
         self,
@@ -73,8 +71,8 @@ class Policy(Backbone):
         banned: Sequence[int] = (),
         trained_tokens: Sequence[int] = (),
     ) -> None:
-        """`batching` is the layout of rows for this network; `banned` tokens get the servers' bias, so that they are
-        never sampled. The adapter trains the rows of `trained_tokens`. For the other arguments, see Backbone."""
+        """`banned` tokens get the servers' bias, so that they are never sampled; the adapter trains the rows of
+        `trained_tokens`."""
         super().__init__(model, dtype)
         self.batching = batching
         self.banned = list(banned)
@@ -155,8 +153,8 @@ class Policy(Backbone):
 
     def gather(self) -> Weights:
         """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
-        policy's dtype), or the adapter's under their peft names. They are gathered when they are read, in all processes
-        at the same time: see Weights. Read them before the next update."""
+        policy's dtype), or the adapter's under their peft names. Read them, in all processes at the same time, before
+        the next update: see Weights."""
         if has_adapter(self.model):
             return Weights(adapter_weights(self.model).items())
         return Weights(_untied(self.network), self.dtype)
@@ -168,7 +166,6 @@ class Policy(Backbone):
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the entries of a state dictionary, without the second names of tied weights."""
     seen: set[int] = set()
     for name, value in network.state_dict(keep_vars=True).items():
         if id(value) not in seen:
@@ -180,10 +177,8 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: 
     """Load the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
     only on rank 0: see `sharding`). `needs` are the tokens that the run needs; None if it is unknown.
 
-    With `model.lora`, the base is frozen and kept in the model's dtype, and the adapter's initial weights are those of
-    `model.lora.from`, or determined by the recipe's seed. Raises ValueError if the model cannot be trained as
-    requested.
-    """
+    With `model.lora`, the base is frozen in the model's dtype, and the adapter begins as `model.lora.from`, or as the
+    recipe's seed determines. Raises SettingError if the model cannot be trained as requested."""
     network = load_network(recipe, device)
 
     def checked() -> tuple[Batching, list[int]]:
@@ -209,8 +204,8 @@ def make_policy(
     device: torch.device | str = "cpu",
     tokens: Sequence[int] = (),
 ) -> Policy:
-    """Make a policy from a network: apply the recipe's options and add its adapter, if any, with the rows of
-    `tokens`. No weight is read, so the network may have none, as in agentfactory.placement.trainer_memory."""
+    """Make a policy from a network: apply the recipe's options and add its adapter, if any, with the rows of `tokens`.
+    No weight is read, so the network may have none."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)

@@ -1,5 +1,5 @@
-"""The vision tower and projector of a multimodal network: finding them, excluding them from LoRA, and a check at start
-that the trainer processes images like transformers."""
+"""The vision tower and projector of a multimodal network: finding them, excluding them from LoRA, and a check that the
+trainer processes images like transformers."""
 
 import re
 from pathlib import Path
@@ -38,8 +38,7 @@ def language_name(network: Any) -> str:
 
 
 def tower_of(network: Any) -> Any:
-    """Return the vision tower of a transformers network, with or without its head, as one module with the projector if
-    that is separate. None for a text-only network."""
+    """Return the vision tower of a network as one module with its projector; None for a text-only network."""
     if not sees(network.config):
         return None
     language = language_name(network)
@@ -67,11 +66,9 @@ def banned_token_ids(network: Any) -> list[int]:
 
 
 def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str | list[str]:
-    """Return peft's `target_modules` for model.lora.target_modules of a network that peft has not changed yet.
-
-    "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if it is
-    frozen but would be adapted, or for a name of no module.
-    """
+    """Return peft's `target_modules` for model.lora.target_modules of a network that peft has not changed yet:
+    "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if the tower
+    is frozen but would be adapted, or for a name of no module."""
     tower = tower_of(network)
     if tower is None or trained:
         _check_targets(network, asked)
@@ -120,7 +117,6 @@ def within(language: str, names: list[str]) -> str:
 
 
 def _is_target(name: str, asked: str | list[str]) -> bool:
-    """Return whether peft would adapt a module."""
     if isinstance(asked, str):
         return re.fullmatch(asked, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in asked)
@@ -133,8 +129,8 @@ _SIZES = ((60, 60), (90, 45))
 @torch.no_grad()
 def check_images(policy: Any, path: str) -> None:
     """Compare a row with two images, as built by rollouts and a Policy, with the model's own processor and forward
-    pass: its ids, and the log-probability of each token. Only for models of `own_processor`: those of `patches` have
-    one rule, which tests cover. Raises SettingError with the difference."""
+    pass: its ids, and each token's log-probability. Only for models of `own_processor`: those of `patches` have one
+    rule, which tests cover. Raises SettingError with the difference."""
     vision = load_vision(path)
     if not isinstance(vision, OwnProcessor):
         return

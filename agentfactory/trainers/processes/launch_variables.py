@@ -1,7 +1,5 @@
-"""Variables of the environment that accelerate would train by: the recipe alone decides.
-
-Its launcher sets them from its own options and configuration file.
-"""
+"""Variables of the environment, set by accelerate's launcher, that would train beside the recipe, which alone
+decides."""
 
 import os
 

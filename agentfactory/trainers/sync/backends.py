@@ -1,9 +1,8 @@
-"""The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`. Only `make_sync`
+"""The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`, which alone
 needs torch.
 
-A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in weight_sync.py.
-Nothing else in AgentFactory depends on a backend's name.
-"""
+A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
+weight_sync.py."""
 
 import importlib
 import secrets
@@ -31,11 +30,9 @@ _BROADCAST_ROUTES = (*FULL_ROUTES, "/get_world_size")
 
 @dataclass(frozen=True)
 class Backend:
-    """The properties of a sync backend. A user's own class declares them as class attributes of the same names, if they
-    differ from the defaults."""
+    """The properties of a sync backend. A user's own class declares them as class attributes of the same names."""
 
     name: str
-    """The name in `sync.backend`."""
     adapters: bool = False
     """True if it sends adapters instead of all weights."""
     routes: tuple[str, ...] = FULL_ROUTES
@@ -97,10 +94,9 @@ def check_backend(recipe: TrainRecipe) -> None:
 
 def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path, run: str) -> "WeightSync":
     """Create the recipe's backend for `servers`, with `folder` for transferred files. Version names contain `run` and a
-    random part, so versions of another process or an earlier attempt cannot be mistaken for its own.
+    random part, so versions of another process or attempt cannot be mistaken for its own.
 
-    Raises SyncError if the backend cannot work, and SettingError if a user's own class lacks a method of WeightSync.
-    """
+    Raises SyncError if the backend cannot work, and SettingError if a user's own class lacks a method of WeightSync."""
     made = _load(recipe)(
         servers=servers,
         folder=folder,

@@ -1,8 +1,5 @@
-"""Proof that a server's weights equal the trainer's byte for byte.
-
-A server may have other names, stacks and slices than the trainer: see `layouts`, which knows those of vLLM 0.32 by
-names and shapes, and reads no weight.
-"""
+"""Proof that a server's weights equal the trainer's byte for byte. A server may have other names, stacks and slices:
+see `layouts`, which knows those of vLLM 0.32 by names and shapes, and reads no weight."""
 
 import hashlib
 import logging
@@ -69,11 +66,9 @@ class Layout:
     """One possible composition of a server's parameter from the trainer's weights."""
 
     names: tuple[str, ...]
-    """The trainer's names."""
     pieces: tuple[Tensor, ...]
     """The stacked tensors. A worker has its slice of each, not of the whole."""
     dim: int = 0
-    """The dimension along which the pieces are stacked."""
     vocabulary: bool = False
     """True if the server may add rows of zeros."""
     swapped: bool = False
@@ -214,7 +209,6 @@ class _Expected:
     """A digest to compare with a server's checksum, if the server's layout has not changed."""
 
     name: str
-    """The name on the server."""
     checksum: str
     worker: Worker
     layout: tuple[object, ...]
@@ -225,16 +219,15 @@ class _Expected:
 
 
 class Content:
-    """The trainer's weights of one version. Each digest is computed once for all servers and replicas, on the weight's
-    own device."""
+    """The trainer's weights of one version. Each digest is computed once for all servers, on the weight's own
+    device."""
 
     def __init__(self, state: Mapping[str, Tensor], served: Served | None = None, keep: bool = True) -> None:
         """`state` must not change before the last proof. With `served`, the checksums of the previous version, a thread
         computes digests for the same layouts during the transfer.
 
         `state` may be without values (device "meta"), which `passing` then provides. Without `keep`, no weight is held
-        for longer than its digest takes, and only the layouts in `served` can be proven.
-        """
+        for longer than its digest takes, and only the layouts in `served` can be proven."""
         self.state = dict(state)
         self.served: dict[str, Mapping[str, str]] = {}
         """The checksums of proven servers."""
@@ -262,8 +255,7 @@ class Content:
             yield name, value
 
     def prove(self, server: ServerControl, label: str) -> str:
-        """Raise SyncError unless the server reports version `label` and its checksums match; return the checksums'
-        digest."""
+        """Raise SyncError unless the server reports version `label` and its checksums match; return their digest."""
         echoed = server.get("/weight_info").get("weight_version")
         if echoed != label:
             raise SyncError(f"{server.url} reports version {echoed!r} after it accepted version {label!r}")
@@ -278,9 +270,8 @@ class Content:
 
         A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
         without our plugin, or SGLang's (see `sglang_hash`). A server may prefix names with its worker
-        ("dp0:pp0:pcp0:tp0:"), stack projections, have a slice of them, list a tied head, and pad a vocabulary with
-        zeros: see `layouts`. Weights in an unknown layout are reported, and only the canary proves them.
-        """
+        ("dp0:pp0:pcp0:tp0:") and pad a vocabulary with zeros. Weights in an unknown layout are reported, and only the
+        canary proves them."""
         # several servers are proven concurrently, and mostly need the same digests
         with self._lock:
             while self._pending:
@@ -404,8 +395,8 @@ class Content:
 
 
 def _hides_order(checksum: str) -> bool:
-    """Return whether a server does not report if its kernels have reordered experts: vLLM without our plugin, and
-    SGLang."""
+    """Return whether a server (vLLM without our plugin, SGLang) does not report if its kernels have reordered
+    experts."""
     function, colon, _ = checksum.partition(":")
     return not colon or function in (ON_CPU, ON_GPU)
 

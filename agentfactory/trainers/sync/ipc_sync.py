@@ -35,7 +35,7 @@ Part = list[tuple[str, Tensor]]
 
 
 class Buffer:
-    """Memory that a server can open. Raises SyncError if there is too little memory."""
+    """Memory that a server can open, of `capacity` bytes on `device`. Raises SyncError if there is too little."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """Allocate `capacity` bytes on `device`."""
@@ -69,7 +69,7 @@ class Buffer:
         return [place.view(value.dtype).view(value.shape) for (_, value), place in zip(part, places, strict=True)]
 
     def close(self) -> None:
-        """Return the memory to the system, because the server may be waiting for it. No view may exist any more."""
+        """Return the memory to the system. No view may exist any more."""
         del self._bytes
         if self._block is not None:
             self._block.close()
@@ -84,10 +84,8 @@ class IpcSync(FullSync):
     vLLM's `ipc` weight transfer engine. Proof: a server echoes the version, and its checksum of every weight equals
     ours.
 
-    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC): it fills one while the server reads
-    the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks of
-    `multiprocessing.shared_memory`, which persist and serve as the copy. The policy's weights may be on another device.
-    """
+    A trainer on a GPU shares two buffers of it during a transfer (CUDA IPC), and keeps a copy of the version in host
+    memory. A trainer on a CPU shares blocks of `multiprocessing.shared_memory`, which serve as the copy."""
 
     def __init__(
         self,
@@ -139,7 +137,6 @@ class IpcSync(FullSync):
             self._shared.pop().close()
 
     def _allocate(self, state: dict[str, Tensor]) -> None:
-        """Allocate the copy of a version. Raises SyncError if shared memory is too small for it."""
         self.close()
         if self._device.type != "cpu":
             self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
@@ -150,7 +147,6 @@ class IpcSync(FullSync):
             self._copy |= zip([name for name, _ in part], self._shared[-1].views(part), strict=True)
 
     def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[None]]:
-        """Begin to copy a version; return a future per part."""
         if self._device.type == "cpu":
             return [
                 pool.submit(buffer.fill, part) for buffer, part in zip(self._shared, self._parts(state), strict=True)

@@ -1,5 +1,5 @@
-"""A push of weights to the servers, followed by the canary's proof that they compute with them, and retries while
-servers are being restarted, by a supervisor or the user."""
+"""A push of weights to the servers, with the canary's proof that they compute with them, and retries while servers are
+being restarted."""
 
 import logging
 import time
@@ -28,11 +28,9 @@ def push_proven(
     state: Weights,
     scores: Scores | None,
 ) -> tuple[SyncReport, dict[str, float]]:
-    """Push a version and prove it with the canary; return the report and the canary's metrics. `scores` are the
-    trainer's. First, the servers must prove that they still have the previous version.
-
-    If servers are gone when the canary checks them, the version is pushed again as soon as `sync` finds one.
-    """
+    """Prove that the servers still have the previous version, push this one, and prove it by the canary; return the
+    report and the canary's metrics. `scores` are the trainer's. If servers are gone when the canary checks them, push
+    again as soon as `sync` finds one."""
     if canary is not None:
         canary.prove_unchanged()
     while True:

@@ -72,8 +72,7 @@ class Teacher:
         self, model: nn.Module, temperature: float, ids: Tensor, sources: Tensor, labels: Tensor, *places: Any
     ) -> Measure:
         """Return a function that computes the exact divergence of the policy's logits from the teacher's, for
-        `Policy.forward`. Only the teacher's hidden states are kept, and its logits are computed by chunk. Raise
-        SettingError if it cannot read a token."""
+        `Policy.forward`, with the teacher's logits by chunk. Raise SettingError if the teacher cannot read a token."""
         self._check(ids, labels)
         with self._timed(ids.device):
             hidden = self._frozen.states(model, ids, sources, *places)
@@ -118,8 +117,7 @@ class Teacher:
 
 
 def top_k_measure(config: TeacherConfig, top: Float[Tensor, "targets 2 k"]) -> Measure:
-    """Return a function that computes the divergence of the policy's logits from a teacher's `top_k` tokens, for
-    `Policy.forward`."""
+    """Return a function that computes the divergence of the policy's logits from a teacher's `top_k` tokens."""
     kind, beta = config.divergence, getattr(config.options, "beta", 0.5)
 
     def measured(logits: Tensor, chunk: slice) -> Tensor:
@@ -130,8 +128,8 @@ def top_k_measure(config: TeacherConfig, top: Float[Tensor, "targets 2 k"]) -> M
 
 
 def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Teacher:
-    """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter, or the policy itself,
-    if that is the teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
+    """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter, or the policy itself.
+    Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
     config = recipe.teacher
     assert config is not None
     if (config.top_k or 0) > (rows := _rows(policy.network)):
@@ -172,5 +170,4 @@ def _check_network(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy
 
 
 def _rows(network: Any) -> int:
-    """Return the number of rows of a network's head."""
     return table_of(network.get_output_embeddings()).shape[0]

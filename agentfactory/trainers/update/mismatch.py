@@ -1,5 +1,4 @@
-"""Mismatch between trainer and server: loss weights that correct it (importance sampling), and its measurement by token
-age and role."""
+"""Mismatch between trainer and server: loss weights that correct it (importance sampling), and its measurement."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -70,13 +69,13 @@ def mismatch_by_kind(
     proximal: Sequence[np.ndarray],
     age: Callable[[str], int] | None = None,
 ) -> dict[str, float]:
-    """Return means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`,
-    ...) and of each age in versions (`mismatch/age/2`, ...).
+    """Return means of
+    trainer - server
+    log-probability in nats, over the tokens of each role (`mismatch/format`, ...) and of each age in versions
+    (`mismatch/age/2`, ...). The format shows a drift long before samples do.
 
     `sources` are the rollout's rows from which `rows` were made, `proximal` the trainer's log-probabilities of their
-    targets. `age` returns the age of the weights with a given label; without it there are no ages. A drift of the
-    format shows in `mismatch/format` long before it shows in samples, because the policy was almost certain of these
-    tokens."""
+    targets. `age` returns the age of the weights with a given label; without it there are no ages."""
     gaps: dict[str, list[np.ndarray]] = defaultdict(list)
     for row, source, scored in zip(rows, sources, proximal, strict=True):
         gap = np.abs(np.asarray(scored) - row.streams["behaviour"])

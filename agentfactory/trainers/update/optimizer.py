@@ -23,11 +23,9 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`.
-
-    Weights that match no group of the recipe come first. Raises ValueError if a group of the recipe matches no weight,
-    or if the optimiser is not available here.
-    """
+    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`; weights that match no
+    group of the recipe come first. Raises SettingError if a group matches no weight, or if the optimiser is not
+    available."""
     name = config.optimizer.name
     if name == "muon":
         return MuonAndAdamW(_groups(model, config, _matrices(model)), config.optimizer)
@@ -80,8 +78,7 @@ _MAKERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
 
 class MuonAndAdamW(Optimizer):
     """Muon (Jordan, 2024; Liu et al., 2025, arXiv:2502.16982) on the matrices within layers, AdamW on all other
-    weights: embeddings, head, norms, biases. Muon's updates are scaled to the size of AdamW's (arXiv:2502.16982,
-    equation 4), so that one learning rate serves both."""
+    weights. Muon's updates have the size of AdamW's (equation 4), so that one learning rate serves both."""
 
     def __init__(self, groups: Groups, config: OptimizerConfig) -> None:
         """Muon updates the groups with `matrix` set to true."""
@@ -104,8 +101,7 @@ class MuonAndAdamW(Optimizer):
 
 
 def _matrices(model: nn.Module) -> set[int]:
-    """Return identities of the matrices within layers; embeddings and heads are tables of tokens, so they are not
-    included."""
+    """Return identities of the matrices within layers, which embeddings and heads, tables of tokens, are not."""
     tables: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -161,15 +157,14 @@ def _need_bitsandbytes(name: str, device: torch.device) -> None:
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
-    """Create the learning-rate schedule by step (not by optimiser update): a linear warm-up to each group's own rate,
-    then `train.schedule`. wsd is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
+    """Create the learning-rate schedule by step: a linear warm-up to each group's own rate, then `train.schedule`. wsd
+    is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
     return LambdaLR(optimizer, lambda done: _share_of_rate(config, done))
 
 
 def _share_of_rate(config: TrainConfig, done: int) -> float:
-    """Return the factor of the learning rate after `done` steps. It is above 0 in every step of the run, because a step
-    with a rate of 0 would be wasted: the warm-up begins at 1/warmup_steps, and a decay reaches 0 one step after the
-    last."""
+    """Return the factor of the learning rate after `done` steps. It is above 0 in every step: the warm-up begins at
+    1/warmup_steps, and a decay reaches 0 one step after the last."""
     if done < config.warmup_steps:
         return (done + 1) / config.warmup_steps
     begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps

@@ -19,18 +19,15 @@ class PolicyUpdate:
 
     updates: list[Update]
     before: list[dict[str, Tensor]]
-    """Streams from before the first update, along the targets of each micro-batch: `proximal`, the trainer's
-    log-probabilities, and `divergence` from the teacher (NaN: not graded), if there is one. Empty if only the critic
-    learned."""
+    """Streams from before the first update, along the targets of each micro-batch: `proximal` (log-probabilities), and
+    `divergence` from the teacher (NaN: not graded), if there is one. Empty if only the critic learned."""
 
 
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
     """Perform `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
 
-    The proximal log-probabilities come from the first update's own forward pass, since all its micro-batches use the
-    weights from before the update: no separate pass is needed. The mismatch correction weights the policy term by
-    proximal over behaviour, and is the same in all updates.
-    """
+    The proximal log-probabilities come from the first update's own forward pass, whose micro-batches all use the
+    weights from before the update. The mismatch correction weights the policy term by proximal over behaviour."""
     train = recipe.train
     config, teacher = train.loss, recipe.teacher
     policy_loss = PolicyLoss(config)
