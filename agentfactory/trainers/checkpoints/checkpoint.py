@@ -13,16 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.text.load_renderer import FormatTokens
-from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    AUTO,
-    ONLY_BEST,
-    checkpoints,
-    figure,
-    find_best,
-    metric_names,
-    prune,
-    read_info,
-)
+from agentfactory.trainers.checkpoints import checkpoint_folder
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.token_rows import TokenNeeds
@@ -138,7 +129,7 @@ class Checkpoints:
     ) -> None:
         """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
         records their lengths, so that a resumed run can truncate them. `resume` is the checkpoint to continue from."""
-        self.train_state = TrainState.from_json(read_info(resume)) if resume else TrainState()
+        self.train_state = TrainState.from_json(checkpoint_folder.read_info(resume)) if resume else TrainState()
         self.path = resume
         """The newest checkpoint known to be durable."""
         self.saved_step = self.train_state.step
@@ -172,12 +163,12 @@ class Checkpoints:
     def is_best(self, accelerator: Accelerator) -> bool:
         """Return, in all ranks, whether the last finished step was evaluated and is the best so far by
         `train.keep_best`. Every process calls it."""
-        is_best = False
-        if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
-            names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
-            value = figure(self.train_state.after, names[0]) if names else None
-            if value is not None and (self.train_state.best is None or value > self.train_state.best):
-                self.train_state.best, is_best = value, True
+        is_best, state = False, self.train_state
+        if accelerator.is_main_process and state.evaluated == state.step > 0:
+            names = [name for name in checkpoint_folder.metric_names(self._train.keep_best) if name in state.after]
+            value = checkpoint_folder.figure(state.after, names[0]) if names else None
+            if value is not None and (state.best is None or value > state.best):
+                state.best, is_best = value, True
         return of_rank_0(accelerator, is_best)
 
     def restore(self, learner: Learner) -> None:
@@ -197,7 +188,8 @@ class Checkpoints:
         files = self._files() if main else {}
         if main:
             sizes = {name: file.stat().st_size for name, file in files.items()}
-            info = {**self._info, **self.train_state.to_json(), "files": sizes, ONLY_BEST: only_best}
+            info = {**self._info, **self.train_state.to_json(), "files": sizes}
+            info[checkpoint_folder.ONLY_BEST] = only_best
         self._writer.begin(step, learner, info, files.values(), self._prune)
         self._in_writing = self.train_state.take_groups()
         self.saved_step = step
@@ -207,10 +199,8 @@ class Checkpoints:
     def poll(self, accelerator: Accelerator) -> None:
         """Check, without waiting, whether the checkpoint has become durable. Every process calls it. Raises, in all
         processes, the error of writing it."""
-        if not self._writer.is_writing:
-            return
         # all processes note it, or raise its error, at the same step
-        if of_rank_0(accelerator, self._writer.is_done):
+        if self._writer.is_writing and of_rank_0(accelerator, self._writer.is_done):
             self.wait()
 
     def wait(self) -> None:
@@ -241,15 +231,16 @@ class Checkpoints:
             self._writer.close()
 
     def _prune(self) -> None:
-        best = find_best(checkpoints(self._folder), self._train.keep_best)
-        prune(self._folder, self._train.keep_last, best.path if best else None)
+        found = checkpoint_folder.checkpoints(self._folder)
+        best = checkpoint_folder.find_best(found, self._train.keep_best)
+        checkpoint_folder.prune(self._folder, self._train.keep_last, best.path if best else None)
 
     def _check_keep_best(self) -> None:
         wanted, train_state = self._train.keep_best, self.train_state
-        if wanted == AUTO:
+        if wanted is None or wanted == checkpoint_folder.AUTO:
             return
         known = {*train_state.metrics, *train_state.after}
-        not_yet = train_state.evaluated is None and wanted is not None and wanted.startswith("eval/")
-        if wanted is not None and wanted not in known and not not_yet:
+        not_yet = train_state.evaluated is None and wanted.startswith("eval/")
+        if wanted not in known and not not_yet:
             problem = f"the run has no metric {wanted!r}"
             raise SettingError("train.keep_best", problem, f"name one of {', '.join(sorted(known))}")

@@ -329,10 +329,7 @@ class Estimator:
             # our own functions may also return a critic's returns
             return found if isinstance(found, tuple) else (found, [])
         chains = [chain for group in groups for chain in group]
-        try:
-            advantages = [[float(value) for value in chain] for chain in found]
-        except (TypeError, ValueError, OverflowError):
-            advantages = []
+        advantages = _floats(found)
         if [len(values) for values in advantages] != [chain.tokens for chain in chains]:
             problem = f"{self._name} returned {short(found)}"
             fix = "return one flat list: for each chain of all groups in turn, a list of ChainRewards.tokens numbers"
@@ -341,14 +338,19 @@ class Estimator:
 
     def _of_group(self, batch_rewards: Sequence[float], rewards: Sequence[float]) -> list[float]:
         found = self._function(rewards=rewards, batch_rewards=batch_rewards)
-        try:
-            numbers = [float(value) for value in found]
-        except (TypeError, ValueError, OverflowError):
-            numbers = []
+        numbers: list[float] = next(iter(_floats([found])), [])
         if len(numbers) != len(rewards):
             problem = f"{self._name} returned {short(found)} for a group of {len(rewards)} chains"
             raise SettingError(_FIELD, problem, "return one number for each of rewards")
         return numbers
+
+
+def _floats(lists: Any) -> PerToken:
+    """Return lists of numbers as floats; none if a user's function returned anything else."""
+    try:
+        return [[float(value) for value in numbers] for numbers in lists]
+    except (TypeError, ValueError, OverflowError):
+        return []
 
 
 def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale: Scale) -> PerToken:

@@ -77,7 +77,7 @@ class Credit:
         self._names = [group.source for group in groups]
         self._groups = [
             [
-                _chain(t, policy is OutcomePolicy.KEEP, recipe, limit, self._estimator.compares_turns, fresh)
+                self._chain(t, policy is OutcomePolicy.KEEP, limit, fresh)
                 for t in group.trajectories
                 if (policy := _use(t, recipe))
             ]
@@ -88,6 +88,36 @@ class Credit:
     def _estimator(self) -> Estimator:
         # loaded only where there are groups: on rank 0
         return Estimator(self._recipe.train.advantage)
+
+    def _chain(
+        self, trajectory: Trajectory, trained: bool, limit: int, fresh: Callable[[Row], np.ndarray] | None
+    ) -> _Chain:
+        recipe, rows, reward = self._recipe, trajectory.rows, trajectory.reward
+        assert reward is not None
+        if (overlong := recipe.train.overlong) is not None:
+            # of several rows (a template that rewrites history, rollout.context), the last one fills the context
+            length = len(rows[-1].token_ids) if rows else 0
+            reward += overlong_penalty(length, limit, overlong.buffer, overlong.penalty)
+        made = {place: row for place, row in enumerate(map(training_row, rows)) if row} if trained else {}
+        if recipe.teacher is not None and recipe.teacher.url is not None:
+            made = {place: with_grades(row, rows[place], recipe.teacher) for place, row in made.items()}
+        counted = [np.asarray(row.mask, dtype=bool) for row in rows]
+        if fresh is not None:
+            may = [fresh(row) for row in rows]
+            counted = [mask & kept for mask, kept in zip(counted, may, strict=True)]
+            left = {place: only_targets(row, may[place][row.targets]) for place, row in made.items()}
+            made = {place: row for place, row in left.items() if row}
+        advantage = recipe.train.advantage
+        malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
+        anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
+        ends: list[int] = []
+        if trajectory.turn_rewards is not None or malformed or anchors or self._estimator.compares_turns:
+            # without context to predict it from, the first token of a row is not trained: see training_row
+            spans = trajectory.turn_spans()
+            ends = list(accumulate(np.count_nonzero(counted[row][max(start, 1) : end]) for row, start, end in spans))
+        credited = [*made.values()], [*made], [rows[place] for place in made]
+        turn_rewards = trajectory.turn_rewards or []
+        return _Chain(trajectory.id, reward, limit, turn_rewards, ends, malformed, *credited, anchors)
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -256,47 +286,6 @@ def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
     policy = recipe.rollout.outcome_policy(trajectory.outcome)
     used = policy in (OutcomePolicy.KEEP, OutcomePolicy.MASK)
     return policy if used and trajectory.reward is not None else None
-
-
-def _chain(
-    trajectory: Trajectory,
-    trained: bool,
-    recipe: TrainRecipe,
-    limit: int,
-    compares_turns: bool,
-    fresh: Callable[[Row], np.ndarray] | None,
-) -> _Chain:
-    assert trajectory.reward is not None
-    reward = trajectory.reward
-    overlong = recipe.train.overlong
-    if overlong is not None:
-        # a chain may have several rows (a template that rewrites history, rollout.context): the last one fills the
-        # context
-        length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
-        reward += overlong_penalty(length, limit, overlong.buffer, overlong.penalty)
-    made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
-    if recipe.teacher is not None and recipe.teacher.url is not None:
-        made = [(with_grades(row, trajectory.rows[place], recipe.teacher), place) for row, place in made]
-    counted = [np.asarray(row.mask, dtype=bool) for row in trajectory.rows]
-    if fresh is not None:
-        may = [fresh(row) for row in trajectory.rows]
-        counted = [mask & kept for mask, kept in zip(counted, may, strict=True)]
-        left = [(only_targets(row, may[place][row.targets]), place) for row, place in made]
-        made = [(row, place) for row, place in left if row]
-    rows, places = [row for row, _ in made], [place for _, place in made]
-    sources = [trajectory.rows[place] for place in places]
-    advantage = recipe.train.advantage
-    malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
-    anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
-    ends: list[int] = []
-    if trajectory.turn_rewards is not None or malformed or anchors or compares_turns:
-        spans = trajectory.turn_spans()
-        # without context to predict it from, the first token of a row is not trained: see training_row
-        lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in spans]
-        ends = list(accumulate(lengths))
-    return _Chain(
-        trajectory.id, reward, limit, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors
-    )
 
 
 def _blame_malformed_turns(

@@ -43,7 +43,7 @@ class Runs:
     """The runs of a line, in order. A separate object, so that torch.compile does not trace into it."""
 
     def __init__(self, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype) -> None:
-        """`positions` and `ends` as in MicroBatch; `dtype` is that of queries and keys."""
+        # `positions` and `ends` as in MicroBatch
         places, last = positions[0].cpu().numpy(), ends[0].cpu().numpy()
         line = np.arange(len(places))
         # in preorder the next token is a child of the previous one, or begins another branch, which is not deeper
@@ -59,8 +59,7 @@ class Runs:
         # a run attends to some runs completely, and to others up to the branch of the run or of one that it attends to
         forks = [seen[-1:] + 1 for seen in context]
         cuts = np.unique(np.concatenate([starts, *forks, line[-1:] + 1]))
-        self.pieces: list[int] = np.diff(cuts).tolist()
-        """Lengths of the pieces of the line."""
+        self.pieces: list[int] = np.diff(cuts).tolist()  # lengths
         self.all: list[Run] = []
         piece_of = np.repeat(np.arange(len(self.pieces)), self.pieces)
         for start, end, seen in zip(starts, [*starts[1:], len(line)], context, strict=True):
@@ -112,30 +111,23 @@ def _each_run(
     return torch.cat(parts, dim=1)
 
 
-def _masked(
-    query: Float[Tensor, "1 heads run width"],
-    key: Float[Tensor, "1 groups seen width"],
-    value: Float[Tensor, "1 groups seen width"],
-    mask: Float[Tensor, "1 1 run seen"],
-    options: dict[str, Any],
-) -> Float[Tensor, "1 run heads width"]:
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     """Apply sdpa with a mask. Groups take the place of lines: their heads share keys, which transformers would copy for
     each head."""
     _, heads, length, _ = query.shape
     groups = key.shape[1]
     grouped = query.reshape(groups, heads // groups, length, -1)
     seen, known = (tensor.transpose(0, 1).expand(-1, heads // groups, -1, -1) for tensor in (key, value))
-    found = nn.functional.scaled_dot_product_attention(
-        grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling")
-    )
+    attend = nn.functional.scaled_dot_product_attention
+    found = attend(grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling"))
     return found.reshape(1, heads, length, -1).transpose(1, 2)
 
 
 def _capped(
     module: nn.Module,
-    query: Float[Tensor, "batch heads length width"],
-    key: Float[Tensor, "batch groups seen width"],
-    value: Float[Tensor, "batch groups seen width"],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: Tensor | None,
     *,
     softcap: float,
@@ -183,8 +175,6 @@ def attention_by_blocks(
 AttentionInterface.register(BY_BLOCKS, attention_by_blocks)
 AttentionMaskInterface.register(BY_BLOCKS, flex_attention_mask)
 
-_OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
-
 
 def selects_keys(network: PreTrainedModel) -> bool:
     """Return whether each query attends to only some keys, as in DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556)."""
@@ -196,7 +186,8 @@ def use_ours(network: PreTrainedModel) -> None:
     """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS, which also accept
     `attention_arguments`. Networks that select keys keep transformers' own: they mask other keys only if the name is
     "sdpa" or "eager"."""
-    if not selects_keys(network) and (ours := _OURS.get(network.config._attn_implementation)):
+    ours = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}.get(network.config._attn_implementation)
+    if ours and not selects_keys(network):
         network.set_attn_implementation(ours)
 
 
@@ -257,6 +248,4 @@ def attention_arguments(
         return {"attention_mask": block_mask(ends)}
     if kind.startswith("flash_attention"):
         return {}
-    raise SettingError(
-        "train.attention", f"{kind} does not support rows that share a line", "use sdpa or flex_attention"
-    )
+    raise SettingError("train.attention", f"{kind} does not support rows that share a line", "use sdpa")

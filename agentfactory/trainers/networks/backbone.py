@@ -89,8 +89,7 @@ class Backbone(nn.Module):
             places = _rotary(positions, images.rotary if images is not None else None)
         # each weight is used once, so autocast copies in self.dtype would only take up memory until the pass ends,
         # which gradient checkpointing and fsdp2 are meant to avoid
-        lower = self.dtype.itemsize < 4
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype.itemsize < 4, cache_enabled=False):
             features = self._features(images) if images is not None else []
             if images is not None and images.places:
                 arguments |= encoder_outputs(self.network, [features[number] for number in images.places])
@@ -141,30 +140,30 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
 def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
     """Return the reason why rows that share a line would get other results than alone, or None."""
     config: Any = network.config.get_text_config()
+    name = type(network).__name__
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # networks older than layer_types
         kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
     others = sorted(set(kinds) - {"full_attention"})
     if others:
-        return f"{type(network).__name__} has layers of {', '.join(others)}; only full_attention is exact"
+        return f"{name} has layers of {', '.join(others)}; only full_attention is exact"
     if selects_keys(network):
-        return f"{type(network).__name__} selects keys per query"
+        return f"{name} selects keys per query"
     takes = inspect.signature(body_of(network).forward).parameters
     if "position_ids" not in takes or getattr(config, "alibi", False):
-        return f"{type(network).__name__} does not accept position_ids"
+        return f"{name} does not accept position_ids"
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
-        return f"{type(network).__name__} passes no arguments to its attention"
+        return f"{name} passes no arguments to its attention"
     use_ours(network)
     kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
     if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
         if attention in ("auto", "sdpa"):
-            return f"{type(network).__name__} does not use transformers' attention interface"
+            return f"{name} does not use transformers' attention interface"
         return f"train.attention={kind} does not support {batching} rows; use sdpa or flex_attention"
     if not measure:
         return None
     # a network's own declaration is not enough: some accept the arguments and do not use them
-    name = type(network).__name__
     try:
         error = _error(network, batching)
     except (MemoryError, torch.OutOfMemoryError):

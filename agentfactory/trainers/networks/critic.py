@@ -1,8 +1,8 @@
 """The critic: state values for GAE, learned in one model with the policy."""
 
 import copy
-from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,19 +90,16 @@ class ActorCritic(nn.Module):
     def _guarded(self, output: Tensor) -> Tensor:
         model = self.policy.model
         if has_adapter(model) and output.requires_grad:
-            output.register_hook(_same_adapter(model, model.active_adapter))
+            output.register_hook(partial(_check_adapter, model, model.active_adapter))
         return output
 
 
-def _same_adapter(model: "PeftModel", name: str) -> Callable[[Tensor], None]:
-    def check(gradient: Tensor) -> None:
-        if model.active_adapter != name:
-            raise RuntimeError(
-                f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
-                "backward pass before the other's forward pass"
-            )
-
-    return check
+def _check_adapter(model: "PeftModel", name: str, gradient: Tensor) -> None:
+    if model.active_adapter != name:
+        raise RuntimeError(
+            f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
+            "backward pass before the other's forward pass"
+        )
 
 
 def make_actor_critic(

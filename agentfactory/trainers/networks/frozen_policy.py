@@ -27,7 +27,8 @@ class FrozenPolicy:
     model that accelerate prepared; the further inputs are those of `Policy.forward`."""
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None, adapter: str | None = None) -> None:
-        """`frozen` is None if the weights are the base of the policy's adapter, alone or with the frozen `adapter`."""
+        """`frozen` is None if the weights are the base of the policy's adapter, alone or with `adapter`: a frozen one,
+        or POLICY_ADAPTER for the policy as it is now, whether it has adapters or not."""
         self._accelerator = accelerator
         self._frozen = frozen
         self._adapter = adapter
@@ -72,25 +73,10 @@ class FrozenPolicy:
         if self._frozen is not None:
             yield self._frozen
             return
-        policy = self._trained(model)
-        assert has_adapter(policy.model)
+        policy: Any = self._accelerator.unwrap_model(model)
+        policy = policy.policy if isinstance(policy, ActorCritic) else policy
         with policy.scoring_with(self._adapter) if self._adapter is not None else adapters_off(policy.model):
             yield policy
-
-    def _trained(self, model: nn.Module) -> Policy:
-        unwrapped: Any = self._accelerator.unwrap_model(model)
-        return unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
-
-
-class CurrentPolicy(FrozenPolicy):
-    """The trained policy as a scorer: its current weights, with its adapter, without gradients."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator, None)
-
-    @contextmanager
-    def _in_use(self, model: nn.Module) -> Iterator[Policy]:
-        yield self._trained(model)
 
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:

@@ -19,28 +19,12 @@ from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks import lora, token_rows
 from agentfactory.trainers.networks.backbone import Backbone, proof_rows, resolve_batching
 from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.networks.lora import (
-    POLICY_ADAPTER,
-    adapter_weights,
-    add_adapter,
-    add_reference_adapter,
-    has_adapter,
-    load_adapter,
-    save_adapter,
-    use_adapter,
-    with_trained_rows,
-)
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER, has_adapter
 from agentfactory.trainers.networks.network import apply_options, load_network
-from agentfactory.trainers.networks.token_rows import (
-    TokenNeeds,
-    compute_rows_alone,
-    set_initial_rows,
-    table_of,
-    tables_of,
-    tokens_to_train,
-)
+from agentfactory.trainers.networks.token_rows import TokenNeeds, table_of
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
 
@@ -99,7 +83,7 @@ class Policy(Backbone):
         `images`: see `hidden`. Logits are divided by the sampling `temperature`.
         """
         if has_adapter(self.model):
-            use_adapter(self.model, self._adapter)
+            lora.use_adapter(self.model, self._adapter)
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // table_of(self.network.get_output_embeddings()).shape[0])
@@ -107,8 +91,7 @@ class Policy(Backbone):
             chunks = [slice(start, start + size) for start in range(0, max(1, len(labels)), size)]
             if len(chunks) == 1:
                 return score(hidden, labels, chunks[0])
-            # with several chunks: recompute a chunk's logits in the backward pass, so that only one set exists at a
-            # time
+            # recompute a chunk's logits in the backward pass, so that only one set exists at a time
             parts = [checkpoint(score, hidden[part], labels[part], part, use_reentrant=False) for part in chunks]
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 
@@ -156,13 +139,13 @@ class Policy(Backbone):
         policy's dtype), or the adapter's under their peft names. Read them, in all processes at the same time, before
         the next update: see Weights."""
         if has_adapter(self.model):
-            return Weights(adapter_weights(self.model).items())
+            return Weights(lora.adapter_weights(self.model).items())
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         """Write a gathered adapter to `folder` in peft's format, and return the file of its weights."""
         assert has_adapter(self.model)
-        return save_adapter(self.model, folder, state)
+        return lora.save_adapter(self.model, folder, state)
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -183,17 +166,18 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: 
 
     def checked() -> tuple[Batching, list[int]]:
         check_head(network)
-        return resolve_batching(network, recipe.train), tokens_to_train(network, recipe, needs)
+        return resolve_batching(network, recipe.train), token_rows.tokens_to_train(network, recipe, needs)
 
     # the checks compute with the weights
     batching, tokens = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
     policy = make_policy(recipe, network, batching, device, tokens)
     if needs is not None and tokens:
-        set_initial_rows(policy.network, tokens, needs, recipe.seed)
-    lora = recipe.model.lora
-    if has_adapter(policy.model) and lora is not None and lora.from_ is not None:
-        folder = Path(lora.from_)
-        load_adapter(policy.model, folder, with_trained_rows(policy.network, load_file(folder / WEIGHTS)))
+        token_rows.set_initial_rows(policy.network, tokens, needs, recipe.seed)
+    config = recipe.model.lora
+    if has_adapter(policy.model) and config is not None and config.from_ is not None:
+        folder = Path(config.from_)
+        saved = lora.with_trained_rows(policy.network, load_file(folder / WEIGHTS))
+        lora.load_adapter(policy.model, folder, saved)
     return policy
 
 
@@ -213,10 +197,11 @@ def make_policy(
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
     adapted = adapted_modules(network, config.lora.target_modules, recipe.train.trains_vision)
-    model = add_adapter(network, config.lora, adapted, recipe.seed, tables_of(network, tokens))
+    tables = token_rows.tables_of(network, tokens)
+    model = lora.add_adapter(network, config.lora, adapted, recipe.seed, tables)
     if config.lora.from_ is not None and recipe.train.has_reference:
-        add_reference_adapter(model)
-    compute_rows_alone(network)
+        lora.add_reference_adapter(model)
+    token_rows.compute_rows_alone(network)
     return Policy(model, dtype, batching, banned, tokens).train()
 
 
@@ -230,16 +215,16 @@ def check_head(network: PreTrainedModel) -> None:
     so the head is compared after the same attention, and the attention by its median effect on a row's hidden states,
     which is up to .1 by rounding. Raise SettingError if they differ.
     """
+    name, cause = type(network).__name__, None
     try:
         problem = _fault(network)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each network has its own
-        text = f"{type(network).__name__} fails in a first forward pass: {type(error).__name__}: {error}"
-        raise SettingError("model.path", text, "train another model") from error
+        problem, cause = f"fails in a first forward pass: {type(error).__name__}: {error}", error
     if problem is not None:
-        text = f"{type(network).__name__} {problem}; its log-probabilities would be wrong"
-        raise SettingError("model.path", text, "train another model")
+        text = f"{name} {problem}" if cause else f"{name} {problem}; its log-probabilities would be wrong"
+        raise SettingError("model.path", text, "train another model") from cause
 
 
 def _fault(network: PreTrainedModel) -> str | None:

@@ -75,12 +75,7 @@ def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str 
         return asked
     language = language_name(network)
     if asked == "all-linear":
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in getattr(network.base_model, language).named_modules()
-            if isinstance(module, nn.Linear)
-        }
-        return within(language, sorted(linear))
+        return within(language, _linear_names(getattr(network.base_model, language)))
     inside = set(tower.modules())
     hit = [name for name, module in network.named_modules() if module in inside and _is_target(name, asked)]
     if hit:
@@ -102,13 +97,14 @@ def _check_targets(network: Any, asked: str | list[str]) -> None:
         if not any(_is_target(name, target if isinstance(asked, str) else [target]) for name in names)
     ]
     if unknown:
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in network.base_model.named_modules()
-            if isinstance(module, nn.Linear)
-        }
         problem = f"got {asked}, but {' and '.join(map(repr, unknown))} fits no module of the network"
-        raise SettingError("model.lora.target_modules", problem, f"use names such as {', '.join(sorted(linear))}")
+        fix = f"use names such as {', '.join(_linear_names(network.base_model))}"
+        raise SettingError("model.lora.target_modules", problem, fix)
+
+
+def _linear_names(network: nn.Module) -> list[str]:
+    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def within(language: str, names: list[str]) -> str:

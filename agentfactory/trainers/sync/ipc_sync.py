@@ -38,7 +38,6 @@ class Buffer:
     """Memory that a server can open, of `capacity` bytes on `device`. Raises SyncError if there is too little."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """Allocate `capacity` bytes on `device`."""
         self.handles: dict[str, tuple[Any, ...]]
         """The handle with which a server opens the buffer, by key of the memory."""
         self._block: SharedMemory | None = None
@@ -206,13 +205,14 @@ class IpcSync(FullSync):
 
         def transfer() -> None:
             with self._filled(content.state, copied) as filled, ThreadPoolExecutor(1, "parts") as pool:
-                read: Future[Any] | None = None
+                reads: list[Future[Any]] = []
                 for part, buffer in filled:
-                    if read is not None:
-                        read.result()
                     # the server responds after it has copied the part
-                    read = pool.submit(server.post, "/update_weights", {"update_info": update_info(part, buffer)})
-                if read is not None:
+                    for read in reads[-1:]:
+                        read.result()
+                    body = {"update_info": update_info(part, buffer)}
+                    reads.append(pool.submit(server.post, "/update_weights", body))
+                for read in reads:
                     read.result()
 
         self._load([server], self._version, content, transfer)

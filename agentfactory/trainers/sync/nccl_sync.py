@@ -168,7 +168,7 @@ class NcclSync(FullSync):
         _together(
             lambda: joined.append(open_group(address, port, 1 + sum(workers))),
             *(
-                _post(server, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
+                partial(server.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
                 for server, offset in zip(servers, offsets, strict=True)
             ),
         )
@@ -192,7 +192,7 @@ class NcclSync(FullSync):
 
         def transfer() -> None:
             # servers respond after they have received everything
-            _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
+            _together(broadcast, *(partial(s.post, "/update_weights", {"update_info": info}) for s in self._servers))
 
         try:
             for server in self._servers:
@@ -229,31 +229,23 @@ def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator
         yield torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in part])
 
 
-def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[], None]:
-    def post() -> None:
-        server.post(path, body)
-
-    return post
-
-
-def _together(*calls: Callable[[], None]) -> None:
+def _together(*calls: Callable[[], object]) -> None:
     """Run calls that wait for each other, and raise the first error immediately. Calls that still wait then wait for a
     peer that will never come: their threads are abandoned, and must not keep the process from ending."""
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
-    def run(call: Callable[[], None]) -> None:
+    def run(call: Callable[[], object]) -> None:
+        failure: BaseException | None = None
         try:
             call()
         except BaseException as error:
-            ended.put(error)
-        else:
-            ended.put(None)
+            failure = error
+        ended.put(failure)
 
     for call in calls:
         threading.Thread(target=run, args=(call,), daemon=True).start()
     for _ in calls:
-        error = ended.get()
-        if error is not None:
+        if (error := ended.get()) is not None:
             raise error
 
 

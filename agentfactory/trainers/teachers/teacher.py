@@ -17,7 +17,8 @@ from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.text.tokenizer import load_tokenizer, tokens_missing
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
 from agentfactory.trainers.networks.backbone import resolve_batching
-from agentfactory.trainers.networks.frozen_policy import CurrentPolicy, FrozenPolicy, freeze
+from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, freeze
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Measure, Policy, check_head
 from agentfactory.trainers.networks.token_rows import table_of
@@ -136,7 +137,7 @@ def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) 
         problem = f"got {config.top_k}, and the policy's vocabulary has {rows} tokens"
         raise SettingError("teacher.top_k", problem, "lower it")
     if config.model is None:
-        return Teacher(config, CurrentPolicy(accelerator), rows)
+        return Teacher(config, FrozenPolicy(accelerator, None, POLICY_ADAPTER), rows)
     if config.model == recipe.model.path and policy.is_lora:
         return Teacher(config, FrozenPolicy(accelerator, None), rows)
     missing: dict[int, str] = {}

@@ -1,8 +1,9 @@
 """Optimiser, gradient clipping and learning-rate schedule of a recipe."""
 
+import importlib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,54 +27,34 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`; weights that match no
     group of the recipe come first. Raises SettingError if a group matches no weight, or if the optimiser is not
     available."""
-    name = config.optimizer.name
-    if name == "muon":
-        return MuonAndAdamW(_groups(model, config, _matrices(model)), config.optimizer)
-    groups = _groups(model, config)
-    if name in ("adamw_8bit", "lion"):
-        _need_bitsandbytes(name, groups[0]["params"][0].device)
-    return _MAKERS[name](groups, config.optimizer)
+    settings = config.optimizer
+    groups = _groups(model, config, _matrices(model) if settings.name == "muon" else None)
+    match settings.name:
+        case "muon":
+            return MuonAndAdamW(groups, settings)
+        case "adamw":
+            return _adamw(groups, settings)
+        case "adamw_8bit":
+            # AdamW with its two moments in 8 bits per weight: Dettmers et al., 2021, arXiv:2110.02861
+            eight_bits = _bitsandbytes(settings.name, groups).AdamW8bit
+            return eight_bits(groups, betas=settings.betas, eps=settings.eps)  # type: ignore[no-any-return]
+        case "lion":
+            # Chen et al., 2023, arXiv:2302.06675. A good learning rate is 3 to 10 times smaller than AdamW's
+            lion = _bitsandbytes(settings.name, groups).Lion
+            return lion(groups, betas=settings.betas)  # type: ignore[no-any-return]
+        case "adafactor":
+            # this imports peft, which takes seconds
+            from transformers.optimization import Adafactor
+
+            # Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the given learning rate
+            return Adafactor(groups, scale_parameter=False, relative_step=False)
+        case "sgd":
+            return torch.optim.SGD(groups, momentum=settings.betas[0])
 
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> Optimizer:
     """Loshchilov and Hutter, 2019, arXiv:1711.05101."""
     return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _adamw_8bit(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    """AdamW with its two moments in 8 bits per weight: Dettmers et al., 2021, arXiv:2110.02861."""
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(groups, betas=config.betas, eps=config.eps)
-
-
-def _lion(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    """Chen et al., 2023, arXiv:2302.06675. A good learning rate is 3 to 10 times smaller than AdamW's."""
-    from bitsandbytes.optim import Lion
-
-    return Lion(groups, betas=config.betas)
-
-
-def _adafactor(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    """Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the given learning rate, scaled neither by
-    the weights nor by the step."""
-    # this imports peft, which takes seconds
-    from transformers.optimization import Adafactor
-
-    return Adafactor(groups, scale_parameter=False, relative_step=False)
-
-
-def _sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    return torch.optim.SGD(groups, momentum=config.betas[0])
-
-
-_MAKERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
-    "adamw": _adamw,
-    "adamw_8bit": _adamw_8bit,
-    "lion": _lion,
-    "adafactor": _adafactor,
-    "sgd": _sgd,
-}
 
 
 class MuonAndAdamW(Optimizer):
@@ -82,18 +63,17 @@ class MuonAndAdamW(Optimizer):
 
     def __init__(self, groups: Groups, config: OptimizerConfig) -> None:
         """Muon updates the groups with `matrix` set to true."""
-        self._parts: list[tuple[bool, Optimizer]] = []
+        self._parts: dict[bool, Optimizer] = {}
         if mine := [group for group in groups if group["matrix"]]:
-            muon = torch.optim.Muon(mine, momentum=config.betas[0], adjust_lr_fn="match_rms_adamw")
-            self._parts.append((True, muon))
+            self._parts[True] = torch.optim.Muon(mine, momentum=config.betas[0], adjust_lr_fn="match_rms_adamw")
         if others := [group for group in groups if not group["matrix"]]:
-            self._parts.append((False, _adamw(others, config)))
-        super().__init__([group for _, part in self._parts for group in part.param_groups], {})
+            self._parts[False] = _adamw(others, config)
+        super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all weights that have a gradient."""
-        for matrix, part in self._parts:
+        for matrix, part in self._parts.items():
             # pass loaded or scheduled settings to the parts, which have no own state
             part.param_groups = [group for group in self.param_groups if group["matrix"] is matrix]
             part.state = self.state
@@ -139,21 +119,22 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     for number, asked in enumerate(settings.groups):
         if number not in matched:
             names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-            raise SettingError(
-                f"train.optimizer.groups.{number}.match",
-                f"{asked.match!r} matches no trainable weight beyond those of earlier groups",
-                f"some names are {', '.join(names[:3])}",
-            )
+            problem = f"{asked.match!r} matches no trainable weight beyond those of earlier groups"
+            fix = f"some names are {', '.join(names[:3])}"
+            raise SettingError(f"train.optimizer.groups.{number}.match", problem, fix)
     # the sort is stable; the first group's learning rate is the logged one
     return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
 
 
-def _need_bitsandbytes(name: str, device: torch.device) -> None:
+def _bitsandbytes(name: str, groups: Groups) -> Any:
+    """Return its module of optimisers. Raise SettingError where it cannot be used."""
+    device = groups[0]["params"][0].device
     if device.type != "cuda":
         problem = f"{name} needs a CUDA GPU, and this process trains on the {device.type}"
         raise SettingError("train.optimizer.name", problem, "use adamw")
     if not is_installed("bitsandbytes"):
         raise SettingError("train.optimizer.name", f"{name} needs bitsandbytes", "run `pip install bitsandbytes`")
+    return importlib.import_module("bitsandbytes.optim")
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
