@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from agentfactory.trainers.sync.server_control import ServerControl
 from tests.conftest import embedded_server
 
 VOCABULARY = 64
+Make = Callable[..., TrainRecipe]
+on_cpu = partial(Accelerator, cpu=True)
 
 
 @pytest.fixture(scope="session")
@@ -64,13 +67,7 @@ def server(model_folder: Path) -> Iterator[ServerControl]:
 
 
 @pytest.fixture(scope="session")
-def accelerator() -> Accelerator:
-    """One process on the CPU."""
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="session")
-def make_recipe(model_folder: Path) -> Callable[..., TrainRecipe]:
+def make_recipe(model_folder: Path) -> Make:
     """`make_recipe(lora={...}, **train)`: a recipe for `model_folder` in float32."""
 
     def make(lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
@@ -81,7 +78,7 @@ def make_recipe(model_folder: Path) -> Callable[..., TrainRecipe]:
 
 
 @pytest.fixture
-def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
+def policy(make_recipe: Make) -> Policy:
     """The policy of `model_folder`, in float32."""
     return load_policy(make_recipe())
 
@@ -120,16 +117,6 @@ def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
         )
         for g in range(count)
     ]
-
-
-@pytest.fixture(scope="session", name="make_groups")
-def _make_groups() -> Callable[..., list[Group]]:
-    return make_groups
-
-
-@pytest.fixture(name="make_row")
-def _make_row() -> Callable[..., Row]:
-    return make_row
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.processes import accelerator as accelerator_module
 from agentfactory.trainers.processes.accelerator import (
@@ -31,6 +30,7 @@ from agentfactory.trainers.processes.accelerator import (
 from agentfactory.trainers.processes.launch_variables import _WITHOUT_EFFECT
 from tests.forked import Forked
 from tests.saved_groups import write_groups
+from tests.trainers.conftest import Make, make_groups, on_cpu
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
@@ -110,12 +110,7 @@ def untied_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def train(
-    model_folder: Path,
-    untied_folder: Path,
-    make_groups: Callable[..., list[Group]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., Trained]:
+def train(model_folder: Path, untied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
     """`train(strategy, device)`: ragged groups, micro-batches divided unevenly over the processes."""
     groups = tmp_path_factory.mktemp("launch") / "groups.jsonl"
     write_groups(groups, make_groups(6, 3))
@@ -170,7 +165,7 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
             torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
 
 
-def test_what_accelerate_does_not_set_up_is_refused(make_recipe: Callable[..., TrainRecipe], tmp_path: Path) -> None:
+def test_what_accelerate_does_not_set_up_is_refused(make_recipe: Make, tmp_path: Path) -> None:
     (tmp_path / "accelerate.yaml").write_text(FSDP + "use_cpu: true\n")
     flags = ["--config_file", str(tmp_path / "accelerate.yaml")]
     recipes = json.dumps([make_recipe(processes=2, strategy="ddp").model_dump()])
@@ -182,9 +177,7 @@ def test_what_accelerate_does_not_set_up_is_refused(make_recipe: Callable[..., T
     assert not (tmp_path / "out").exists()
 
 
-def test_machines_with_unlike_recipes_are_refused(
-    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_with_unlike_recipes_are_refused(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """`gather_object` gives each process the values of all: here, of this recipe and of another machine's."""
     recipe = make_recipe(processes=2, strategy="ddp")
 
@@ -201,23 +194,21 @@ def test_machines_with_unlike_recipes_are_refused(
         check(model={"path": "elsewhere"})
 
 
-def test_one_process_where_the_recipe_asks_for_two(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_where_the_recipe_asks_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     for strategy in ("ddp", "fsdp2"):
         two = TrainConfig(steps=1, processes=2, strategy=strategy)
         with pytest.raises(
             LaunchError, match=rf"train\.processes=2 and train\.strategy={strategy}, but accelerate set up 1"
         ):
-            check_launch(two, accelerator)
+            check_launch(two, on_cpu())
     single = TrainConfig(steps=1)
-    check_launch(single, accelerator)
+    check_launch(single, on_cpu())
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="they would train independently"):
-        check_launch(single, accelerator)
+        check_launch(single, on_cpu())
 
 
-def test_segments_grow_unless_other_processes_open_them(
-    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_grow_unless_other_processes_open_them(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, expected in (("auto", "expandable_segments:True"), ("ipc", None)):
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         recipe = make_recipe()
@@ -230,7 +221,7 @@ def test_segments_grow_unless_other_processes_open_them(
 
 @pytest.mark.parametrize("setting", _FSDP_SETTINGS)
 def test_settings_of_fsdp_that_would_be_ignored_are_refused(
-    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, setting: str
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
@@ -241,7 +232,7 @@ def test_settings_of_fsdp_that_would_be_ignored_are_refused(
 
 @pytest.mark.parametrize("name", _WITHOUT_EFFECT)
 def test_a_variable_that_would_train_otherwise_than_the_recipe_is_refused(
-    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, name: str
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "Other")
     with pytest.raises(SettingError, match=rf"{name}: got 'Other' from the environment.*; fix: unset it; in the rec"):
@@ -264,7 +255,7 @@ HARMLESS = {
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
 def test_no_other_variable_of_accelerate_is_read(
-    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch, strategy: str
+    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     """Every variable that a new Accelerator reads is refused, or has no effect on training."""
     if strategy == "fsdp2":

@@ -2,7 +2,7 @@
 a CPU: tests/gpu tests its gradients."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,10 @@ from transformers.integrations import flex_attention
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from agentfactory.trainers.batches.batch import Batching, MicroBatch, TrainingRow, make_batches
-from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import attention as attention_module
 from agentfactory.trainers.networks.attention import BLOCK, Runs, attention_by_runs, block_mask, use_ours, whole_blocks
 from agentfactory.trainers.networks.policy import load_policy
+from tests.trainers.conftest import Make
 from tests.trainers.float64 import assert_equal
 
 pytestmark = pytest.mark.numbers
@@ -59,7 +59,7 @@ def eager() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager")
-def test_flex_attention_equals_sdpa(make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_equals_sdpa(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also under autocast, where the network's queries and keys are float32, but its values are not."""
     seen = set()
 
@@ -166,9 +166,7 @@ def test_a_mask_takes_no_memory_of_length_by_length() -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.usefixtures("clean_dynamo")
-def test_ragged_lines_are_compiled_once(
-    make_recipe: Callable[..., TrainRecipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ragged_lines_are_compiled_once(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounter()
     monkeypatch.setattr(flex_attention.WrappedFlexAttention, "_is_flex_compiled", False)
     monkeypatch.setattr(flex_attention.WrappedFlexAttention, "_instance", None)

@@ -2,13 +2,11 @@
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
 from agentfactory.trainers.batches.batch import (
@@ -19,17 +17,16 @@ from agentfactory.trainers.batches.batch import (
     scatter,
     training_row,
 )
-from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
+from tests.trainers.conftest import Make, make_row, on_cpu
 
 pytestmark = pytest.mark.numbers
 
-Rows = Callable[..., Row]
 BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
 
-def rows_of(make_row: Rows, count: int, seed: int = 0) -> list[TrainingRow]:
+def rows_of(count: int, seed: int = 0) -> list[TrainingRow]:
     """Return ragged rows with random advantages; every second one continues the prefix of the previous one
     differently."""
     rng = random.Random(seed)
@@ -88,7 +85,7 @@ def test_rows_of_different_streams_are_refused() -> None:
         make_batches(rows, "padded", 10)
 
 
-def test_masked_positions_are_never_read(make_row: Rows) -> None:
+def test_masked_positions_are_never_read() -> None:
     """A NaN log-probability and a huge weight do not reach a batch."""
     row = make_row(random.Random(0))
     clean = plain(training_row(row))
@@ -97,8 +94,8 @@ def test_masked_positions_are_never_read(make_row: Rows) -> None:
     assert plain(training_row(row)) == clean
 
 
-def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given(make_row: Rows) -> None:
-    rows = rows_of(make_row, 11)
+def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given() -> None:
+    rows = rows_of(11)
     batches = make_batches(rows, "tree", token_budget=60, processes=3)
     assert {batch.normaliser for batch in batches} == {float(sum(len(row.targets) for row in rows))}
     assert (
@@ -107,8 +104,8 @@ def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given(make_row
     assert make_batches(rows, "tree", 60, normaliser=7.0)[0].normaliser == 7.0
 
 
-def test_fewer_rows_than_processes_leaves_idle_ones(make_row: Rows) -> None:
-    rows = rows_of(make_row, 1)
+def test_fewer_rows_than_processes_leaves_idle_ones() -> None:
+    rows = rows_of(1)
     rows[0].streams["value"] = np.full(len(rows[0].targets), 2.0)
     batches = make_batches(rows, "tree", token_budget=60, processes=3)
     assert [len(batch.micro_batches) for batch in batches] == [1, 1, 1]
@@ -125,18 +122,16 @@ def test_weights_that_sum_to_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("budget", [1, 200])
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_cutting_and_order_change_no_gradient(
-    make_recipe: Callable[..., TrainRecipe], make_row: Rows, accelerator: Accelerator, batching: Batching, budget: int
-) -> None:
+def test_cutting_and_order_change_no_gradient(make_recipe: Make, batching: Batching, budget: int) -> None:
     """8 x 1 = 4 x 2 = 1 x 8 up to float32: gradient norm, loss, and the weights after the update."""
     recipe = make_recipe(learning_rate=1e-3, optimizer={"name": "sgd"})
-    rows = rows_of(make_row, 8)
-    whole, parts = Learner(recipe, accelerator), Learner(recipe, accelerator)
-    one = update_policy(whole, scatter(make_batches(rows, "padded", 10_000), accelerator), recipe).updates[0]
+    rows = rows_of(8)
+    whole, parts = Learner(recipe, on_cpu()), Learner(recipe, on_cpu())
+    one = update_policy(whole, scatter(make_batches(rows, "padded", 10_000), on_cpu()), recipe).updates[0]
     shuffled = random.Random(7).sample(rows, len(rows))
     batches = make_batches(shuffled, batching, budget)
     assert (batching != "padded" and budget > 100) == any(part.ends is not None for part in batches[0].micro_batches)
-    other = update_policy(parts, scatter(batches, accelerator), recipe).updates[0]
+    other = update_policy(parts, scatter(batches, on_cpu()), recipe).updates[0]
     assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert other.loss == pytest.approx(one.loss, abs=1e-6)
     assert other.sums == pytest.approx(one.sums, rel=1e-5)

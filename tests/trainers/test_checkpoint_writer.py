@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast
 
@@ -26,11 +25,10 @@ from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.forked import start_ranks
 from tests.saved_checkpoint import save_checkpoint, training_state
+from tests.trainers.conftest import Make, make_groups, on_cpu
 
 pytestmark = pytest.mark.numbers
 
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -82,16 +80,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_what_is_trained_meanwhile_is_not_in_it(
-    make_recipe: Make,
-    make_groups: MakeGroups,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    gate: Gate,
-    case: str,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate, case: str
 ) -> None:
     recipe = make_recipe(**{"steps": 9, "batch_size": 2, "learning_rate": 1e-2, **SETTINGS[case]})
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     take_step(learner, recipe, make_groups(2, 3))
     gate.is_open.set()
     at_once = save_checkpoint(tmp_path / "at once", 1, learner, tokenizer, {"seed": 7})
@@ -120,19 +112,19 @@ def test_what_is_trained_meanwhile_is_not_in_it(
 
 
 def test_it_counts_once_it_is_durable(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate
 ) -> None:
     log = tmp_path / "metrics.jsonl"
     log.write_text("one\n")
     recipe = make_recipe(steps=9, checkpoint_every=2, keep_last=1)
-    folder, learner = tmp_path / "checkpoints", Learner(recipe, accelerator)
+    folder, learner = tmp_path / "checkpoints", Learner(recipe, on_cpu())
     checkpoints = Checkpoints(folder, tokenizer, recipe.train, files=lambda: {"metrics": log})
     with checkpoints.ending():
         checkpoints.train_state.finish(2, ["a", "b"], seconds=1.0)
         checkpoints.save(learner)
         checkpoints.train_state.finish(3, ["c"], seconds=1.0)
         log.write_text("one\ntwo\n")
-        checkpoints.poll(accelerator)
+        checkpoints.poll(on_cpu())
         assert (checkpoints.saved_step, checkpoints.path, checkpoints.take_groups()) == (2, None, [])
         gate.is_open.set()
         checkpoints.wait()
@@ -147,12 +139,7 @@ def test_it_counts_once_it_is_durable(
 
 
 def test_an_error_in_the_loop_waits_for_what_is_being_written(
-    make_recipe: Make,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(steps=9)
     checkpoints, wait = Checkpoints(tmp_path, tokenizer, recipe.train), CheckpointWriter.wait
@@ -163,7 +150,7 @@ def test_an_error_in_the_loop_waits_for_what_is_being_written(
 
     def fail() -> None:
         checkpoints.train_state.finish(1, [], seconds=1.0)
-        checkpoints.save(Learner(recipe, accelerator))
+        checkpoints.save(Learner(recipe, on_cpu()))
         monkeypatch.setattr(CheckpointWriter, "wait", open_and_wait)
         raise FloatingPointError("a gradient")
 
@@ -173,11 +160,7 @@ def test_an_error_in_the_loop_waits_for_what_is_being_written(
 
 
 def test_an_error_of_the_writing_ends_the_run(
-    make_recipe: Make,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -186,11 +169,11 @@ def test_an_error_of_the_writing_ends_the_run(
     recipe = make_recipe(steps=9)
     checkpoints = Checkpoints(tmp_path, tokenizer, recipe.train)
     checkpoints.train_state.finish(1, ["a"], seconds=1.0)
-    checkpoints.save(Learner(recipe, accelerator))
+    checkpoints.save(Learner(recipe, on_cpu()))
 
     def poll() -> None:
         while True:
-            checkpoints.poll(accelerator)
+            checkpoints.poll(on_cpu())
 
     with pytest.raises(DiskError, match=rf"{tmp_path}/step-000001 cannot be written: No space left.*; fix: make room"):
         poll()
@@ -212,17 +195,15 @@ def write_as_before(folder: Path, learner: Learner) -> Path:
 
 
 @pytest.mark.parametrize("case", ["full", "critic"])
-def test_one_of_0_1_goes_on_bit_by_bit(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path, case: str
-) -> None:
+def test_one_of_0_1_goes_on_bit_by_bit(make_recipe: Make, tmp_path: Path, case: str) -> None:
     course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2, "schedule": "cosine"}
     recipe = make_recipe(**{**course, **SETTINGS[case]})
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     for seed in (1, 2):
         take_step(learner, recipe, make_groups(2, 3, seed=seed))
     before = write_as_before(tmp_path / "before", learner)
     random = torch.get_rng_state()
-    resumed = Learner(recipe, accelerator)
+    resumed = Learner(recipe, on_cpu())
     load_state(before, resumed)
     assert torch.equal(torch.get_rng_state(), random)
     for one in (learner, resumed):
@@ -233,12 +214,10 @@ def test_one_of_0_1_goes_on_bit_by_bit(
 
 
 @pytest.mark.processes
-def test_every_rank_writes_its_part_and_learns_of_a_full_disk(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path
-) -> None:
+def test_every_rank_writes_its_part_and_learns_of_a_full_disk(make_recipe: Make, tmp_path: Path) -> None:
     course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2}
     one, two = make_recipe(**course), make_recipe(**course, processes=2, strategy="fsdp2")
-    learner = Learner(one, accelerator)
+    learner = Learner(one, on_cpu())
     take_step(learner, one, make_groups(2, 3))
     before = write_as_before(tmp_path / "before", learner)
     folder, log = tmp_path / "checkpoints", tmp_path / "log"

@@ -7,36 +7,31 @@ import os
 import pathlib
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.config import TeacherConfig, TrainRecipe
+from agentfactory.trainers.config import TeacherConfig
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state, part_of, write_part
 from tests.saved_checkpoint import save_checkpoint, training_state
+from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
 
 pytestmark = pytest.mark.numbers
 
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
-
 
 def test_full_checkpoint_is_loaded_by_transformers(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     recipe = make_recipe()
     recipe.model.dtype = "bfloat16"
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     path = save_checkpoint(tmp_path, 80, learner, tokenizer, {"seed": 7, "groups": ["g1"]})
     assert path == tmp_path / "step-000080"
     assert [child.name for child in tmp_path.iterdir()] == ["step-000080"]
@@ -53,13 +48,9 @@ def test_full_checkpoint_is_loaded_by_transformers(
 
 
 def test_adapter_checkpoint_is_loaded_by_peft(
-    make_recipe: Make,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    model_folder: Path,
-    tmp_path: Path,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, model_folder: Path, tmp_path: Path
 ) -> None:
-    learner = Learner(make_recipe(lora={"rank": 2}), accelerator)
+    learner = Learner(make_recipe(lora={"rank": 2}), on_cpu())
     path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
     assert not (path / "model.safetensors").exists()
     loaded = AutoPeftModelForCausalLM.from_pretrained(path)
@@ -69,12 +60,10 @@ def test_adapter_checkpoint_is_loaded_by_peft(
         assert torch.equal(weights[name], value), name
 
 
-def test_other_weights_are_refused(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    path = save_checkpoint(tmp_path, 1, Learner(make_recipe(lora={"rank": 2}), accelerator), tokenizer, {})
+def test_other_weights_are_refused(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, Learner(make_recipe(lora={"rank": 2}), on_cpu()), tokenizer, {})
     with pytest.raises(ValueError, match=r"holds other weights than are trained, such as model\."):
-        load_state(path, Learner(make_recipe(), accelerator))
+        load_state(path, Learner(make_recipe(), on_cpu()))
 
 
 RECORDED: dict[str, dict[str, Any]] = {
@@ -100,7 +89,7 @@ RARE = {"taught", "critic as an adapter", "muon", "adafactor", "without a state"
     "case", [pytest.param(case, marks=pytest.mark.extended) if case in RARE else case for case in RECORDED]
 )
 def test_training_goes_on_bit_by_bit(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
 ) -> None:
     settings = {"batch_size": 2, "learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, "checkpoint_every": 2}
     fields = {**settings, **RECORDED[case], "steps": 5}
@@ -116,25 +105,25 @@ def test_training_goes_on_bit_by_bit(
 
 
 def test_more_steps_stretch_the_course_of_the_learning_rate(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     course = {"schedule": "cosine", "learning_rate": 1e-3}
-    learner = Learner(make_recipe(steps=4, **course), accelerator)
+    learner = Learner(make_recipe(steps=4, **course), on_cpu())
     for _ in range(4):
         learner.optimizer.step()
         learner.end_step()
     assert learner.learning_rate == pytest.approx(0.0)
     path = save_checkpoint(tmp_path, 4, learner, tokenizer, {})
-    longer = Learner(make_recipe(steps=12, **course), accelerator)
+    longer = Learner(make_recipe(steps=12, **course), on_cpu())
     load_state(path, longer)
     assert longer.learning_rate == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 4 / 12)))
     assert {group["lr"] for group in longer.optimizer.param_groups} == {longer.learning_rate}
 
 
 def test_checkpoints_of_other_pythons_are_read(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    learner = Learner(make_recipe(), accelerator)
+    learner = Learner(make_recipe(), on_cpu())
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11.2
         patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
@@ -145,7 +134,7 @@ def test_checkpoints_of_other_pythons_are_read(
     metadata = (path / "training_state" / ".metadata").read_bytes()
     assert b"getattr" in metadata
     assert b"pathlib._local" in metadata
-    load_state(path, Learner(make_recipe(), accelerator))
+    load_state(path, Learner(make_recipe(), on_cpu()))
 
 
 class Attribute:
@@ -166,9 +155,9 @@ class Command:
 
 
 def test_a_checkpoint_of_somebody_else_runs_nothing(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    learner = Learner(make_recipe(), accelerator)
+    learner = Learner(make_recipe(), on_cpu())
     path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
     metadata = path / "training_state" / ".metadata"
     usual = metadata.read_bytes()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,14 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.merging import merge_adapter
-from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
-from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.saved_groups import write_groups
+from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
@@ -33,8 +31,6 @@ IDS = torch.arange(24).reshape(2, 12) % 60
 TARGETS = torch.tensor([3, 4, 9, 14, 23])
 INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 KL: dict[str, Any] = {"kl": {"coefficient": 0.1}}
-
-Make = Callable[..., TrainRecipe]
 
 
 @torch.no_grad()
@@ -68,7 +64,7 @@ def trained(make_recipe: Make, tmp_path: Path) -> tuple[Path, Policy]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_begins_where_the_other_ended_and_so_does_its_reference(
-    make_recipe: Make, trained: tuple[Path, Policy], accelerator: Accelerator, dtype: Any
+    make_recipe: Make, trained: tuple[Path, Policy], dtype: Any
 ) -> None:
     folder, before = trained
     recipe = make_recipe(lora={"rank": 3, "from": str(folder)}, loss=KL)
@@ -76,7 +72,7 @@ def test_it_begins_where_the_other_ended_and_so_does_its_reference(
     policy = load_policy(recipe)
     if dtype == "float32":
         torch.testing.assert_close(score(policy), score(before), atol=0, rtol=0)
-    reference = make_reference(recipe, policy, accelerator)
+    reference = make_reference(recipe, policy, on_cpu())
     assert reference.network is None, "no second network"
     began = reference.logprobs(policy, *INPUTS)
     assert torch.equal(began, score(policy)), "the KL divergence of the first step is exactly 0"
@@ -121,12 +117,7 @@ def test_an_adapter_of_another_network_is_refused_by_the_tensor_that_does_not_fi
 @pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_training_resumes_exactly_within_the_second_run(
-    make_recipe: Make,
-    make_groups: Callable[..., list[Group]],
-    trained: tuple[Path, Policy],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    algorithm: str,
+    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, algorithm: str
 ) -> None:
     course = {"batch_size": 2, "learning_rate": 1e-2, "checkpoint_every": 1, "steps": 3}
     recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm=algorithm, loss=KL, **course)
@@ -145,12 +136,7 @@ def test_training_resumes_exactly_within_the_second_run(
 @pytest.mark.processes
 @pytest.mark.extended
 def test_two_processes_continue_it_as_one_does(
-    make_recipe: Make,
-    make_groups: Callable[..., list[Group]],
-    trained: tuple[Path, Policy],
-    tokenizer: PreTrainedTokenizerFast,
-    accelerator: Accelerator,
-    tmp_path: Path,
+    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     groups = tmp_path / "groups.jsonl"
     write_groups(groups, make_groups(6, 3))
@@ -163,7 +149,7 @@ def test_two_processes_continue_it_as_one_does(
     assert steps[0]["kl"] == 0
     assert steps[1]["kl"] > 0
     checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
-    train_rl(one, accelerator, checkpoints, Services(lambda line: None, source=SavedGroups(groups, 6)))
+    train_rl(one, on_cpu(), checkpoints, Services(lambda line: None, source=SavedGroups(groups, 6)))
     expected, given = (
         load_file(tmp_path / name / "step-000002" / "adapter_model.safetensors") for name in ("one", "0")
     )

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import ALGORITHMS, TeacherConfig, TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
+from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers
 
 ROOT = Path(agentfactory.__file__).parent
-Make = Callable[..., TrainRecipe]
 
 
 def chain(reward: float | None, turns: Sequence[int] = (2, 1), outcome: Outcome = Outcome.COMPLETED) -> Trajectory:

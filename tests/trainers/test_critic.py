@@ -1,12 +1,10 @@
 """The critic in one model with the policy, compared with separate networks of plain transformers and peft."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -15,6 +13,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic, role_of
 from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER
 from agentfactory.trainers.networks.policy import load_policy
+from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 from tests.trainers.launched_roles import exercise
 from tests.trainers.ranks import on_ranks
@@ -27,8 +26,6 @@ IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
 INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 RETURNS = torch.linspace(-1.0, 2.0, len(TARGETS), dtype=torch.float64)
-
-MakeRecipe = Callable[..., TrainRecipe]
 
 
 def make_model(recipe: TrainRecipe, seed: int = 1) -> ActorCritic:
@@ -77,7 +74,7 @@ def same_gradients(given: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_first_values_are_zero_and_each_weight_has_one_role(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
+def test_first_values_are_zero_and_each_weight_has_one_role(make_recipe: Make, lora: dict[str, Any]) -> None:
     recipe = make_recipe(lora=lora, algorithm="ppo")
     alone = {name for name, p in load_policy(recipe).named_parameters() if p.requires_grad}
     model = make_actor_critic(recipe, load_policy(recipe))
@@ -98,7 +95,7 @@ def test_first_values_are_zero_and_each_weight_has_one_role(make_recipe: MakeRec
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters_on_one_base_equal_separate_networks(
-    make_recipe: MakeRecipe, model_folder: Path, tmp_path: Path, checkpointing: bool
+    make_recipe: Make, model_folder: Path, tmp_path: Path, checkpointing: bool
 ) -> None:
     model = make_model(make_recipe(lora=LORA, algorithm="ppo", gradient_checkpointing=checkpointing))
     shared: Any = model.policy.model
@@ -128,7 +125,7 @@ def test_adapters_on_one_base_equal_separate_networks(
         assert_equal(values, hidden_states(merged) @ head)
 
 
-def test_full_critic_is_a_network_of_its_own(make_recipe: MakeRecipe, model_folder: Path) -> None:
+def test_full_critic_is_a_network_of_its_own(make_recipe: Make, model_folder: Path) -> None:
     model = make_model(make_recipe(algorithm="ppo"))
     logprob, values = step(model)
     load = AutoModelForCausalLM.from_pretrained
@@ -146,7 +143,7 @@ def test_full_critic_is_a_network_of_its_own(make_recipe: MakeRecipe, model_fold
     assert_equal(model.critic.head.grad, head.grad)
 
 
-def test_backward_pass_under_the_other_adapter_is_refused(make_recipe: MakeRecipe) -> None:
+def test_backward_pass_under_the_other_adapter_is_refused(make_recipe: Make) -> None:
     model = make_model(make_recipe(lora=LORA, algorithm="ppo"))
     logprob, _ = model(Role.POLICY, *INPUTS)
     values = model(Role.CRITIC, *INPUTS)
@@ -156,7 +153,7 @@ def test_backward_pass_under_the_other_adapter_is_refused(make_recipe: MakeRecip
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe, lora: dict[str, Any]) -> None:
+def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: Make, lora: dict[str, Any]) -> None:
     model = make_model(make_recipe(lora=lora, algorithm="ppo"))
     values = model(Role.CRITIC, *INPUTS)
     value_loss(values).backward()
@@ -186,11 +183,9 @@ def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: MakeRecipe
 @pytest.mark.extended
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_equal_one(
-    make_recipe: MakeRecipe, accelerator: Accelerator, tmp_path: Path, strategy: str
-) -> None:
+def test_two_processes_equal_one(make_recipe: Make, tmp_path: Path, strategy: str) -> None:
     settings = [{"lora": LORA, "gradient_checkpointing": True}, {}]
-    one = [exercise(make_recipe(**changed, algorithm="ppo"), accelerator) for changed in settings]
+    one = [exercise(make_recipe(**changed, algorithm="ppo"), on_cpu()) for changed in settings]
     recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy=strategy) for changed in settings]
     for given, expected in zip(on_ranks(exercise, recipes, tmp_path, strategy)[0], one, strict=True):
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.batches.batch import TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.fp8 import fp8_linears, in_high_precision, use_fp8
@@ -22,6 +21,7 @@ from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
+from tests.trainers.conftest import Make, make_groups
 from tests.trainers.ranks import on_ranks
 from tests.trainers.resumed import train_twice
 from tests.vision_models import make_vision_model
@@ -29,7 +29,6 @@ from tests.vision_models import make_vision_model
 pytestmark = pytest.mark.numbers
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (extra fp8)")
 
-Make = Callable[..., TrainRecipe]
 CPU = torch.device("cpu")
 RECIPES = ["fp8", "fp8_rowwise"]
 LORA = {"rank": 16}
@@ -239,12 +238,7 @@ def test_refusals(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_torchao
 @pytest.mark.slow
 @pytest.mark.extended
-def test_training_goes_on_bit_by_bit(
-    made: Make,
-    make_groups: Callable[..., list[Group]],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-) -> None:
+def test_training_goes_on_bit_by_bit(made: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """PPO with a reference: a critic and a frozen network of their own."""
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
     recipe = made(precision="fp8", algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, **course)

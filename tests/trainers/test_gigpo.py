@@ -2,7 +2,6 @@
 
 import logging
 import random
-from collections.abc import Callable
 from statistics import fmean, stdev
 from typing import Any
 
@@ -18,10 +17,9 @@ from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
 from agentfactory.trainers.loop.gigpo_anchors import turn_anchors
 from agentfactory.trainers.loop.token_advantages import Credit
+from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers
-
-Make = Callable[..., TrainRecipe]
 
 
 def test_lone_anchors_and_equal_returns_are_exactly_zero() -> None:

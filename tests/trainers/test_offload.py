@@ -3,7 +3,7 @@
 The device is the CPU, too; offload copies from it as from a GPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedTokenizerFast
@@ -24,9 +23,7 @@ from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.offload import Offload, lock
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.saved_checkpoint import save_checkpoint
-
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
+from tests.trainers.conftest import Make, make_groups, on_cpu
 
 Settings = dict[str, Any]
 
@@ -59,16 +56,14 @@ def kept(learner: Learner) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", SETTINGS)
-def test_training_does_not_notice(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, name: str
-) -> None:
+def test_training_does_not_notice(make_recipe: Make, name: str) -> None:
     lora, train = SETTINGS[name]
     recipe = make_recipe(lora, steps=3, batch_size=2, learning_rate=1e-2, **train)
     batches = [make_groups(2, 3, seed) for seed in range(3)]
-    plain = Learner(recipe, accelerator)
+    plain = Learner(recipe, on_cpu())
     for batch in batches:
         step(plain, recipe, batch)
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     offload = Offload(learner)
     for batch in batches:
         offload.to_host()
@@ -96,12 +91,10 @@ def memory(learner: Learner) -> dict[str, StorageWeakRef]:
 
 
 @pytest.mark.parametrize("name", ["full", "two-adapters", "nf4"])
-def test_the_devices_memory_is_given_back(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, name: str
-) -> None:
+def test_the_devices_memory_is_given_back(make_recipe: Make, name: str) -> None:
     lora, train = SETTINGS[name]
     recipe = make_recipe(lora, steps=9, batch_size=2, **train)
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     offload = Offload(learner)
     step(learner, recipe, make_groups(2, 3))
     device = memory(learner)
@@ -125,9 +118,9 @@ def addresses(learner: Learner) -> Iterator[tuple[str, int]]:
         yield from ((f"{number}: {name}", weight.data_ptr()) for name, weight in network.named_parameters())
 
 
-def test_what_lies_in_one_memory_stays_together(make_recipe: Make, accelerator: Accelerator) -> None:
+def test_what_lies_in_one_memory_stays_together(make_recipe: Make) -> None:
     """Tied weights, and views of one tensor, change together on both sides."""
-    learner = Learner(make_recipe(), accelerator)
+    learner = Learner(make_recipe(), on_cpu())
     network = learner.policy.network
     embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
     assert embeddings.weight is head.weight
@@ -145,14 +138,10 @@ def test_what_lies_in_one_memory_stays_together(make_recipe: Make, accelerator: 
 
 
 def test_an_offloaded_learner_can_be_saved(
-    make_recipe: Make,
-    make_groups: MakeGroups,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     recipe = make_recipe(steps=3, batch_size=2, learning_rate=1e-2)
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     step(learner, recipe, make_groups(2, 3))
     here = save_checkpoint(tmp_path / "here", 1, learner, tokenizer, {})
     offload = Offload(learner)
@@ -164,7 +153,7 @@ def test_an_offloaded_learner_can_be_saved(
     shards = [path / "training_state" / "__0_0.distcp" for path in (here, there)]
     assert shards[0].stat().st_size == shards[1].stat().st_size
     offload.to_device()
-    resumed = Learner(recipe, accelerator)
+    resumed = Learner(recipe, on_cpu())
     load_state(there, resumed)
     # loaded tensors are offloaded like trained ones
     offload_too = Offload(resumed)

@@ -1,7 +1,6 @@
 """Optimisers and schedules compared with torch's and the libraries' own, on the same weights and gradients."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Adafactor
 
-from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.critic import Role, make_actor_critic, role_of
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.update.optimizer import make_optimizer, make_schedule
+from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers
-
-Make = Callable[..., TrainRecipe]
 
 
 def updated(policy: Policy, optimizer: torch.optim.Optimizer, steps: int = 2) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The policy compared with plain transformers and peft."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,16 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.attention import BY_RUNS, attention_by_runs, use_ours
 from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.policy import Policy, load_policy
+from tests.trainers.conftest import Make
 from tests.trainers.float64 import assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers
 
-Make = Callable[..., TrainRecipe]
 
 IDS = torch.arange(24).reshape(2, 12) % 60
 TARGETS = torch.tensor([3, 4, 9, 14, 23])

@@ -1,6 +1,5 @@
 """The reference compared with plain transformers, and with the initial policy."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, make_reference
 from agentfactory.trainers.networks.policy import load_policy
+from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers
@@ -22,8 +22,6 @@ pytestmark = pytest.mark.numbers
 IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
 INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
-
-MakeRecipe = Callable[..., TrainRecipe]
 
 
 def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
@@ -54,9 +52,9 @@ def expected(folder: Path, temperature: float, attention: str = "sdpa") -> Tenso
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("lora", [None, {"rank": 3}])
 def test_reference_stays_what_the_policy_began_as(
-    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator, lora: dict[str, Any] | None, critic: bool
+    make_recipe: Make, model_folder: Path, lora: dict[str, Any] | None, critic: bool
 ) -> None:
-    model, reference = make_model(make_recipe(lora=lora), accelerator, critic)
+    model, reference = make_model(make_recipe(lora=lora), on_cpu(), critic)
     role = (Role.POLICY,) if critic else ()
     first = reference.logprobs(model, *INPUTS, temperature=0.7)
     assert torch.equal(first, model(*role, *INPUTS, temperature=0.7)[0])
@@ -68,8 +66,8 @@ def test_reference_stays_what_the_policy_began_as(
     assert not again.requires_grad
 
 
-def test_reference_leaves_both_adapters_as_they_were(make_recipe: MakeRecipe, accelerator: Accelerator) -> None:
-    model, reference = make_model(make_recipe(lora={"rank": 3}), accelerator, critic=True)
+def test_reference_leaves_both_adapters_as_they_were(make_recipe: Make) -> None:
+    model, reference = make_model(make_recipe(lora={"rank": 3}), on_cpu(), critic=True)
     assert isinstance(model, ActorCritic)
     train(model)
     values, (logprob, _) = model(Role.CRITIC, *INPUTS), model(Role.POLICY, *INPUTS)
@@ -82,12 +80,10 @@ def test_reference_leaves_both_adapters_as_they_were(make_recipe: MakeRecipe, ac
         assert torch.equal(again[0] if role == Role.POLICY else again, scores)
 
 
-def test_full_reference_has_the_models_dtype_and_is_not_trained(
-    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator
-) -> None:
+def test_full_reference_has_the_models_dtype_and_is_not_trained(make_recipe: Make, model_folder: Path) -> None:
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
-    model, reference = make_model(recipe, accelerator)
+    model, reference = make_model(recipe, on_cpu())
     frozen: Any = reference._frozen
     assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
@@ -99,7 +95,7 @@ def test_full_reference_has_the_models_dtype_and_is_not_trained(
 
 
 def test_reference_scores_as_the_policy_does(
-    make_recipe: MakeRecipe, tmp_path: Path, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+    make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     capped = Gemma2Config(
@@ -109,7 +105,7 @@ def test_reference_scores_as_the_policy_does(
     Gemma2ForCausalLM(capped).save_pretrained(tmp_path)
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
-    model, reference = make_model(recipe, accelerator)
+    model, reference = make_model(recipe, on_cpu())
     whole = reference.logprobs(model, *INPUTS)
     # only eager attention applies the soft cap on scores; its softmax is computed in float32
     torch.testing.assert_close(whole, expected(tmp_path, 1.0, "eager"), atol=1e-5, rtol=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,9 @@ from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import ServerControl
 from tests.saved_groups import write_groups
+from tests.trainers.conftest import Make, make_groups, on_cpu
 
 pytestmark = pytest.mark.numbers
-
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
 
 
 def save(groups: list[Group], path: Path) -> Path:
@@ -49,9 +46,7 @@ def run(
     return result, logged
 
 
-def test_from_saved_groups(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_from_saved_groups(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     recipe = make_recipe(steps=3, batch_size=2, updates_per_batch=2, learning_rate=1e-3, checkpoint_every=2)
     result, logged = run(recipe, make_groups(6, 4), tmp_path, tokenizer)
     assert [entry["step"] for entry in logged] == [1, 2, 3]
@@ -77,7 +72,7 @@ class Evaluated(SavedGroups):
 
 
 def test_the_best_checkpoint_by_evaluation_is_kept(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     recipe = make_recipe(steps=6, batch_size=1, checkpoint_every=3)
     recipe.eval.every = 2
@@ -101,7 +96,7 @@ def unlisted(names: set[str]) -> set[str]:
     return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
 
 
-def test_too_few_saved_groups_are_refused(make_groups: MakeGroups, tmp_path: Path) -> None:
+def test_too_few_saved_groups_are_refused(tmp_path: Path) -> None:
     path = save(make_groups(3, 2), tmp_path / "groups.jsonl")
     with pytest.raises(ValueError, match=r"holds 3 groups, and train.steps x train.batch_size asks for 4"):
         SavedGroups(path, needed=4)
@@ -110,7 +105,7 @@ def test_too_few_saved_groups_are_refused(make_groups: MakeGroups, tmp_path: Pat
 
 
 def test_a_batch_without_trainable_chains_is_an_error(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     groups = make_groups(1, 2)
     for chain in groups[0].trajectories:
@@ -120,7 +115,7 @@ def test_a_batch_without_trainable_chains_is_an_error(
 
 
 def test_values_that_are_not_finite_stop_the_run(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     with pytest.raises(FloatingPointError, match="gradient norm is nan"):
         run(make_recipe(batch_size=1, steps=2, learning_rate=1e30), make_groups(2, 2), tmp_path, tokenizer)
@@ -181,7 +176,6 @@ class LiveSource:
 def test_live_tokens_are_scored_as_the_server_sampled_them(
     make_recipe: Make,
     tokenizer: PreTrainedTokenizerFast,
-    accelerator: Accelerator,
     server: ServerControl,
     tmp_path: Path,
     lora: dict[str, Any] | None,
@@ -199,7 +193,7 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     canary = Canary([server], canary_rows(range(64), longest=63), "float32")
     result = train_rl(
         recipe,
-        accelerator,
+        on_cpu(),
         Checkpoints(tmp_path, tokenizer, recipe.train),
         Services(
             logged.append,
@@ -241,12 +235,7 @@ class LateSource(LiveSource):
 
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_token_that_is_too_old_is_refused(
-    make_recipe: Make,
-    tokenizer: PreTrainedTokenizerFast,
-    accelerator: Accelerator,
-    server: ServerControl,
-    tmp_path: Path,
-    k: int,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, server: ServerControl, tmp_path: Path, k: int
 ) -> None:
     """The worker never delivers such a group; if it did, the group would not be trained."""
     recipe = make_recipe(steps=4, batch_size=2)
@@ -255,7 +244,7 @@ def test_a_token_that_is_too_old_is_refused(
     with pytest.raises(ValueError, match=f"step {k + 2}: a token is {k + 1} versions old"):
         train_rl(
             recipe,
-            accelerator,
+            on_cpu(),
             Checkpoints(tmp_path, tokenizer, recipe.train),
             Services(logged.append, source=LateSource(server, temperature=1.0, checkpoints=tmp_path), sync=sync),
         )

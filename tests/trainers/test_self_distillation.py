@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from trl.experimental.sdpo.loss_utils import (
     add_tail_bucket,
@@ -30,14 +29,12 @@ from agentfactory.trainers.teachers.divergences import top_k_divergence
 from agentfactory.trainers.teachers.graded_rows import check_saved_prompts, is_graded
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
-from tests.trainers.conftest import VOCABULARY, make_row
+from tests.trainers.conftest import VOCABULARY, Make, make_row, on_cpu
 from tests.trainers.float64 import never_through_float32
 from tests.trainers.launched_teachers import TEMPERATURE, in_context_rows
 from tests.trainers.test_teachers import PLAIN, Recorded, check_by_hand, dense, teaching
 
 pytestmark = pytest.mark.numbers
-
-MakeRecipe = Callable[..., TrainRecipe]
 
 
 def in_context(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
@@ -60,13 +57,7 @@ def teachers_logits(folder: Path, rows: Sequence[TrainingRow]) -> list[Tensor | 
     [("sampled", None, "tree"), ("reverse_kl", 4, "packed"), ("jensen_shannon", VOCABULARY, "padded")],
 )
 def test_an_update_equals_a_dense_forward_pass(
-    make_recipe: MakeRecipe,
-    model_folder: Path,
-    accelerator: Accelerator,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    count: int | None,
-    batching: str,
+    make_recipe: Make, model_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, count: int | None, batching: str
 ) -> None:
     monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 320)
     options = {"beta": 0.3} if kind == "jensen_shannon" else {}
@@ -75,13 +66,13 @@ def test_an_update_equals_a_dense_forward_pass(
     rows = in_context_rows()
     assert [row.in_context is None for row in rows] == [False, False, True, False, False, False]
     with never_through_float32():
-        done = Recorded(recipe, accelerator, rows)
+        done = Recorded(recipe, on_cpu(), rows)
         check_by_hand(done, model_folder, teachers_logits(model_folder, rows), kind, count, **options)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("sampled", None), ("forward_kl", 4)])
 def test_rows_that_are_not_graded_and_contexts_that_add_nothing_have_no_gradient(
-    make_recipe: MakeRecipe, accelerator: Accelerator, kind: str, count: int | None
+    make_recipe: Make, kind: str, count: int | None
 ) -> None:
     recipe = in_context(make_recipe(max_grad_norm=1e9, loss=PLAIN), divergence=kind, top_k=count)
     rows = [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in in_context_rows()]
@@ -92,20 +83,20 @@ def test_rows_that_are_not_graded_and_contexts_that_add_nothing_have_no_gradient
     ]
     with never_through_float32():
         for given, exact in ((alone, True), (same, False)):
-            done = Recorded(recipe, accelerator, given)
+            done = Recorded(recipe, on_cpu(), given)
             largest = max(float(gradient.abs().max()) for gradient in done.gradients.values())
             assert (largest == 0.0) if exact else (largest < 1e-7)
             assert done.update.sums["graded"] == (0.0 if exact else done.batch.tokens)
-        assert max(float(g.abs().max()) for g in Recorded(recipe, accelerator, rows).gradients.values()) > 1e-2
+        assert max(float(g.abs().max()) for g in Recorded(recipe, on_cpu(), rows).gradients.values()) > 1e-2
 
 
 def test_rows_too_long_for_the_teacher_are_told_and_not_graded(
-    make_recipe: MakeRecipe, accelerator: Accelerator, caplog: pytest.LogCaptureFixture
+    make_recipe: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = in_context_rows()
     lengths = [len(row.in_context.token_ids) for row in rows if row.in_context is not None]
     recipe = in_context(make_recipe(token_budget=max(lengths) - 1))
-    learner = Learner(recipe, accelerator, TEMPERATURE)
+    learner = Learner(recipe, on_cpu(), TEMPERATURE)
     scored = learner.score(rows, ["teacher"])
     graded = [len(row.in_context.token_ids) for row in scored if row.in_context is not None]
     assert graded == [length for length in lengths if length < max(lengths)]
@@ -116,11 +107,9 @@ def test_rows_too_long_for_the_teacher_are_told_and_not_graded(
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_the_teacher_has_the_weights_before_the_update(
-    make_recipe: MakeRecipe, accelerator: Accelerator, lora: dict[str, Any] | None
-) -> None:
+def test_the_teacher_has_the_weights_before_the_update(make_recipe: Make, lora: dict[str, Any] | None) -> None:
     """It follows the policy, its adapter included, and adds no network."""
-    learner = Learner(in_context(make_recipe(lora=lora, learning_rate=0.1)), accelerator, TEMPERATURE)
+    learner = Learner(in_context(make_recipe(lora=lora, learning_rate=0.1)), on_cpu(), TEMPERATURE)
     assert len(learner.networks) == 1
     own = [replace(row, streams={"weight": row.streams["weight"]}) for row in in_context_rows()]
     theirs = [row.in_context for row in own if row.in_context is not None]
@@ -194,10 +183,10 @@ def test_a_row_without_a_prompt_for_the_teacher_is_not_graded() -> None:
     assert is_graded({"teacher": torch.tensor([float("inf"), -1.0])}).tolist() == [False, True]
 
 
-def test_a_broken_teacher_stops_the_run(make_recipe: MakeRecipe, accelerator: Accelerator) -> None:
+def test_a_broken_teacher_stops_the_run(make_recipe: Make) -> None:
     """NaN counts as no missing grade."""
     recipe = in_context(make_recipe(loss=PLAIN))
-    learner = Learner(recipe, accelerator, TEMPERATURE)
+    learner = Learner(recipe, on_cpu(), TEMPERATURE)
     rows = [replace(row, streams=row.streams | {"teacher": row.targets * np.nan}) for row in in_context_rows()]
     with pytest.raises(FloatingPointError):
         update_policy(learner, learner.deal(rows), recipe)
@@ -214,10 +203,10 @@ def test_saved_groups_need_a_text_for_the_teacher() -> None:
     check_saved_prompts(groups, Path("saved"))
 
 
-def test_more_tokens_than_the_vocabulary_are_refused(make_recipe: MakeRecipe, accelerator: Accelerator) -> None:
+def test_more_tokens_than_the_vocabulary_are_refused(make_recipe: Make) -> None:
     recipe = in_context(make_recipe(), divergence="forward_kl", top_k=VOCABULARY + 1)
     with pytest.raises(SettingError, match=r"teacher\.top_k: got 65, .* 64 tokens; fix: lower it"):
-        Learner(recipe, accelerator, TEMPERATURE)
+        Learner(recipe, on_cpu(), TEMPERATURE)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +217,7 @@ def test_more_tokens_than_the_vocabulary_are_refused(make_recipe: MakeRecipe, ac
         ({"context": "answer", "divergence": "reverse_kl"}, r"teacher\.divergence: .*fix: set teacher\.top_k: 64"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(make_recipe: MakeRecipe, teacher: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_work_are_refused(make_recipe: Make, teacher: dict[str, Any], message: str) -> None:
     data = make_recipe().model_dump(mode="json", by_alias=True) | {"teacher": teacher}
     with pytest.raises((SettingError, ValueError)) as error:
         TrainRecipe.model_validate_json(json.dumps(data), strict=True)

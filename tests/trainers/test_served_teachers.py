@@ -3,14 +3,13 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +24,7 @@ from agentfactory.trainers.teachers.divergences import top_k_divergence
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 from tests.conftest import embedded_server
-from tests.trainers.conftest import VOCABULARY, make_groups, make_row
+from tests.trainers.conftest import VOCABULARY, Make, make_groups, make_row, on_cpu
 from tests.trainers.float64 import in_float64
 
 pytestmark = [pytest.mark.numbers, pytest.mark.processes]
@@ -37,7 +36,6 @@ PLAIN: dict[str, Any] = {
     "max_grad_norm": 1e9,
     "loss": {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}},
 }
-MakeRecipe = Callable[..., TrainRecipe]
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +97,10 @@ def chains() -> list[Group]:
     ],
 )
 def test_grades_and_updates_equal_a_dense_forward_pass(
-    make_recipe: MakeRecipe,
+    make_recipe: Make,
     model_folder: Path,
     teacher_folder: Path,
     teacher_url: str,
-    accelerator: Accelerator,
     kind: str,
     count: int | None,
     batching: str,
@@ -114,7 +111,7 @@ def test_grades_and_updates_equal_a_dense_forward_pass(
     assert needed_scores(recipe) == []
     credit = Credit(graded(recipe, chains()), recipe)
     rows = credit.assign(credit.rows).rows
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     # the trainer loads no teacher
     assert learner.networks == [learner.model]
     learner.optimizer.step = learner.optimizer.zero_grad = lambda: None
@@ -160,7 +157,7 @@ def test_grades_and_updates_equal_a_dense_forward_pass(
         torch.testing.assert_close(gradient.double(), expected[name], atol=5e-5, rtol=1e-3)
 
 
-def test_rows_without_grades_are_refused(make_recipe: MakeRecipe) -> None:
+def test_rows_without_grades_are_refused(make_recipe: Make) -> None:
     recipe = with_url(make_recipe(algorithm="distill"), "http://127.0.0.1:1")
     with pytest.raises(SettingError, match=r"teacher\.url: a row of \d+ sampled tokens has no grades"):
         Credit(make_groups(1, 1), recipe)

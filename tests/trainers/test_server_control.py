@@ -2,7 +2,6 @@
 
 import socket
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -15,6 +14,7 @@ from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.proven_push import RetryingSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport
+from tests.trainers.conftest import Make
 
 NOWHERE = ServerControl("http://127.0.0.1:9")
 CANARY = Canary([NOWHERE], [], "float32")
@@ -59,7 +59,7 @@ class Sleeper:
 
 
 @pytest.mark.slow
-def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Callable[..., TrainRecipe]) -> None:
+def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Make) -> None:
     policy = load_policy(make_recipe())
     sleeper = Sleeper(answers_from=3)
     assert RetryingSync(sleeper, CANARY, retry_seconds=30.0).push(3, policy, {}) is REPORT

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,16 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.token_row import Row
-from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.rollout.trajectory import Outcome
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.sft import _shuffled, conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.networks.network import load_network
 from tests.saved_groups import write_groups
+from tests.trainers.conftest import Make, make_groups, make_row
 
 pytestmark = pytest.mark.numbers
-
-Make = Callable[..., TrainRecipe]
 
 
 def run(
@@ -78,7 +76,7 @@ def test_learns_its_rows(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, 
     assert given[0].tolist() == ids
 
 
-def test_epochs_are_whole_and_depend_on_the_seed(make_row: Callable[..., Row]) -> None:
+def test_epochs_are_whole_and_depend_on_the_seed() -> None:
     rng = random.Random(0)
     rows = [make_row(rng) for _ in range(5)]
     taken = [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=1), 10)]
@@ -89,9 +87,7 @@ def test_epochs_are_whole_and_depend_on_the_seed(make_row: Callable[..., Row]) -
     assert taken != [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=2), 10)]
 
 
-def test_saved_rows_are_those_of_whole_chains_that_did_well(
-    make_groups: Callable[..., list[Group]], tmp_path: Path
-) -> None:
+def test_saved_rows_are_those_of_whole_chains_that_did_well(tmp_path: Path) -> None:
     (group,) = make_groups(1, 5)
     for chain, reward in zip(group.trajectories, [0.2, 0.7, None, 0.9, 1.0], strict=True):
         chain.reward = reward

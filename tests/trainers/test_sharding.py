@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -19,6 +18,7 @@ from transformers import (
 
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
+from tests.trainers.conftest import on_cpu
 from tests.trainers.launched_loading import load, loss_and_gradients
 from tests.trainers.ranks import on_ranks
 
@@ -58,9 +58,7 @@ def two_ranks(folder: Path, recipes: list[TrainRecipe]) -> list[list[dict[str, A
     # 134 MB, and 1 GiB
     [pytest.param(6, 512), pytest.param(14, 1024, marks=pytest.mark.long)],
 )
-def test_a_rank_never_holds_the_weights_that_others_keep(
-    tmp_path: Path, accelerator: Accelerator, layers: int, width: int
-) -> None:
+def test_a_rank_never_holds_the_weights_that_others_keep(tmp_path: Path, layers: int, width: int) -> None:
     size = save_network(tmp_path / "model", layers, width)
     found = two_ranks(tmp_path, [recipe(tmp_path / "model", "fsdp2")])
     first, second = (rank[0] for rank in found)
@@ -69,14 +67,12 @@ def test_a_rank_never_holds_the_weights_that_others_keep(
     assert 0.5 * size < second["peak"] < 0.9 * size + 40
     # rank 0 reads the file and keeps the whole network until the other rank has its shard
     assert first["peak"] < 2.1 * size + 40
-    expected = loss_and_gradients(Learner(recipe(tmp_path / "model", "single"), accelerator))
+    expected = loss_and_gradients(Learner(recipe(tmp_path / "model", "single"), on_cpu()))
     _assert_same(first, expected)
     _assert_same(second, expected)
 
 
-def test_what_depends_on_weights_is_decided_by_rank_0(
-    tmp_path: Path, model_folder: Path, accelerator: Accelerator
-) -> None:
+def test_what_depends_on_weights_is_decided_by_rank_0(tmp_path: Path, model_folder: Path) -> None:
     """Tying of embeddings, usability of the head, and the values of buffers."""
     differing = tmp_path / "differing"
     Qwen3ForCausalLM.from_pretrained(model_folder).save_pretrained(differing)
@@ -106,20 +102,20 @@ def test_what_depends_on_weights_is_decided_by_rank_0(
     for rank in found:
         assert "GraniteForCausalLM changes its logits" in rank[1]["refused"]
         for number in (0, 2, 3):
-            single = Learner(recipe(folders[number], "single"), accelerator)
+            single = Learner(recipe(folders[number], "single"), on_cpu())
             _assert_same(rank[number], loss_and_gradients(single))
     assert "model.lm_head.weight" in found[0][0]["gradients"]
     assert "model.lm_head.weight" not in found[0][2]["gradients"]
 
 
-def test_bfloat16_is_as_exact_as_autocast(tmp_path: Path, accelerator: Accelerator) -> None:
+def test_bfloat16_is_as_exact_as_autocast(tmp_path: Path) -> None:
     """Weights are gathered and the residual stream is kept in bfloat16; autocast keeps both in float32."""
     layers = 12
     save_network(tmp_path / "model", layers, 128)
     first, second = (found[0] for found in two_ranks(tmp_path, [recipe(tmp_path / "model", "fsdp2", "bfloat16")]))
     found = {"fsdp2": first}
     for dtype in ("float32", "bfloat16"):
-        found[dtype] = loss_and_gradients(Learner(recipe(tmp_path / "model", "single", dtype), accelerator))
+        found[dtype] = loss_and_gradients(Learner(recipe(tmp_path / "model", "single", dtype), on_cpu()))
     assert first["used"] == second["used"] == {torch.bfloat16}
     assert found["bfloat16"]["used"] == {torch.float32}
     # shards of weights and gradients are in float32

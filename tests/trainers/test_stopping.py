@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from agentfactory.base.processes import supervised
 from agentfactory.trainers.loop.stopping import Stop, name_of
+from tests.trainers.conftest import on_cpu
 
 pytestmark = pytest.mark.processes
 
@@ -45,7 +46,7 @@ def loop(folder: Path, accelerator: Accelerator, waits: Seconds, works: Seconds)
 
 
 @pytest.fixture
-def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
+def signalled(tmp_path: Path) -> Signalled:
     """Return the loop's result in a separate process after a signal at an event, and its exit status."""
 
     def run(event: str, number: signal.Signals, waits: Seconds, works: Seconds, times: int = 1) -> tuple[str, int]:
@@ -53,7 +54,7 @@ def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
         if child == 0:
             status = 1
             try:
-                (tmp_path / "said").write_text(loop(tmp_path, accelerator, waits, works))
+                (tmp_path / "said").write_text(loop(tmp_path, on_cpu(), waits, works))
                 status = 0
             except supervised.Signalled as error:
                 status = error.status
@@ -99,9 +100,9 @@ def test_before_the_first_step_there_is_nothing_to_finish(signalled: Signalled, 
     assert not (tmp_path / "heard").exists()
 
 
-def test_nothing_stops_what_does_not_listen(accelerator: Accelerator) -> None:
+def test_nothing_stops_what_does_not_listen() -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = Stop()
     assert stop.wait_for(lambda: 3) == 3
-    assert not stop.agreed(accelerator)
+    assert not stop.agreed(on_cpu())
     assert signal.getsignal(signal.SIGTERM) == before

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 
 from agentfactory.base.files.disk import DiskError
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
@@ -26,6 +24,7 @@ from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneE
 from agentfactory.trainers.sync.weight_sync import WeightSync
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
+from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +58,7 @@ def disturb(policy: Policy, seed: int) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path) -> None:
+def test_full_weights_arrive(make_recipe: Make, server: ServerControl, tmp_path: Path) -> None:
     policy = load_policy(make_recipe())
     sync = FileSync([server], tmp_path)
     for version in (0, 1, 2):
@@ -79,9 +78,7 @@ def test_full_weights_arrive(make_recipe: Callable[..., TrainRecipe], server: Se
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adapters_arrive_and_old_ones_go(
-    make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
-) -> None:
+def test_adapters_arrive_and_old_ones_go(make_recipe: Make, server: ServerControl, tmp_path: Path) -> None:
     full = load_policy(make_recipe())
     FileSync([server], tmp_path / "file").push(0, full, full.gather())
     policy = load_policy(make_recipe(lora={"rank": 2}))
@@ -112,7 +109,7 @@ def test_adapters_arrive_and_old_ones_go(
 
 
 def test_nobody_else_can_write_the_files_that_a_server_reads(
-    make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
+    make_recipe: Make, server: ServerControl, tmp_path: Path
 ) -> None:
     before = os.umask(0)
     try:
@@ -157,7 +154,7 @@ def test_the_content_of_each_replica_is_proven() -> None:
 
 
 def test_nothing_is_left_of_a_version_that_did_not_arrive(
-    make_recipe: Callable[..., TrainRecipe], server: ServerControl, tmp_path: Path
+    make_recipe: Make, server: ServerControl, tmp_path: Path
 ) -> None:
     policy = load_policy(make_recipe())
     sync = FileSync([server], tmp_path)
@@ -243,7 +240,7 @@ def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_a_server_that_is_started_again_gets_the_last_version_back(
-    make_recipe: Callable[..., TrainRecipe], model_folder: Path, tmp_path: Path, lora: dict[str, Any] | None
+    make_recipe: Make, model_folder: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
     """The server is killed and another one is started at its port; a second server continues meanwhile."""
     policy = load_policy(make_recipe(lora))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_
 from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
 from agentfactory.trainers.update.learner import Learner, Terms, Update
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
-from tests.trainers.conftest import VOCABULARY
+from tests.trainers.conftest import VOCABULARY, Make, on_cpu
 from tests.trainers.float64 import in_float64, never_through_float32
 from tests.trainers.launched_teachers import TEMPERATURE, exercise, make_rows
 from tests.trainers.ranks import on_ranks
@@ -33,7 +32,6 @@ from tests.trainers.ranks import on_ranks
 pytestmark = pytest.mark.numbers
 
 EXACT = {"reverse_kl": {}, "forward_kl": {}, "jensen_shannon": {"beta": 0.3}}
-MakeRecipe = Callable[..., TrainRecipe]
 
 
 def teaching(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
@@ -225,10 +223,9 @@ PLAIN = {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}}
     ],
 )
 def test_an_update_equals_a_dense_forward_pass(
-    make_recipe: MakeRecipe,
+    make_recipe: Make,
     model_folder: Path,
     teacher_folder: Path,
-    accelerator: Accelerator,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     count: int | None,
@@ -251,7 +248,7 @@ def test_an_update_equals_a_dense_forward_pass(
             row.streams["most"] = np.where(left_out, 0.0, bounds)
             row.streams["least"] = np.where(left_out, 0.0, -np.inf)
     with never_through_float32():
-        done = Recorded(recipe, accelerator, rows)
+        done = Recorded(recipe, on_cpu(), rows)
         with torch.no_grad():
             teacher = dense(teacher_folder, rows)[1]
         check_by_hand(done, model_folder, [*teacher], kind, count, **options)
@@ -259,12 +256,7 @@ def test_an_update_equals_a_dense_forward_pass(
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "sampled"])
 def test_the_base_of_an_adapter_teaches_without_further_weights(
-    make_recipe: MakeRecipe,
-    model_folder: Path,
-    teacher_folder: Path,
-    accelerator: Accelerator,
-    kind: str,
-    tmp_path: Path,
+    make_recipe: Make, model_folder: Path, teacher_folder: Path, kind: str, tmp_path: Path
 ) -> None:
     """It grades as a copy of the base does, also after the adapter has changed."""
     copy = tmp_path / "copy"
@@ -272,7 +264,7 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
     found = []
     for folder in (model_folder, copy):
         recipe = with_teacher(make_recipe(lora={"rank": 4}, loss=PLAIN), folder, divergence=kind)
-        learner = Learner(recipe, accelerator, TEMPERATURE)
+        learner = Learner(recipe, on_cpu(), TEMPERATURE)
         assert len(learner.networks) == (1 if folder == model_folder else 2)
         for network in learner.networks:
             in_float64(network)
@@ -301,12 +293,7 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(
-    make_recipe: MakeRecipe,
-    teacher_folder: Path,
-    model_folder: Path,
-    accelerator: Accelerator,
-    tmp_path: Path,
-    strategy: str,
+    make_recipe: Make, teacher_folder: Path, model_folder: Path, tmp_path: Path, strategy: str
 ) -> None:
     """Also with more in the teacher's context, where it is the policy itself."""
     cases: list[tuple[Any, dict[str, Any]]] = [
@@ -322,7 +309,7 @@ def test_two_processes_equal_one(
         for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
             recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
             made.append(teaching(recipe, **teacher))
-    expected = [exercise(recipe, accelerator) for recipe in one]
+    expected = [exercise(recipe, on_cpu()) for recipe in one]
     for given, wanted in zip(on_ranks(exercise, several, tmp_path, strategy)[0], expected, strict=True):
         assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
@@ -343,12 +330,12 @@ def test_other_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) ->
 
 
 def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
-    make_recipe: MakeRecipe, model_folder: Path, teacher_folder: Path, accelerator: Accelerator
+    make_recipe: Make, model_folder: Path, teacher_folder: Path
 ) -> None:
     recipe = with_teacher(make_recipe(), teacher_folder)
     assert recipe.teacher is not None
     policy = load_policy(recipe)
-    frozen = make_teacher(recipe, policy, accelerator)._frozen
+    frozen = make_teacher(recipe, policy, on_cpu())._frozen
     teacher = Teacher(recipe.teacher, frozen, VOCABULARY, {7: "<think>"})
     ids = torch.tensor([[3, 4, 5, 6]])
     places = torch.tensor([1, 2])
@@ -358,6 +345,6 @@ def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
     # the policy's own rows beyond the teacher's are no tokens of it
     wide = with_teacher(make_recipe(), model_folder)
     wide = wide.model_copy(update={"model": wide.model.model_copy(update={"path": str(teacher_folder)})})
-    padded = make_teacher(wide, load_policy(wide), accelerator)
+    padded = make_teacher(wide, load_policy(wide), on_cpu())
     with pytest.raises(SettingError, match=r"\(64\)"):
         padded.logprobs(policy, ids, places, torch.tensor([5, 64]))

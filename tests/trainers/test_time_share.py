@@ -26,7 +26,6 @@ from agentfactory.rollout.inference.http_transport import authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
-from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop import time_share
 from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.loop.stopping import Stop
@@ -41,10 +40,10 @@ from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.offload import Offload
 from tests.forked import start_engine
 from tests.server_process import busy
+from tests.trainers.conftest import Make
 from tests.trainers.test_rl import LiveSource, unlisted
 from tests.waiting import until
 
-Make = Callable[..., TrainRecipe]
 Train = Callable[..., list[dict[str, Any]]]
 GENERATE = "/inference/v1/generate"
 
@@ -190,11 +189,7 @@ def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: py
 
 
 def take_turns(
-    make_recipe: Make,
-    lora: dict[str, Any] | None,
-    recorder: Recorder,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_recipe: Make, lora: dict[str, Any] | None, recorder: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, Any]]:
     """Run two steps through the proxy, which also records the trainer's moves; return the log of each version."""
     for name in ("to_host", "to_device"):

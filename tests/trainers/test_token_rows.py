@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,7 +30,7 @@ from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
 from tests.saved_checkpoint import save_checkpoint
 from tests.saved_groups import write_groups
-from tests.trainers.conftest import make_groups, make_row
+from tests.trainers.conftest import make_groups, make_row, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
 from tests.trainers.test_accelerator import TWO_PROCESSES, launch, run_alone
 from tests.untrained_tokens import (
@@ -223,10 +222,10 @@ def test_rows_are_read_back_from_what_is_written(dead: Path, needs: TokenNeeds, 
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("nf4", marks=pytest.mark.extended)])
 def test_a_learner_trains_the_rows_and_is_restored(
-    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path, quantization: str | None
+    dead: Path, needs: TokenNeeds, tmp_path: Path, quantization: str | None
 ) -> None:
     recipe = recipe_of(dead, quantization=quantization, learning_rate=1e-2)
-    learner = Learner(recipe, accelerator, needs=needs)
+    learner = Learner(recipe, on_cpu(), needs=needs)
     before = {name: value.clone() for name, value in learner.policy.gather().items()}
     rng = random.Random(0)
     rows = [make_row(rng) for _ in range(4)]
@@ -240,7 +239,7 @@ def test_a_learner_trains_the_rows_and_is_restored(
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert [name for name in changed if name.endswith("trainable_tokens_delta")]
     path = save_checkpoint(tmp_path, 1, learner, needs.tokenizer, {})
-    again = Learner(recipe, accelerator, needs=needs)
+    again = Learner(recipe, on_cpu(), needs=needs)
     load_state(path, again)
     for name, value in again.policy.gather().items():
         assert torch.equal(value, after[name]), name
@@ -306,7 +305,7 @@ def test_two_processes_train_rows_as_one_does(needs: TokenNeeds, tmp_path: Path)
         torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path, accelerator: Accelerator) -> None:
+def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
     before, ids = trained(dead, needs), ids_with(needs)
     before.save_adapter(tmp_path, before.gather())
     recipe = recipe_of(dead, loss={"kl": {"coefficient": 0.1}})
@@ -314,7 +313,7 @@ def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: 
     recipe.model.lora.from_ = str(tmp_path)
     policy = load_policy(recipe, needs=needs).eval()
     torch.testing.assert_close(score(policy, ids), score(before, ids), atol=1e-5, rtol=0)
-    reference = make_reference(recipe, policy, accelerator)
+    reference = make_reference(recipe, policy, on_cpu())
     places = torch.tensor([3, 7, 9, 15, 23])
     inputs = (ids, places - 1, ids.flatten()[places])
     began = reference.logprobs(policy, *inputs)

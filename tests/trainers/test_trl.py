@@ -3,7 +3,6 @@ TRL's advantages, importance weights and loss, and our Credit, batches and updat
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
@@ -24,6 +22,7 @@ from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner, Loss, Terms, Update
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import REPOSITORY
+from tests.trainers.conftest import Make, make_row, on_cpu
 from tests.trainers.trl_oracle import Chains, GrpoOracle, make_oracle, make_trainer
 
 pytestmark = pytest.mark.numbers
@@ -119,9 +118,7 @@ def mismatch_of(correction: str | None, low: float | None, high: float | None) -
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_loss_and_gradient_equal_trl(
-    model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe], case: Case
-) -> None:
+def test_loss_and_gradient_equal_trl(model_folder: Path, tmp_path: Path, make_recipe: Make, case: Case) -> None:
     chains = Chains.random(12)
     current = chains.logprobs["current"].requires_grad_()
     entropy = chains.entropy.requires_grad_()
@@ -150,9 +147,7 @@ def test_loss_and_gradient_equal_trl(
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
-def test_the_pages_settings_equal_trls_defaults(
-    model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe]
-) -> None:
+def test_the_pages_settings_equal_trls_defaults(model_folder: Path, tmp_path: Path, make_recipe: Make) -> None:
     """docs/coming-from.md has them."""
     page = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"TRL's defaults exactly.*?```yaml\n(.*?)```", page, re.DOTALL)
@@ -186,7 +181,7 @@ POLICIES = {case.loss.get("policy", "clip"): case for case in CASES if case.name
     ("policy", "correction"), [*(("clip", correction) for correction in CORRECTIONS), ("gspo", "token_truncate")]
 )
 def test_policies_with_corrections(
-    model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe], policy: str, correction: str
+    model_folder: Path, tmp_path: Path, make_recipe: Make, policy: str, correction: str
 ) -> None:
     """Value and gradient are TRL's, except for gspo with a correction by token. Each token's weight then is part of its
     own advantage (GSPO, equations 13 and 14), where TRL gives each token of a row the gradient of their mean: the
@@ -217,9 +212,7 @@ def test_policies_with_corrections(
         torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-6)
 
 
-def test_k2_has_the_gradient_of_trls_corrected_k3(
-    model_folder: Path, tmp_path: Path, make_recipe: Callable[..., TrainRecipe]
-) -> None:
+def test_k2_has_the_gradient_of_trls_corrected_k3(model_folder: Path, tmp_path: Path, make_recipe: Make) -> None:
     """TRL multiplies k3 by the ratio, whose gradient also counts: on-policy, this is k2's gradient."""
     chains = Chains.random(12)
     current = chains.logprobs["current"] = chains.logprobs["proximal"].clone().requires_grad_()
@@ -295,13 +288,7 @@ def _trajectory(chains: Chains, number: int) -> Trajectory:
     return Trajectory(str(number), [], [row], Outcome.COMPLETED, chains.rewards[number], turns=turns)
 
 
-def test_updates_of_a_model_equal_trl(
-    model_folder: Path,
-    tmp_path: Path,
-    make_recipe: Callable[..., TrainRecipe],
-    make_row: Callable[..., Row],
-    accelerator: Accelerator,
-) -> None:
+def test_updates_of_a_model_equal_trl(model_folder: Path, tmp_path: Path, make_recipe: Make) -> None:
     """Two updates on one batch, with each side's own code throughout: loss and gradient norm, before and after the
     optimiser changed the weights and some ratios were clipped."""
     rng = random.Random(1)
@@ -311,7 +298,7 @@ def test_updates_of_a_model_equal_trl(
     recipe = make_recipe(
         learning_rate=3e-2, updates_per_batch=2, max_grad_norm=1e9, token_budget=100, loss={"behaviour_kl": 0.0, **loss}
     )
-    learner = Learner(recipe, accelerator, temperature=0.7)
+    learner = Learner(recipe, on_cpu(), temperature=0.7)
     made = [training_row(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
     batch = learner.deal([row for row in made if row])
     assert len(batch.micro_batches) > 1
