@@ -11,6 +11,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from tests.trainers.ranks import whole
+from tests.untrained_tokens import make_needs
 
 
 def megabytes(name: str) -> float:
@@ -44,7 +45,8 @@ def load(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     # measure the peak from here on
     Path("/proc/self/clear_refs").write_text("5")
     try:
-        learner = Learner(recipe, accelerator)
+        trains_rows = recipe.model.lora is not None
+        learner = Learner(recipe, accelerator, needs=make_needs() if trains_rows else None)
     except SettingError as error:
         return {"refused": str(error)}
     memory = {"peak": megabytes("VmHWM") - before, "kept": megabytes("VmRSS") - before}

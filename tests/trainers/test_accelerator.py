@@ -56,7 +56,6 @@ CASES: list[dict[str, Any]] = [
     {**PLAIN, "lora": {"rank": 3}, "gradient_checkpointing": True},
     {**LONGER},
     {**LONGER, "lora": {"rank": 2}, "dtype": "bfloat16"},
-    {**LONGER, "dtype": "bfloat16"},
 ]
 
 
@@ -159,9 +158,6 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
         for name, value in one.weights(number).items():
             # AdamW's first steps are as long where a gradient is almost 0
             tolerance = 1e-5 if case["steps"] == 1 else 1e-4 if exact else 2e-3
-            if not exact and "lora" not in case:
-                # the file is in bfloat16, whose spacing is 2**-7 from 1 on
-                tolerance += 2**-7
             torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
 
 

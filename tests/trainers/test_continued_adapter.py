@@ -1,7 +1,6 @@
 """Training that continues an adapter: its weights, the reference, the critic, exact resume, and adapters that others
 made, compared with peft."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.merging import merge_adapter
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
-from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from tests.saved_groups import write_groups
 from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
-from tests.trainers.test_accelerator import TWO_PROCESSES, launch
 
 pytestmark = pytest.mark.numbers
 
@@ -131,30 +126,6 @@ def test_training_resumes_exactly_within_the_second_run(
     alone = PeftModel.from_pretrained(network, folders[0])
     continued = load_policy(make_recipe(lora={"rank": 3, "from": str(folders[0])}))
     torch.testing.assert_close(score(continued), scores_of(alone), atol=1e-5, rtol=0)
-
-
-@pytest.mark.processes
-@pytest.mark.extended
-def test_two_processes_continue_it_as_one_does(
-    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    groups = tmp_path / "groups.jsonl"
-    write_groups(groups, make_groups(6, 3))
-    course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-3, "token_budget": 70, "loss": KL}
-    lora = {"rank": 3, "from": str(trained[0])}
-    one, two = (make_recipe(lora=lora, **course, **how) for how in ({}, {"strategy": "fsdp2", "processes": 2}))
-    arguments = [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)]
-    lines = launch(TWO_PROCESSES["fsdp2"], arguments, cpu_by_environment=True)
-    steps = [json.loads(line) for line in lines if line.startswith("{")]
-    assert steps[0]["kl"] == 0
-    assert steps[1]["kl"] > 0
-    checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
-    train_rl(one, on_cpu(), checkpoints, Services(lambda line: None, source=SavedGroups(groups, 6)))
-    expected, given = (
-        load_file(tmp_path / name / "step-000002" / "adapter_model.safetensors") for name in ("one", "0")
-    )
-    for name, value in expected.items():
-        torch.testing.assert_close(given[name], value, atol=1e-5, rtol=1e-4)
 
 
 OF_PEFT: dict[str, dict[str, Any]] = {

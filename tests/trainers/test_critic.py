@@ -184,7 +184,11 @@ def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: Make, lora
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(make_recipe: Make, tmp_path: Path, strategy: str) -> None:
-    settings = [{"lora": LORA, "gradient_checkpointing": True}, {}]
+    before = load_policy(make_recipe(lora=LORA))
+    before.save_adapter(tmp_path / "adapter", before.gather())
+    # the last one continues an adapter, of which a frozen copy is the reference
+    continued = {"lora": {**LORA, "from": str(tmp_path / "adapter")}, "loss": {"kl": {"coefficient": 0.1}}}
+    settings = [{"lora": LORA, "gradient_checkpointing": True}, {}, continued]
     one = [exercise(make_recipe(**changed, algorithm="ppo"), on_cpu()) for changed in settings]
     recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy=strategy) for changed in settings]
     for given, expected in zip(on_ranks(exercise, recipes, tmp_path, strategy)[0], one, strict=True):

@@ -21,6 +21,7 @@ from agentfactory.trainers.update.learner import Learner
 from tests.trainers.conftest import on_cpu
 from tests.trainers.launched_loading import load, loss_and_gradients
 from tests.trainers.ranks import on_ranks
+from tests.untrained_tokens import make_needs, make_untrained, recipe_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
@@ -98,12 +99,22 @@ def test_what_depends_on_weights_is_decided_by_rank_0(tmp_path: Path, model_fold
             buffer.copy_(torch.linspace(3.0, -3.0, 4))
     routed.save_pretrained(tmp_path / "routed")
     folders = [differing, tmp_path / "scaled", model_folder, tmp_path / "routed"]
-    found = two_ranks(tmp_path, [recipe(folder, "fsdp2") for folder in folders])
+    # an adapter with rows of tokens that were never trained, of which the tied tables share one
+    needs = make_needs()
+    untrained = make_untrained("tied", tmp_path / "untrained", needs)
+    sharded = [recipe(folder, "fsdp2") for folder in folders]
+    alone = [recipe(folder, "single") for folder in folders]
+    sharded.append(recipe_of(untrained, strategy="fsdp2", processes=2))
+    alone.append(recipe_of(untrained))
+    found = two_ranks(tmp_path, sharded)
     for rank in found:
         assert "GraniteForCausalLM changes its logits" in rank[1]["refused"]
-        for number in (0, 2, 3):
-            single = Learner(recipe(folders[number], "single"), on_cpu())
+        for number in (0, 2, 3, 4):
+            single = Learner(alone[number], on_cpu(), needs=needs if number == 4 else None)
             _assert_same(rank[number], loss_and_gradients(single))
+    rows = [gradient for name, gradient in found[0][4]["gradients"].items() if "token_adapter" in name]
+    assert rows
+    assert all(gradient.abs().max() > 1e-3 for gradient in rows)
     assert "model.lm_head.weight" in found[0][0]["gradients"]
     assert "model.lm_head.weight" not in found[0][2]["gradients"]
 

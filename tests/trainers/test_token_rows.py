@@ -1,6 +1,5 @@
 """Tokens that a network cannot tell from others, and the training of their rows beside an adapter."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,8 @@ from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
 from tests.saved_checkpoint import save_checkpoint
-from tests.saved_groups import write_groups
-from tests.trainers.conftest import make_groups, make_row, on_cpu
+from tests.trainers.conftest import make_row, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
-from tests.trainers.test_accelerator import TWO_PROCESSES, launch, run_alone
 from tests.untrained_tokens import (
     CLOSE,
     KINDS,
@@ -78,9 +75,6 @@ def logprobs(network: Any, ids: Tensor) -> Tensor:
     places = torch.tensor([3, 7, 9, 15, 23])
     chosen = network(ids).logits.flatten(0, 1)[places - 1].log_softmax(-1)
     return chosen.gather(-1, ids.flatten()[places, None]).squeeze(-1)
-
-
-# --- finding ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead: Path, needs: TokenNeeds) -> None:
@@ -129,9 +123,6 @@ def test_a_dead_token_that_ends_turns_asks_for_another_template(tmp_path: Path, 
     network.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"cannot tell .*<\|im_end\|>.*or set model\.chat_template to one with tokens"):
         load_policy(recipe_of(tmp_path, None), needs=needs)
-
-
-# --- training --------------------------------------------------------------------------------------------------------
 
 
 def test_initial_rows_are_told_apart(dead: Path, needs: TokenNeeds) -> None:
@@ -192,9 +183,6 @@ def test_a_critic_has_rows_of_its_own(dead: Path, needs: TokenNeeds) -> None:
     named = {name for name, p in both.named_parameters() if p.grad is not None and "token_adapter" in name}
     assert named
     assert all(name.endswith(".critic") for name in named)
-
-
-# --- written, served, exported ---------------------------------------------------------------------------------------
 
 
 def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
@@ -281,30 +269,6 @@ def test_the_canary_sees_the_rows() -> None:
     assert with_tokens(rows[0], [], 0) == rows[0]
 
 
-@pytest.mark.processes
-@pytest.mark.numbers
-@pytest.mark.extended
-def test_two_processes_train_rows_as_one_does(needs: TokenNeeds, tmp_path: Path) -> None:
-    groups = make_groups(6, 3)
-    for row in (row for group in groups for chain in group.trajectories for row in chain.rows):
-        row.token_ids[-3:-1] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
-    write_groups(tmp_path / "groups.jsonl", groups)
-    model, loss = make_untrained("tied", tmp_path / "model", needs), {"kl": {"coefficient": 0.1}}
-    course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-2, "token_budget": 70, "loss": loss}
-    arguments = []
-    for how in ({}, {"strategy": "fsdp2", "processes": 2}):
-        recipe = recipe_of(model, **course, **how).model_dump(mode="json")
-        arguments.append([json.dumps([recipe]), str(tmp_path / "groups.jsonl"), str(tmp_path / f"of {len(how)}")])
-    run_alone(arguments[0], tmp_path / "log", on_cpu=True)
-    launch(TWO_PROCESSES["fsdp2"], arguments[1], cpu_by_environment=True)
-    one, two = (load_file(tmp_path / f"of {n}" / "0/step-000002/adapter_model.safetensors") for n in (0, 2))
-    rows = [name for name in one if name.endswith(("lora_embedding_B", "lm_head.lora_A.weight"))]
-    assert len(rows) == 2
-    assert all(one[name].abs().max() > 0.01 for name in rows)
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
-
-
 def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
     before, ids = trained(dead, needs), ids_with(needs)
     before.save_adapter(tmp_path, before.gather())
@@ -337,6 +301,3 @@ def test_pushed_rows_are_proven(kind: str, needs: TokenNeeds, tmp_path: Path) ->
         for number, lost in enumerate(["lm_head", "embed_tokens"]):
             with pytest.raises(SyncError, match=r"it does not have these rows|from the trainer's at the start"):
                 push_versions(model, needs, url, tmp_path / f"lost{number}", lost)
-
-
-# --- a real model ----------------------------------------------------------------------------------------------------
