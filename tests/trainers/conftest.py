@@ -52,7 +52,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of `model_folder`."""
     return PreTrainedTokenizerFast.from_pretrained(model_folder)
 
 
@@ -79,7 +78,6 @@ def make_recipe(model_folder: Path) -> Make:
 
 @pytest.fixture
 def policy(make_recipe: Make) -> Policy:
-    """The policy of `model_folder`, in float32."""
     return load_policy(make_recipe())
 
 
@@ -96,7 +94,6 @@ def make_row(rng: random.Random, turns: int = 3) -> Row:
 
 
 def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
-    """Group whose chains all completed, with rewards between 0 and 1."""
     rng = random.Random(seed)
     return [
         Group(

@@ -1,5 +1,4 @@
-"""Comparisons in double precision. Float32 kernels differ between processors by more than a fault might; results that
-differ in float64 come from different computations."""
+"""Comparisons in float64: float32 kernels differ between processors by more than a fault might."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -15,7 +15,6 @@ from agentfactory.trainers.processes.accelerator import LaunchError, make_accele
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:
-    """Train, and print rank 0's log as JSON lines."""
     # imported late: a refused launch need not wait for it
     from transformers import AutoTokenizer
 
@@ -42,7 +41,6 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, fol
 
 
 def main() -> int:
-    """Return exit status 2 if the launch is refused."""
     recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
     try:
         accelerator = make_accelerator(recipes[0])

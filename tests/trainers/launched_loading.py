@@ -21,8 +21,7 @@ def megabytes(name: str) -> float:
 
 
 def loss_and_gradients(learner: Learner) -> dict[str, Any]:
-    """Return loss and gradients (whole in every rank) of all labels of two rows and of the entropies, and the
-    precisions of residual stream and weights in the last layer."""
+    """Return loss and gradients (whole in every rank), and the precisions that the last layer computed in."""
     used = []
 
     def note(layer: nn.Module, inputs: Any) -> None:

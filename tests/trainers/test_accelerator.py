@@ -1,5 +1,4 @@
-"""Launches by accelerate's own launcher: two processes equal one, and recipes that do not match its setup are
-refused."""
+"""Launches by accelerate's own launcher: two processes equal one; recipes that do not match its setup are refused."""
 
 import json
 import os
@@ -60,8 +59,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool, script: Path = SCRIPT) -> list[str]:
-    """Return the output of `accelerate launch FLAGS SCRIPT ARGUMENTS`, as typed by a user, with a free port. Fail the
-    test if the exit status is neither 0 nor a refusal's."""
+    """Return the output of `accelerate launch FLAGS SCRIPT ARGUMENTS`, which succeeds or is refused."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if cpu_by_environment:
@@ -83,8 +81,6 @@ def run_alone(arguments: list[str], log: Path, on_cpu: bool) -> list[str]:
 
 
 class Trained:
-    """The metrics and the checkpoints of CASES under one strategy."""
-
     def __init__(self, folder: Path, lines: list[str]):
         entries = [json.loads(line) for line in lines if line.startswith("{")]
         firsts = [place for place, entry in enumerate(entries) if entry["step"] == 1]
@@ -98,7 +94,6 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def untied_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with an untied head."""
     folder = tmp_path_factory.mktemp("untied")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
     model.config.tie_word_embeddings = False
@@ -110,7 +105,6 @@ def untied_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def train(model_folder: Path, untied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
-    """`train(strategy, device)`: ragged groups, micro-batches divided unevenly over the processes."""
     groups = tmp_path_factory.mktemp("launch") / "groups.jsonl"
     write_groups(groups, make_groups(6, 3))
     made: dict[tuple[str, str], Trained] = {}

@@ -27,7 +27,6 @@ KINDS = ("sdpa", "flex_attention")
 
 
 def micro_batches(rows: list[list[int]], batching: Batching) -> list[MicroBatch]:
-    """Return micro-batches of rows that are trained from their second token on."""
     names = ("behaviour", "advantage", "weight", "mixed")
     training = [
         TrainingRow(ids, list(range(1, len(ids))), {name: [1.0] * (len(ids) - 1) for name in names}) for ids in rows
@@ -36,7 +35,6 @@ def micro_batches(rows: list[list[int]], batching: Batching) -> list[MicroBatch]
 
 
 def ragged(seed: int = 0, prompt: int = 150, answers: int = 4, longest: int = 200) -> list[list[int]]:
-    """Return answers to two prompts; two of the answers also share their beginning."""
     draw = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

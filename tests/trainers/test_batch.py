@@ -27,8 +27,7 @@ BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
 
 def rows_of(count: int, seed: int = 0) -> list[TrainingRow]:
-    """Return ragged rows with random advantages; every second one continues the prefix of the previous one
-    differently."""
+    """Return ragged rows; every second one continues the prefix of the previous one differently."""
     rng = random.Random(seed)
     rows: list[TrainingRow] = []
     for number in range(count):

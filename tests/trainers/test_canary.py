@@ -34,7 +34,6 @@ BASE = SyncReport(version=0, label="default", model="policy", bytes=0, seconds=0
 
 @pytest.fixture(scope="module")
 def own_server(model_folder: Path) -> Iterator[ServerControl]:
-    """A server with the model's first weights."""
     with embedded_server(model_folder, "--max-model-len", "64") as url:
         yield ServerControl(url)
 
@@ -66,7 +65,6 @@ def test_the_sampled_token_among_the_candidates_is_no_trouble(own_server: Server
 
 
 def test_fresh_scores_pass_the_cache_by(own_server: ServerControl, policy: Policy, tmp_path: Path) -> None:
-    """The weights change but the cache stays: scores that use the cache differ."""
     report = FileSync([own_server], tmp_path / "first", keep_caches=True).push(0, policy, policy.gather())
     unsalted = SyncReport(**{**vars(report), "cache_salt": None})
     server_scores(own_server, ROWS, unsalted, fresh=True)

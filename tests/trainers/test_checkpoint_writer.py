@@ -1,5 +1,4 @@
-"""A checkpoint has the learner's state at its beginning, on every rank, however late it is written; a checkpoint that
-cannot be written leaves nothing behind."""
+"""A checkpoint has the learner's state at its beginning, on every rank, however late it is written."""
 
 import json
 import threading
@@ -57,8 +56,6 @@ def same_state(one: Path, other: Path) -> bool:
 
 
 class Gate:
-    """A gate that blocks the writing of checkpoints until it is opened."""
-
     def __init__(self, write: Callable[..., None]) -> None:
         self.is_open = threading.Event()
         self._write = write
@@ -70,7 +67,6 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate for every checkpoint of the test."""
     gate = Gate(checkpoint_writer.write_part)
     monkeypatch.setattr(checkpoint_writer, "write_part", gate)
     yield gate

@@ -138,15 +138,11 @@ def test_checkpoints_of_other_pythons_are_read(
 
 
 class Attribute:
-    """An object that unpickles to an attribute."""
-
     def __reduce__(self) -> tuple[Any, tuple[type, str]]:
         return getattr, (Metadata, "__init__")
 
 
 class Command:
-    """An object that runs a command when unpickled."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

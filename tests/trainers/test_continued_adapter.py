@@ -1,5 +1,4 @@
-"""Training that continues an adapter: its weights, the reference, the critic, exact resume, and adapters that others
-made, compared with peft."""
+"""Training that continues an adapter, also one that peft made."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +39,6 @@ def scores_of(network: Any) -> Tensor:
 
 
 def disturb(model: torch.nn.Module, seed: int) -> None:
-    """Change all trained weights."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -50,7 +48,6 @@ def disturb(model: torch.nn.Module, seed: int) -> None:
 
 @pytest.fixture
 def trained(make_recipe: Make, tmp_path: Path) -> tuple[Path, Policy]:
-    """An adapter that acts, in a folder, and the policy that it belongs to."""
     policy = load_policy(make_recipe(lora={"rank": 3}))
     disturb(policy, 3)
     policy.save_adapter(tmp_path / "adapter", dict(policy.gather().stream()))

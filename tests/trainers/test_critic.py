@@ -48,7 +48,6 @@ def value_loss(values: Tensor) -> Tensor:
 
 
 def step(model: ActorCritic) -> tuple[Tensor, Tensor]:
-    """Run both roles' forward and backward passes twice; return the last log-probabilities and values."""
     for _ in range(2):
         logprob, _ = model(Role.POLICY, *INPUTS)
         policy_loss(logprob).backward()
@@ -62,7 +61,6 @@ def gradients(module: nn.Module, keep: str = "") -> dict[str, Tensor]:
 
 
 def hidden_states(network: Any) -> Tensor:
-    """Return a plain network's hidden states at the sources."""
     return network(IDS, output_hidden_states=True).hidden_states[-1].flatten(0, 1)[TARGETS - 1]
 
 

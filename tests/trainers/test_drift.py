@@ -10,8 +10,7 @@ CONTEXTS, TOKENS = 8, 128
 
 
 class Scorer:
-    """A source of noisy scores: `trained` moves along one direction, `served` along a direction that the test
-    chooses."""
+    """Noisy scores, the noise between two of the same weights being NOISE."""
 
     def __init__(self) -> None:
         self.draw = np.random.default_rng(0)
@@ -19,13 +18,11 @@ class Scorer:
         self.direction = self.draw.normal(0.0, 1.0, TOKENS)
 
     def at(self, moved: float) -> np.ndarray:
-        """Return scores of weights that moved by `moved` (nats, root mean square)."""
         return self.base + moved * self.direction + self.draw.normal(0.0, NOISE / 2**0.5, TOKENS)
 
 
 @pytest.fixture
 def scorer() -> Scorer:
-    """A scorer whose noise between two scores of the same weights is NOISE."""
     return Scorer()
 
 
@@ -40,7 +37,6 @@ def begun(scorer: Scorer) -> Drift:
 
 
 def first_failure(verdicts: list[Verdict]) -> int | None:
-    """Return the first version (from 1) that failed."""
     return next((version for version, verdict in enumerate(verdicts, 1) if verdict.failure), None)
 
 

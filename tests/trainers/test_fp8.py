@@ -83,7 +83,6 @@ def test_a_linear_layer_equals_its_rounded_operands_in_float64(precision: Any) -
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network whose layers have sizes in multiples of 16."""
     folder = tmp_path_factory.mktemp("network")
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -196,8 +195,6 @@ def test_the_base_of_an_adapter_uses_them_and_the_adapter_does_not(made: Make) -
 
 
 class Layer(nn.Module):
-    """A layer of experts, as transformers names its parts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 8)

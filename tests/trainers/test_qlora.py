@@ -27,7 +27,6 @@ TARGETS = torch.tensor([3, 4, 9, 14, 23])
 
 @pytest.fixture(scope="module")
 def wide_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose rows have whole blocks of 64 weights, like real models'."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}

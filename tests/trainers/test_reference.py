@@ -25,7 +25,6 @@ INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 
 
 def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
-    """A model, with or without a critic, and its reference; in float64 unless the recipe sets bfloat16."""
     policy = load_policy(recipe)
     if recipe.model.dtype == "float32":
         in_float64(policy)
@@ -34,7 +33,6 @@ def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = Fal
 
 
 def train(model: nn.Module) -> None:
-    """Change all trained weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

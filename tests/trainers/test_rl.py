@@ -29,7 +29,6 @@ pytestmark = pytest.mark.numbers
 
 
 def save(groups: list[Group], path: Path) -> Path:
-    """Write a trajectories file."""
     write_groups(path, groups)
     return path
 
@@ -37,7 +36,6 @@ def save(groups: list[Group], path: Path) -> Path:
 def run(
     recipe: TrainRecipe, groups: list[Group], folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[TrainResult, list[dict[str, Any]]]:
-    """Train from saved groups; return the result and the logged records."""
     logged: list[dict[str, Any]] = []
     source = SavedGroups(save(groups, folder / "groups.jsonl"), recipe.train.steps * recipe.train.batch_size)
     accelerator = Accelerator(cpu=True)
@@ -61,8 +59,6 @@ def test_from_saved_groups(make_recipe: Make, tokenizer: PreTrainedTokenizerFast
 
 
 class Evaluated(SavedGroups):
-    """Saved groups, and evaluations with a given success."""
-
     def __init__(self, path: Path, needed: int, success: list[float]) -> None:
         super().__init__(path, needed)
         self.success = iter(success)
@@ -122,10 +118,7 @@ def test_values_that_are_not_finite_stop_the_run(
 
 
 class LiveSource:
-    """Single-turn chains, sampled from a server for each batch; rewards even tokens.
-
-    Each has its own seed: with random draws, all four chains would sometimes have the same reward, which gives no
-    gradient."""
+    """Single-turn chains, sampled from a server for each batch, each with its own seed; rewards even tokens."""
 
     def __init__(self, server: ServerControl, temperature: float, checkpoints: Path) -> None:
         self.server = server
@@ -226,8 +219,6 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
 
 
 class LateSource(LiveSource):
-    """A source that repeatedly delivers samples of the first weights."""
-
     def next_batch(self, groups: int) -> list[Group]:
         self.first = getattr(self, "first", None) or super().next_batch(groups)
         return self.first

@@ -28,14 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(model: Path, dtype: str) -> Any:
-    """An embedded engine on `model`, whose cache has room for several versions of the canary's contexts."""
     flags = ["--max-model-len", "160", "--max-num-seqs", "64"]
     return embedded_server(model, *flags, "--dtype", dtype)
 
 
 @pytest.fixture(scope="module", params=DTYPES)
 def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[str, str]]:
-    """The precision and the address of a server."""
     with serve(model, request.param) as url:
         yield request.param, url
 

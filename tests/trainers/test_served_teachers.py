@@ -68,7 +68,6 @@ def graded(recipe: TrainRecipe, groups: list[Group]) -> list[Group]:
 
 
 def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
-    """A network in float64, and its logits for the targets of each row."""
     network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     logits = []
     for row in rows:

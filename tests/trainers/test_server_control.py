@@ -39,8 +39,6 @@ def test_a_missing_route_names_the_switch_that_turns_it_on(server: ServerControl
 
 
 class Sleeper:
-    """A sync whose only server answers from the third request on."""
-
     def __init__(self, answers_from: int) -> None:
         self.answers_from = answers_from
         self.asked = 0

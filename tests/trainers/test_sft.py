@@ -33,7 +33,6 @@ pytestmark = pytest.mark.numbers
 def run(
     recipe: TrainRecipe, rows: list[Row], folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Train; return the last checkpoint and the logged records."""
     logged: list[dict[str, Any]] = []
     checkpoints = Checkpoints(folder, tokenizer, recipe.train)
     result = train_sft(recipe, Accelerator(cpu=True), checkpoints, rows=rows, log=logged.append)

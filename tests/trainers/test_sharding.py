@@ -50,7 +50,6 @@ def recipe(folder: Path, strategy: str, dtype: str = "float32") -> TrainRecipe:
 
 
 def two_ranks(folder: Path, recipes: list[TrainRecipe]) -> list[list[dict[str, Any]]]:
-    """Return the results of each of two ranks for each recipe."""
     return on_ranks(load, recipes, folder, "fsdp2")
 
 
@@ -142,8 +141,6 @@ def test_bfloat16_is_as_exact_as_autocast(tmp_path: Path) -> None:
 
 
 def _errors(given: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
-    """Return the relative errors of the loss and of the gradient."""
-
     def flat(found: dict[str, Any]) -> Tensor:
         return torch.cat([found["gradients"][name].flatten() for name in sorted(expected["gradients"])])
 

@@ -23,7 +23,6 @@ Seconds = dict[int, float]
 
 
 def loop(folder: Path, accelerator: Accelerator, waits: Seconds, works: Seconds) -> str:
-    """Run three steps; write a file at each event."""
     stop = Stop()
     stop.listen(accelerator, (folder / "heard").touch)
     for step in range(3):

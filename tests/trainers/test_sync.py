@@ -42,7 +42,6 @@ def sampled(server: ServerControl, model: str) -> tuple[list[int], list[float], 
 
 
 def scored(policy: Policy, tokens: list[int]) -> list[float]:
-    """Return the trainer's log-probabilities of the same tokens."""
     ids = torch.tensor([PROMPT + tokens])
     sources = torch.arange(len(PROMPT) - 1, ids.shape[1] - 1)
     with torch.no_grad():
@@ -50,7 +49,6 @@ def scored(policy: Policy, tokens: list[int]) -> list[float]:
 
 
 def disturb(policy: Policy, seed: int) -> None:
-    """Change the trainable weights, as an update would."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():

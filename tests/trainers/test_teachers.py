@@ -35,7 +35,6 @@ EXACT = {"reverse_kl": {}, "forward_kl": {}, "jensen_shannon": {"beta": 0.3}}
 
 
 def teaching(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
-    """Return the recipe with these settings of its teacher."""
     data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": teacher}
     data["rollout"]["temperature"] = TEMPERATURE
     return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
@@ -149,7 +148,6 @@ class Recorded:
 
 
 def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
-    """Return a network in float64, and its logits for the targets of each row, divided by the temperature."""
     network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     logits = []
     for row in rows:
@@ -159,7 +157,6 @@ def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
 
 
 def as_stored(values: np.ndarray) -> Tensor:
-    """Round values as a micro-batch does."""
     return torch.from_numpy(values.astype(np.float32).astype(np.float64))
 
 

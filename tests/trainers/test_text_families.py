@@ -104,7 +104,6 @@ def test_every_layout_of_every_family_is_exact_or_refused(family: str) -> None:
 
 
 def refusal(network: Any, batching: Batching) -> SettingError | None:
-    """Return the error if the trainer refuses the network or the layout."""
     try:
         check_head(network)
         assert resolve_batching(network, TrainConfig(steps=1, batching=batching)) == batching

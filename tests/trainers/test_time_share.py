@@ -143,7 +143,6 @@ class Chains(LiveSource):
 
 @pytest.fixture(scope="module")
 def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an embedded engine with the model."""
     flags = ("--dtype", "float32", "--max-model-len", "1024")
     process, url = start_engine(model_folder, *flags, log=tmp_path_factory.mktemp("engine") / "engine.log")
     yield url
@@ -176,8 +175,6 @@ def recorder(engine: str) -> Iterator[Recorder]:
 
 @pytest.fixture
 def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """`train(lora=None)`: run two steps through the proxy; see `take_turns`."""
-
     def run(lora: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         if lora:
             # another test may have left its full weights on the server

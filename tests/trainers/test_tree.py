@@ -24,7 +24,6 @@ BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
 
 def training(ids: list[int], targets: list[int], tag: float = 1.0) -> TrainingRow:
-    """Return a row whose tokens all have the advantage `tag`."""
     values = {"behaviour": -1.0, "advantage": tag, "weight": 1.0, "mixed": 0.0}
     return TrainingRow(ids, targets, {name: [value] * len(targets) for name, value in values.items()})
 
@@ -34,7 +33,6 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def group(rng: random.Random, prompt: int, answers: list[int]) -> list[TrainingRow]:
-    """Return answers to one prompt."""
     start = tokens(rng, prompt)
     return [
         training(start + tokens(rng, length), list(range(prompt, prompt + length)), rng.gauss(0, 1))
@@ -65,7 +63,6 @@ def sight(part: MicroBatch) -> torch.Tensor:
 
 
 def _words(drawn: list[int]) -> list[int]:
-    """Return words of eight tokens each, so that sharing them is worth a branch."""
     return [8 * word + place for word in drawn for place in range(8)]
 
 

@@ -33,8 +33,6 @@ MAX_TOTAL_TOKENS = 50
 
 @dataclass
 class Case:
-    """The same loss in TRL's settings and in ours."""
-
     name: str
     trl: dict[str, Any]
     loss: dict[str, Any] = field(default_factory=dict)
