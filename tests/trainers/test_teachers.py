@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.gkd import GKDTrainer
@@ -18,6 +17,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.text.tokenizer import tokens_missing
 from agentfactory.trainers.batches.batch import Batch, TrainingRow
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.token_advantages import needed_scores
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
@@ -59,29 +59,36 @@ def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Te
     return beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
+def draw() -> tuple[Tensor, Tensor]:
+    """Logits of policy and teacher."""
     generator = torch.Generator().manual_seed(0)
     policy, teacher = (3 * torch.randn(7, 50, generator=generator, dtype=torch.float64) for _ in range(2))
-    policy.requires_grad_()
+    return policy.requires_grad_(), teacher
+
+
+def same_with_gradients(policy: Tensor, *values: Tensor) -> None:
+    for other in values[1:]:
+        torch.testing.assert_close(values[0], other, atol=1e-9, rtol=0)
+        gradients = [torch.autograd.grad(v.sum(), policy, retain_graph=True)[0] for v in (values[0], other)]
+        torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
+    policy, teacher = draw()
     beta = EXACT[kind].get("beta", 0.5)
     ours = divergence(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)  # type: ignore[arg-type]
     hand = by_hand(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)
     in_trl = {"reverse_kl": 1.0, "forward_kl": 0.0, "jensen_shannon": beta}[kind]
     trl = GKDTrainer.generalized_jsd_loss(policy, teacher, None, in_trl, TEMPERATURE, reduction="sum")
     assert bool((ours > 0.1).all())
-    torch.testing.assert_close(ours, hand, atol=1e-9, rtol=0)
-    torch.testing.assert_close(ours.sum(), trl, atol=1e-9, rtol=0)
-    gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (ours, hand, trl)]
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-9, rtol=0)
-    torch.testing.assert_close(gradients[0], gradients[2], atol=1e-9, rtol=0)
+    same_with_gradients(policy, ours, hand)
+    same_with_gradients(policy, ours.sum(), trl)
 
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    policy, teacher = (3 * torch.randn(7, 50, generator=generator, dtype=torch.float64) for _ in range(2))
-    policy.requires_grad_()
+    policy, teacher = draw()
     beta = EXACT[kind].get("beta", 0.5)
     found = top_k(teacher, 5)
     tokens = found[:, 0].long()
@@ -93,7 +100,7 @@ def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: st
         return torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1).log()
 
     hand = by_hand(kind, merged(policy), merged(teacher), beta)
-    torch.testing.assert_close(ours, hand, atol=1e-9, rtol=0)
+    same_with_gradients(policy, ours, hand)
     exact = divergence(kind, policy, teacher, beta)  # type: ignore[arg-type]
     assert bool((ours < exact).all())
     assert bool((ours > 0.01).all())
@@ -101,11 +108,7 @@ def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: st
     for k in (50, 60):
         found = top_k(teacher, k)
         whole = top_k_divergence(kind, policy, found[:, 0].long(), found[:, 1], beta)  # type: ignore[arg-type]
-        torch.testing.assert_close(whole, exact, atol=1e-9, rtol=0)
-        gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (whole, exact)]
-        torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
-    gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (ours, hand)]
-    torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
+        same_with_gradients(policy, whole, exact)
 
 
 def test_tokens_outside_the_policys_vocabulary_belong_to_the_rest() -> None:
@@ -126,12 +129,12 @@ def test_tokens_outside_the_policys_vocabulary_belong_to_the_rest() -> None:
 class Recorded:
     """An update that keeps its gradients and changes no weight, with the recipe's networks in float64."""
 
-    def __init__(self, recipe: TrainRecipe, accelerator: Accelerator, rows: list[TrainingRow]) -> None:
-        self.learner = Learner(recipe, accelerator, TEMPERATURE)
+    def __init__(self, recipe: TrainRecipe, rows: list[TrainingRow], temperature: float = TEMPERATURE) -> None:
+        self.learner = Learner(recipe, on_cpu(), temperature)
         for network in self.learner.networks:
             in_float64(network)
         self.learner.optimizer.step = self.learner.optimizer.zero_grad = lambda: None
-        names = [] if recipe.teacher is None or recipe.teacher.stream is None else [recipe.teacher.stream]
+        names = needed_scores(recipe)
         self.rows = self.learner.score(rows, names) if names else rows
         self.batch: Batch = self.learner.deal(self.rows)
         report = self.learner._report
@@ -147,12 +150,12 @@ class Recorded:
         self.gradients = {name: weight.grad for name, weight in trained if weight.grad is not None}
 
 
-def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
+def dense(folder: Path, rows: list[TrainingRow], temperature: float = TEMPERATURE) -> tuple[Any, list[Tensor]]:
     network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     logits = []
     for row in rows:
         whole = network(torch.from_numpy(row.token_ids)[None], use_cache=False).logits[0]
-        logits.append(whole[torch.from_numpy(row.targets) - 1] / TEMPERATURE)
+        logits.append(whole[torch.from_numpy(row.targets) - 1] / temperature)
     return network, logits
 
 
@@ -245,7 +248,7 @@ def test_an_update_equals_a_dense_forward_pass(
             row.streams["most"] = np.where(left_out, 0.0, bounds)
             row.streams["least"] = np.where(left_out, 0.0, -np.inf)
     with never_through_float32():
-        done = Recorded(recipe, on_cpu(), rows)
+        done = Recorded(recipe, rows)
         with torch.no_grad():
             teacher = dense(teacher_folder, rows)[1]
         check_by_hand(done, model_folder, [*teacher], kind, count, **options)
@@ -270,9 +273,8 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
         results = []
         for _ in range(2):
             scored = learner.score(rows, ["teacher"]) if kind == "sampled" else rows
-            batch = learner.deal(
-                [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in scored]
-            )
+            blank = [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in scored]
+            batch = learner.deal(blank)
             update = update_policy(learner, batch, recipe).updates
             results.append((update_metrics(update, batch)["teacher/kl"], update[0].grad_norm))
             generator = torch.Generator().manual_seed(3)
@@ -320,9 +322,7 @@ def test_other_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) ->
     assert tokens_missing(tokenizer, longer, "strong") == {}
     assert tokens_missing(longer, tokenizer, "strong") == {VOCABULARY: "<think>"}
     other.add_tokens(["<reason>"])
-    with pytest.raises(
-        SettingError, match=r"teacher\.model: strong has another tokenizer: token 64 is '<reason>' there"
-    ):
+    with pytest.raises(SettingError, match=r"teacher\.model: strong has another tokenizer: token 64 is '<reason>'"):
         tokens_missing(longer, other, "strong")
 
 
