@@ -21,7 +21,7 @@ from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.content_proof import Content, file_digest
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync.weight_sync import WeightSync
+from agentfactory.trainers.sync.weight_sync import WeightSync, served_models
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
 from tests.trainers.conftest import Make
@@ -93,16 +93,13 @@ def test_adapters_arrive_and_old_ones_go(make_recipe: Make, server: ServerContro
     folders = sorted((tmp_path / "lora").iterdir())
     digests = [file_digest(folder / "adapter_model.safetensors")[:16] for folder in folders]
     assert [folder.name for folder in folders] == [f"quick-4-v1-{digests[0]}", f"quick-4-v2-{digests[1]}"]
-    served = [card["id"] for card in server.get("/v1/models")["data"]]
-    assert served == ["policy", "quick-4-v1", "quick-4-v2"]
-
+    assert served_models(server) == ["policy", "quick-4-v1", "quick-4-v2"]
     # a second push of the same version is another adapter
     assert sync.push(2, policy, policy.gather()).model == "quick-4-v2-2"
-    served = [card["id"] for card in server.get("/v1/models")["data"]]
-    assert served == ["policy", "quick-4-v2", "quick-4-v2-2"]
+    assert served_models(server) == ["policy", "quick-4-v2", "quick-4-v2-2"]
     # the next run needs the room; the files stay
     sync.close()
-    assert [card["id"] for card in server.get("/v1/models")["data"]] == ["policy"]
+    assert served_models(server) == ["policy"]
     assert len(list((tmp_path / "lora").iterdir())) == 2
 
 
@@ -157,10 +154,8 @@ def test_nothing_is_left_of_a_version_that_did_not_arrive(
     policy = load_policy(make_recipe())
     sync = FileSync([server], tmp_path)
     full = OSError(errno.ENOSPC, "")
-    with (
-        patch("agentfactory.trainers.sync.file_sync.save_file", side_effect=full),
-        pytest.raises(DiskError, match=r"model-00000\.safetensors cannot be written: No space left"),
-    ):
+    failing = patch("agentfactory.trainers.sync.file_sync.save_file", side_effect=full)
+    with failing, pytest.raises(DiskError, match=r"model-00000\.safetensors cannot be written: No space left"):
         sync.push(0, policy, policy.gather())
     assert list(tmp_path.iterdir()) == []
     sync.push(0, policy, policy.gather())
@@ -196,12 +191,10 @@ class _Served(ServerControl):
             assert body is not None
             self._weights = load_file(Path(body["update_info"]["path"], "model-00000.safetensors"))
         self._label = (body or {}).get("weight_version", self._label)
-        stacked = (
-            {"q.qkv_proj.weight": torch.cat([self._weights[f"q.{part}_proj.weight"] for part in "qkv"])}
-            if self._stacks
-            else self._weights
-        )
-        return {"success": True, "checksums": {name: weight_digest(value) for name, value in stacked.items()}}
+        served = self._weights
+        if self._stacks:
+            served = {"q.qkv_proj.weight": torch.cat([served[f"q.{part}_proj.weight"] for part in "qkv"])}
+        return {"success": True, "checksums": {name: weight_digest(value) for name, value in served.items()}}
 
     def replicas(self) -> list[int | None]:
         return [None]
