@@ -19,13 +19,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from agentfactory.base.errors import SettingError
 from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
 from agentfactory.trainers.processes import accelerator as accelerator_module
-from agentfactory.trainers.processes.accelerator import (
-    _FSDP_SETTINGS,
-    LaunchError,
-    check_launch,
-    check_same_recipe,
-    make_accelerator,
-)
+from agentfactory.trainers.processes.accelerator import LaunchError, check_launch, check_same_recipe, make_accelerator
 from agentfactory.trainers.processes.launch_variables import _WITHOUT_EFFECT
 from tests.forked import Forked
 from tests.saved_groups import write_groups
@@ -45,6 +39,7 @@ TWO_PROCESSES = {
 }
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
+_FSDP_SETTINGS = accelerator_module._FSDP_SETTINGS
 PLAIN = {"steps": 1, "learning_rate": 1.0, "max_grad_norm": 1e9, "optimizer": {"name": "sgd", "betas": [0.0, 0.0]}}
 """One step by the plain gradient."""
 LONGER = {"steps": 2, "learning_rate": 1e-3, "max_grad_norm": 0.5, "updates_per_batch": 2}
@@ -93,20 +88,14 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def untied_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("untied")
+def train(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    groups, untied = tmp_path_factory.mktemp("launch") / "groups.jsonl", tmp_path_factory.mktemp("untied")
+    write_groups(groups, make_groups(6, 3))
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def train(model_folder: Path, untied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
-    groups = tmp_path_factory.mktemp("launch") / "groups.jsonl"
-    write_groups(groups, make_groups(6, 3))
+    model.save_pretrained(untied)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(untied)
     made: dict[tuple[str, str], Trained] = {}
 
     def train(strategy: str, device: str = "cpu") -> Trained:
@@ -114,12 +103,8 @@ def train(model_folder: Path, untied_folder: Path, tmp_path_factory: pytest.Temp
             recipes = []
             for case in CASES:
                 settings = dict(case)
-                path = untied_folder if settings.pop("untied", False) else model_folder
-                section = {
-                    "path": str(path),
-                    "dtype": settings.pop("dtype", "float32"),
-                    "lora": settings.pop("lora", None),
-                }
+                section = {"path": str(untied if settings.pop("untied", False) else model_folder), "dtype": "float32"}
+                section |= {name: settings.pop(name) for name in ("dtype", "lora") if name in settings}
                 processes = 1 if strategy == "single" else 2
                 settings |= {"processes": processes, "strategy": strategy, "batch_size": 3, "token_budget": 70}
                 recipes.append({"model": section, "train": settings})
@@ -161,9 +146,8 @@ def test_what_accelerate_does_not_set_up_is_refused(make_recipe: Make, tmp_path:
     recipes = json.dumps([make_recipe(processes=2, strategy="ddp").model_dump()])
     refusals = [line for line in launch(flags, [recipes, "none", str(tmp_path / "out")], False) if "refused" in line]
     assert refusals
-    assert all("started 2 processes, but accelerate set up 1" in line for line in refusals)
     fix = "ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes 2"
-    assert all(fix in line for line in refusals)
+    assert all("started 2 processes, but accelerate set up 1" in line and fix in line for line in refusals)
     assert not (tmp_path / "out").exists()
 
 
@@ -187,9 +171,8 @@ def test_machines_with_unlike_recipes_are_refused(make_recipe: Make, monkeypatch
 def test_one_process_where_the_recipe_asks_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     for strategy in ("ddp", "fsdp2"):
         two = TrainConfig(steps=1, processes=2, strategy=strategy)
-        with pytest.raises(
-            LaunchError, match=rf"train\.processes=2 and train\.strategy={strategy}, but accelerate set up 1"
-        ):
+        asked = rf"train\.processes=2 and train\.strategy={strategy}, but accelerate set up 1"
+        with pytest.raises(LaunchError, match=asked):
             check_launch(two, on_cpu())
     single = TrainConfig(steps=1)
     check_launch(single, on_cpu())

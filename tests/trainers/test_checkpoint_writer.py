@@ -1,10 +1,13 @@
 """A checkpoint has the learner's state at its beginning, on every rank, however late it is written."""
 
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,11 +32,7 @@ from tests.trainers.conftest import Make, make_groups, on_cpu
 pytestmark = pytest.mark.numbers
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "adapter": {"lora": {"rank": 2}},
-    "critic": {"algorithm": "ppo"},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"full": {}, "adapter": {"lora": {"rank": 2}}, "critic": {"algorithm": "ppo"}}
 
 
 def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
@@ -46,7 +45,8 @@ def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> Non
 
 def files(checkpoint: Path) -> dict[str, bytes]:
     """Return all files whose bytes are comparable; shard files contain their own names."""
-    return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix in (".json", ".safetensors")}
+    found = [path for path in checkpoint.iterdir() if path.suffix in (".json", ".safetensors")]
+    return {path.name: path.read_bytes() for path in found if path.name != "digests.json"}
 
 
 def same_state(one: Path, other: Path) -> bool:
@@ -55,60 +55,47 @@ def same_state(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(second[key], value) for key, value in first.items())
 
 
-class Gate:
-    def __init__(self, write: Callable[..., None]) -> None:
-        self.is_open = threading.Event()
-        self._write = write
-
-    def __call__(self, *arguments: Any) -> None:
-        self.is_open.wait()
-        self._write(*arguments)
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(checkpoint_writer.write_part)
-    monkeypatch.setattr(checkpoint_writer, "write_part", gate)
-    yield gate
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event that the writing of checkpoints waits for."""
+    is_open, write = threading.Event(), checkpoint_writer.write_part
+    monkeypatch.setattr(checkpoint_writer, "write_part", lambda *arguments: is_open.wait() and write(*arguments))
+    yield is_open
     # a waiting thread would keep the test process alive
-    gate.is_open.set()
+    is_open.set()
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_what_is_trained_meanwhile_is_not_in_it(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate, case: str
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: threading.Event, case: str
 ) -> None:
     recipe = make_recipe(**{"steps": 9, "batch_size": 2, "learning_rate": 1e-2, **SETTINGS[case]})
     learner = Learner(recipe, on_cpu())
     take_step(learner, recipe, make_groups(2, 3))
-    gate.is_open.set()
+    gate.set()
     at_once = save_checkpoint(tmp_path / "at once", 1, learner, tokenizer, {"seed": 7})
-    gate.is_open.clear()
+    gate.clear()
     writer = CheckpointWriter(tmp_path / "meanwhile", tokenizer)
     writer.begin(1, learner, {"seed": 7})
     for seed in (1, 2):
         take_step(learner, recipe, make_groups(2, 3, seed=seed))
     torch.rand(3)
     assert not writer.is_done
-    gate.is_open.set()
+    gate.set()
     path = writer.wait()
-    assert path is not None
     verify(path)
     assert same_state(path, at_once)
-    expected = files(at_once)
-    del expected["digests.json"]
-    assert {name: content for name, content in files(path).items() if name != "digests.json"} == expected
+    assert files(path) == files(at_once)
     # the memory of the copy is reused
     later = save_checkpoint(tmp_path / "at once", 3, learner, tokenizer, {"seed": 7})
     writer.begin(3, learner, {"seed": 7})
     last = writer.wait()
-    assert last is not None
     assert same_state(last, later)
     assert files(last) != files(path)
 
 
 def test_it_counts_once_it_is_durable(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: threading.Event
 ) -> None:
     log = tmp_path / "metrics.jsonl"
     log.write_text("one\n")
@@ -122,7 +109,7 @@ def test_it_counts_once_it_is_durable(
         log.write_text("one\ntwo\n")
         checkpoints.poll(on_cpu())
         assert (checkpoints.saved_step, checkpoints.path, checkpoints.take_groups()) == (2, None, [])
-        gate.is_open.set()
+        gate.set()
         checkpoints.wait()
         assert (checkpoints.path, checkpoints.take_groups()) == (folder / "step-000002", ["a", "b"])
         state = json.loads((folder / "step-000002" / "trainer_state.json").read_text())
@@ -135,13 +122,17 @@ def test_it_counts_once_it_is_durable(
 
 
 def test_an_error_in_the_loop_waits_for_what_is_being_written(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    make_recipe: Make,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = make_recipe(steps=9)
     checkpoints, wait = Checkpoints(tmp_path, tokenizer, recipe.train), CheckpointWriter.wait
 
     def open_and_wait(writer: CheckpointWriter) -> Path | None:
-        gate.is_open.set()
+        gate.set()
         return wait(writer)
 
     def fail() -> None:
@@ -158,21 +149,16 @@ def test_an_error_in_the_loop_waits_for_what_is_being_written(
 def test_an_error_of_the_writing_ends_the_run(
     make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_writer, "_write_model", refuse)
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(checkpoint_writer, "_write_model", full)
     recipe = make_recipe(steps=9)
     checkpoints = Checkpoints(tmp_path, tokenizer, recipe.train)
     checkpoints.train_state.finish(1, ["a"], seconds=1.0)
     checkpoints.save(Learner(recipe, on_cpu()))
 
-    def poll() -> None:
-        while True:
-            checkpoints.poll(on_cpu())
-
+    polled = (checkpoints.poll(on_cpu()) for _ in itertools.count())
     with pytest.raises(DiskError, match=rf"{tmp_path}/step-000001 cannot be written: No space left.*; fix: make room"):
-        poll()
+        deque(polled, maxlen=0)
     assert (checkpoints.path, checkpoints.take_groups(), list(tmp_path.iterdir())) == (None, [], [])
 
 

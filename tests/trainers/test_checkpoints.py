@@ -83,11 +83,10 @@ RECORDED: dict[str, dict[str, Any]] = {
 
 
 RARE = {"taught", "critic as an adapter", "muon", "adafactor", "without a state"}
+RARELY = [pytest.param(case, marks=[pytest.mark.extended] if case in RARE else []) for case in RECORDED]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.extended) if case in RARE else case for case in RECORDED]
-)
+@pytest.mark.parametrize("case", RARELY)
 def test_training_goes_on_bit_by_bit(
     make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
 ) -> None:
@@ -137,17 +136,14 @@ def test_checkpoints_of_other_pythons_are_read(
     load_state(path, Learner(make_recipe(), on_cpu()))
 
 
-class Attribute:
-    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
-        return getattr, (Metadata, "__init__")
+class Trap:
+    """An object that unpickles to the result of a call."""
 
+    def __init__(self, *call: Any) -> None:
+        self.call = call
 
-class Command:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (f"touch {self.folder}/ran",)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call[0], self.call[1:]
 
 
 def test_a_checkpoint_of_somebody_else_runs_nothing(
@@ -157,10 +153,11 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(
     path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
     metadata = path / "training_state" / ".metadata"
     usual = metadata.read_bytes()
-    metadata.write_bytes(pickle.dumps(Command(tmp_path)))
+    command = Trap(os.system, f"touch {tmp_path}/ran")
+    metadata.write_bytes(pickle.dumps(command))
     with pytest.raises(ValueError, match=r"names posix\.system, which describes no tensor"):
         load_state(path, learner)
-    metadata.write_bytes(pickle.dumps(Attribute()))
+    metadata.write_bytes(pickle.dumps(Trap(getattr, Metadata, "__init__")))
     with pytest.raises(ValueError, match=r"names __init__ of .*, which describes no tensor"):
         load_state(path, learner)
     elsewhere = pickle.loads(usual)
@@ -173,7 +170,7 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(
     part = {key: value for key, value in part_of(learner).items() if key != "settings"}
     (path / "training_state").rename(tmp_path / "before")
     file = io.BytesIO()
-    torch.save(Command(tmp_path), file)
+    torch.save(command, file)
     write_part({**part, "settings": torch.tensor([*file.getvalue()], dtype=torch.uint8)}, path / "training_state", None)
     with pytest.raises(ValueError, match="hold more than numbers and texts: Weights only load failed"):
         load_state(path, learner)

@@ -237,9 +237,7 @@ def test_a_healthy_run_is_left_alone(run: list[dict[str, Any]]) -> None:
         (
             lines(39, 20, {MALFORMED: 1.0}),
             [(24, "format")],
-            (
-                "step 24: the turns that could be parsed fell from 100% to 80%; the format has been lost; a likely cause",
-            ),
+            ("step 24: the turns that could be parsed fell from 100% to 80%; the format has been lost; a likely",),
         ),
         (
             lines(39, later={"trajectory/tool_calls": 0.4, "success": 0.35}, **FEW_CALLS),

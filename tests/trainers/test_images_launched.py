@@ -34,8 +34,7 @@ def rows_of(album: Album) -> list[TrainingRow]:
     prompt, turn = album.text(8), album.text(4)
     rows = [album.row(album.text(30), 60) for _ in range(7)]
     rows += [album.row(prompt, image, turn, 3, album.text(3), crop, count) for count in (3, 6)]
-    made = [training_row(row, advantage=album.draw.uniform(-1, 1)) for row in rows]
-    return [row for row in made if row is not None]
+    return [training_row(row, advantage=album.draw.uniform(-1, 1)) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
@@ -24,12 +23,12 @@ TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
 INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 
 
-def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
+def make_model(recipe: TrainRecipe, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
     policy = load_policy(recipe)
     if recipe.model.dtype == "float32":
         in_float64(policy)
     model = make_actor_critic(recipe, policy) if critic else policy
-    return model, make_reference(recipe, policy, accelerator)
+    return model, make_reference(recipe, policy, on_cpu())
 
 
 def train(model: nn.Module) -> None:
@@ -52,7 +51,7 @@ def expected(folder: Path, temperature: float, attention: str = "sdpa") -> Tenso
 def test_reference_stays_what_the_policy_began_as(
     make_recipe: Make, model_folder: Path, lora: dict[str, Any] | None, critic: bool
 ) -> None:
-    model, reference = make_model(make_recipe(lora=lora), on_cpu(), critic)
+    model, reference = make_model(make_recipe(lora=lora), critic)
     role = (Role.POLICY,) if critic else ()
     first = reference.logprobs(model, *INPUTS, temperature=0.7)
     assert torch.equal(first, model(*role, *INPUTS, temperature=0.7)[0])
@@ -65,7 +64,7 @@ def test_reference_stays_what_the_policy_began_as(
 
 
 def test_reference_leaves_both_adapters_as_they_were(make_recipe: Make) -> None:
-    model, reference = make_model(make_recipe(lora={"rank": 3}), on_cpu(), critic=True)
+    model, reference = make_model(make_recipe(lora={"rank": 3}), critic=True)
     assert isinstance(model, ActorCritic)
     train(model)
     values, (logprob, _) = model(Role.CRITIC, *INPUTS), model(Role.POLICY, *INPUTS)
@@ -81,7 +80,7 @@ def test_reference_leaves_both_adapters_as_they_were(make_recipe: Make) -> None:
 def test_full_reference_has_the_models_dtype_and_is_not_trained(make_recipe: Make, model_folder: Path) -> None:
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
-    model, reference = make_model(recipe, on_cpu())
+    model, reference = make_model(recipe)
     frozen: Any = reference._frozen
     assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
@@ -103,7 +102,7 @@ def test_reference_scores_as_the_policy_does(
     Gemma2ForCausalLM(capped).save_pretrained(tmp_path)
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
-    model, reference = make_model(recipe, on_cpu())
+    model, reference = make_model(recipe)
     whole = reference.logprobs(model, *INPUTS)
     # only eager attention applies the soft cap on scores; its softmax is computed in float32
     torch.testing.assert_close(whole, expected(tmp_path, 1.0, "eager"), atol=1e-5, rtol=1e-5)

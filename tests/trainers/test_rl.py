@@ -216,7 +216,7 @@ def test_a_token_that_is_too_old_is_refused(
     recipe = make_recipe(steps=4, batch_size=2)
     recipe.rollout.max_staleness = k
     sync, logged = FileSync([server], tmp_path / "file"), []
+    services = Services(logged.append, source=LateSource(server, 1.0, tmp_path), sync=sync)
     with pytest.raises(ValueError, match=f"step {k + 2}: a token is {k + 1} versions old"):
-        services = Services(logged.append, source=LateSource(server, 1.0, tmp_path), sync=sync)
         train_rl(recipe, on_cpu(), Checkpoints(tmp_path, tokenizer, recipe.train), services)
     assert [entry["staleness/max"] for entry in logged if "loss" in entry] == list(range(k + 1))

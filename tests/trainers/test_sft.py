@@ -124,13 +124,10 @@ def test_conversations_become_weighted_rows(tmp_path: Path, caplog: pytest.LogCa
         {"role": "assistant", "content": "See you"},
     ]
     (row,) = conversation_rows([{"messages": messages}], renderer)
-    assert row.weights is not None
-    trained = {
-        weight: tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == weight])
-        for weight in (2.0, 1.0)
-    }
+    given = list(zip(row.token_ids, row.weights, strict=True))
+    trained = {weight: tokenizer.decode([t for t, w in given if w == weight]) for weight in (2.0, 1.0, 0.5)}
+    assert "Bye" in trained.pop(0.5)
     assert trained == {2.0: "Hi there<|im_end|>", 1.0: "See you<|im_end|>"}
-    assert "Bye" in tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == 0.5])
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
     with pytest.raises(ValueError, match=r"data\.path: row 1: tools\.0: got .*, which is not in the OpenAI format"):
@@ -140,10 +137,11 @@ def test_conversations_become_weighted_rows(tmp_path: Path, caplog: pytest.LogCa
         conversation_rows([{"messages": messages}, {"messages": thinking}], renderer)
     conversation_rows([{"messages": [messages[0], {**thinking[1], "weight": 0}]}], renderer)
     called = {"function": {"name": "move", "arguments": {"x": None}}}
+    nothing = {"role": "assistant", "content": "", "tool_calls": [called], "weight": 0}
     others = [
         {"messages": messages, "system": "Be brief.", "id": None},
         {"messages": [messages[0], {**messages[1], "weight": 0}], "source": "web"},
-        {"messages": [messages[0], {"role": "assistant", "content": "", "tool_calls": [called], "weight": 0}]},
+        {"messages": [messages[0], nothing]},
     ]
     caplog.clear()
     conversation_rows(others, renderer)
@@ -158,9 +156,9 @@ def test_rows_that_change_the_positions_of_others_are_refused_first(
     make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """SFT has no bound of its own; chains have one."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config = json.loads((model_folder / "config.json").read_text())
-    config |= {"max_position_embeddings": 8}
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config |= {"max_position_embeddings": 8, "rope_parameters": rope}
     folder = shutil.copytree(model_folder, tmp_path / "dynamic")
     (folder / "config.json").write_text(json.dumps(config))
     recipe = make_recipe(algorithm="sft", batch_size=2)

@@ -156,10 +156,7 @@ def test_positions_that_depend_on_the_longest_row_of_a_pass(kind: str) -> None:
     [
         ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 9}, ("su", 9)),
         ({"max_position_embeddings": 7, "rope_scaling": {"rope_type": "dynamic"}}, ("dynamic", 7)),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}, "max_position_embeddings": 5},
-            ("longrope", 5),
-        ),
+        ({"rope_parameters": {"full": {"rope_type": "longrope"}}, "max_position_embeddings": 5}, ("longrope", 5)),
         ({"text_config": {"max_position_embeddings": 7, "rope_scaling": {"type": "dynamic"}}}, ("dynamic", 7)),
         ({"rope_scaling": None, "max_position_embeddings": 7}, None),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, None),

@@ -69,7 +69,7 @@ def logprobs(network: Any, ids: Tensor) -> Tensor:
 
 
 def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead: Path, needs: TokenNeeds) -> None:
-    named = rf"cannot tell {OPEN} \({needs.tokens.written[OPEN]}\), {CLOSE} \(.* from 43 other tokens such as .* equal to 0\.00"
+    named = rf"cannot tell {OPEN} \({needs.tokens.written[OPEN]}\), {CLOSE} \(.* from 43 other tokens .* equal to 0\.00"
     fix = r"model\.lora\.trainable_tokens=auto; or write calls without these tokens: rollout\.parser=json"
     with pytest.raises(ValueError, match=f"trainable_tokens: missing, but the network {named}.*{fix}"):
         load_policy(recipe_of(dead, None), needs=needs)

@@ -33,11 +33,8 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def group(rng: random.Random, prompt: int, answers: list[int]) -> list[TrainingRow]:
-    start = tokens(rng, prompt)
-    return [
-        training(start + tokens(rng, length), list(range(prompt, prompt + length)), rng.gauss(0, 1))
-        for length in answers
-    ]
+    start, ends = tokens(rng, prompt), [prompt + length for length in answers]
+    return [training(start + tokens(rng, end - prompt), list(range(prompt, end)), rng.gauss(0, 1)) for end in ends]
 
 
 def rows_per_turn(rng: random.Random, turns: int, prompt: int = 20) -> list[TrainingRow]:
@@ -192,16 +189,9 @@ def test_lines_are_full() -> None:
 
 def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": width // 8,
-        "intermediate_size": 3 * width,
-        "tie_word_embeddings": True,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 3 * width}
+    sizes |= {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": width // 8}
     network = Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
     return in_float64(Policy(network, torch.float64).train())
 
