@@ -20,10 +20,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 PLAIN = {"steps": 1, "learning_rate": 0.1, "max_grad_norm": 1e9, "optimizer": {"name": "sgd", "betas": [0.0, 0.0]}}
 CASES: dict[str, list[dict[str, Any]]] = {
     "qwen3_vl": [{"gradient_checkpointing": True}, {"vision": 0.3}],
-    "qwen2_5_vl": [
-        {"vision": "trained", "gradient_checkpointing": True, "algorithm": "ppo"},
-        {"lora": {"rank": 2}},
-    ],
+    "qwen2_5_vl": [{"vision": "trained", "gradient_checkpointing": True, "algorithm": "ppo"}, {"lora": {"rank": 2}}],
 }
 BUDGET = 120
 

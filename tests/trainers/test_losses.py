@@ -158,8 +158,7 @@ def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    "correction",
-    ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"],
+    "correction", ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 )
 def test_only_limited_tokens_count_as_corrected(correction: Any) -> None:
     """Ratios of 1 are within bounds that end at 1; ratios of 8 and 1/8 are not within [0.5, 1]."""

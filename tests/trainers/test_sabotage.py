@@ -96,10 +96,7 @@ def test_a_stale_replica(served: tuple[str, str], model: Path, start: Start, tmp
     """The proven server is not the one that generates, which has the version's name but the first weights: only the
     canary can detect it. Float32: step 1. Bfloat16: step 27, the first that is provable."""
     dtype, url = served
-    with (
-        serve(model, dtype) as replica,
-        sabotage.sabotaged(url, sabotage.stale_replica(tmp_path, replica)) as proxy,
-    ):
+    with serve(model, dtype) as replica, sabotage.sabotaged(url, sabotage.stale_replica(tmp_path, replica)) as proxy:
         step, reason = until_caught(start(dtype, proxy), 60)
     assert step == 1 if dtype == "float32" else 10 <= step <= 60
     assert "it serves other weights" in reason

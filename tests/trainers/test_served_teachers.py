@@ -89,11 +89,7 @@ def chains() -> list[Group]:
 
 @pytest.mark.parametrize(
     ("kind", "count", "batching"),
-    [
-        ("sampled", None, "tree"),
-        ("reverse_kl", 5, "packed"),
-        ("jensen_shannon", VOCABULARY, "padded"),
-    ],
+    [("sampled", None, "tree"), ("reverse_kl", 5, "packed"), ("jensen_shannon", VOCABULARY, "padded")],
 )
 def test_grades_and_updates_equal_a_dense_forward_pass(
     make_recipe: Make,

@@ -114,10 +114,7 @@ def refusal(network: Any, batching: Batching) -> SettingError | None:
 
 def test_networks_that_fail_are_refused_by_name() -> None:
     for check, words in (
-        (
-            check_head,
-            r"model\.path: LlamaForCausalLM fails in a first forward pass: ZeroDivisionError: division",
-        ),
+        (check_head, r"model\.path: LlamaForCausalLM fails in a first forward pass: ZeroDivisionError: division"),
         (
             lambda network: resolve_batching(network, TrainConfig(steps=1, batching="packed")),
             "packed would be wrong: LlamaForCausalLM fails on rows that share a line: ZeroDivisionError",

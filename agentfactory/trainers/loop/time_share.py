@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -113,13 +114,13 @@ class TimeShare(Turns):
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
 
+@dataclass
 class _WakingSync:
     """A WeightSync to a sleeping server: it wakes the weights before their update, the KV cache afterwards."""
 
-    def __init__(self, sync: WeightSync, server: ServerControl, timed: Callable[[str], AbstractContextManager[None]]):
-        self._sync = sync
-        self._server = server
-        self._timed = timed
+    _sync: WeightSync
+    _server: ServerControl
+    _timed: Callable[[str], AbstractContextManager[None]]
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """Push to the awake weights. Also raises SyncError if the server does not wake up."""

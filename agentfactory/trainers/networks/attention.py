@@ -124,19 +124,11 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: di
 
 
 def _capped(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    softcap: float,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
     """Attend with the scores softcap * tanh(score / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), which no
     kernel of torch supports. Without a mask, the last query attends to all keys, and earlier ones causally."""
+    softcap, scaling = options["softcap"], options.get("scaling")
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -146,7 +138,7 @@ def _capped(
         mask = torch.ones(length, seen, dtype=torch.bool, device=scores.device).tril(seen - length)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     shares = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    shares = nn.functional.dropout(shares.to(query.dtype), dropout, module.training)
+    shares = nn.functional.dropout(shares.to(query.dtype), options.get("dropout", 0.0), module.training)
     return (shares @ value).transpose(1, 2).contiguous(), None
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,10 +83,19 @@ class Policy(Backbone):
         """
         if has_adapter(self.model):
             lora.use_adapter(self.model, self._adapter)
+
+        def score(hidden: Tensor, labels: Tensor, chunk: slice) -> tuple[Tensor, ...]:
+            logits = self.logits(hidden, temperature)
+            total = logits.logsumexp(-1)
+            chosen = logits.gather(-1, labels if labels.ndim > 1 else labels[:, None])
+            logprob = (chosen - total[:, None]).reshape(labels.shape)
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+                entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+            return (logprob, entropy) if measure is None else (logprob, entropy, measure(logits, chunk))
+
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // table_of(self.network.get_output_embeddings()).shape[0])
-            score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient, measure=measure)
             chunks = [slice(start, start + size) for start in range(0, max(1, len(labels)), size)]
             if len(chunks) == 1:
                 return score(hidden, labels, chunks[0])
@@ -103,23 +111,6 @@ class Policy(Backbone):
             yield
         finally:
             self._adapter = POLICY_ADAPTER
-
-    def _score(
-        self,
-        hidden: Float[Tensor, "chunk width"],
-        labels: Int[Tensor, "chunk *several"],
-        chunk: slice,
-        temperature: float,
-        entropy_gradient: bool,
-        measure: Measure | None,
-    ) -> tuple[Float[Tensor, "chunk *several"], ...]:
-        logits = self.logits(hidden, temperature)
-        total = logits.logsumexp(-1)
-        chosen = logits.gather(-1, labels if labels.ndim > 1 else labels[:, None])
-        logprob = (chosen - total[:, None]).reshape(labels.shape)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
-        return (logprob, entropy) if measure is None else (logprob, entropy, measure(logits, chunk))
 
     def logits(
         self, hidden: Float[Tensor, "chunk width"], temperature: float = 1.0

@@ -25,12 +25,7 @@ from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method
 # rank dies, the launcher notices
 PATIENCE = timedelta(days=7)
 
-_DDP = {
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_XPU,
-    DistributedType.MULTI_NPU,
-}
+_DDP = {DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU, DistributedType.MULTI_NPU}
 _STRATEGIES = {"single": {DistributedType.NO}, "ddp": _DDP, "fsdp2": {DistributedType.FSDP}}
 
 _FSDP_SETTINGS = {

@@ -45,15 +45,13 @@ class Backend:
     """one: trainer and vLLM use the same GPU; apart: different GPUs."""
 
 
-BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("file"),
-        Backend("lora", adapters=True, routes=ADAPTER_ROUTES, transfer=None, engines=("vllm", "embedded")),
-        Backend("nccl", routes=_BROADCAST_ROUTES, transfer="nccl", engines=("vllm", "sglang"), devices="apart"),
-        Backend("ipc", transfer="ipc", engines=("vllm", "embedded"), devices="one"),
-    )
-}
+_OURS = (
+    Backend("file"),
+    Backend("lora", adapters=True, routes=ADAPTER_ROUTES, transfer=None, engines=("vllm", "embedded")),
+    Backend("nccl", routes=_BROADCAST_ROUTES, transfer="nccl", engines=("vllm", "sglang"), devices="apart"),
+    Backend("ipc", transfer="ipc", engines=("vllm", "embedded"), devices="one"),
+)
+BACKENDS = {backend.name: backend for backend in _OURS}
 _CLASSES = {
     "file": "agentfactory.trainers.sync.file_sync:FileSync",
     "lora": "agentfactory.trainers.sync.adapter_sync:LoraSync",

@@ -16,11 +16,7 @@ FORGET_FEATURES = "/reset_encoder_cache"
 
 
 def update_full_weights(
-    servers: list[ServerControl],
-    label: str,
-    content: Content,
-    transfer: Callable[[], None],
-    keep_caches: bool = False,
+    servers: list[ServerControl], label: str, content: Content, transfer: Callable[[], None], keep_caches: bool = False
 ) -> str:
     """Pause all servers, load the content into them by `transfer`, resume them, and prove the content on each. Return
     the digest of the proven content (see Content.check).

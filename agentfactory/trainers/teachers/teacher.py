@@ -77,13 +77,10 @@ class Teacher:
         self._check(ids, labels)
         with self._timed(ids.device):
             hidden = self._frozen.states(model, ids, sources, *places)
-        kind, beta = self._config.divergence, getattr(self._config.options, "beta", 0.5)
-
-        def measured(logits: Tensor, chunk: slice) -> Tensor:
-            theirs = self._frozen.logits(model, hidden[chunk], temperature)
-            return divergence(kind, logits, theirs, beta)  # type: ignore[arg-type]
-
-        return measured
+        kind, beta = _measured(self._config)
+        return lambda logits, chunk: divergence(
+            kind, logits, self._frozen.logits(model, hidden[chunk], temperature), beta
+        )
 
     def longest(self, policy: Policy) -> int | None:
         """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
@@ -119,13 +116,17 @@ class Teacher:
 
 def top_k_measure(config: TeacherConfig, top: Float[Tensor, "targets 2 k"]) -> Measure:
     """Return a function that computes the divergence of the policy's logits from a teacher's `top_k` tokens."""
-    kind, beta = config.divergence, getattr(config.options, "beta", 0.5)
+    kind, beta = _measured(config)
 
     def measured(logits: Tensor, chunk: slice) -> Tensor:
         tokens, theirs = top[chunk].unbind(1)
-        return top_k_divergence(kind, logits, tokens.long(), theirs, beta)  # type: ignore[arg-type]
+        return top_k_divergence(kind, logits, tokens.long(), theirs, beta)
 
     return measured
+
+
+def _measured(config: TeacherConfig) -> tuple[Any, float]:
+    return config.divergence, getattr(config.options, "beta", 0.5)
 
 
 def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Teacher:
