@@ -18,32 +18,11 @@ from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
+from tests.trainers.scored import IDS, INPUTS, disturb, score, scores_of
 
 pytestmark = pytest.mark.numbers
 
-IDS = torch.arange(24).reshape(2, 12) % 60
-TARGETS = torch.tensor([3, 4, 9, 14, 23])
-INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 KL: dict[str, Any] = {"kl": {"coefficient": 0.1}}
-
-
-@torch.no_grad()
-def score(policy: Policy) -> Tensor:
-    return policy(*INPUTS)[0]
-
-
-@torch.no_grad()
-def scores_of(network: Any) -> Tensor:
-    logits = network(IDS).logits.float().log_softmax(-1).flatten(0, 1)
-    return logits[INPUTS[1]].gather(-1, INPUTS[2][:, None]).squeeze(-1)
-
-
-def disturb(model: torch.nn.Module, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1 * torch.randn_like(weight))
 
 
 @pytest.fixture

@@ -17,14 +17,11 @@ from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 from tests.trainers.launched_roles import exercise
 from tests.trainers.ranks import on_ranks
+from tests.trainers.scored import IDS, INPUTS, TARGETS, scores_of
 
 pytestmark = pytest.mark.numbers
 
 LORA = {"rank": 3}
-IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
-# two turns in the first row, one in the second; the tokens between them were not sampled
-TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
-INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 RETURNS = torch.linspace(-1.0, 2.0, len(TARGETS), dtype=torch.float64)
 
 
@@ -108,8 +105,7 @@ def test_adapters_on_one_base_equal_separate_networks(
     actor, critic = load(tmp_path), load(tmp_path / CRITIC_ADAPTER)
     head = model.critic.head.detach().clone().requires_grad_()
     for _ in range(2):
-        scores = actor(IDS).logits.log_softmax(-1).flatten(0, 1)[TARGETS - 1]
-        expected_logprob = scores.gather(-1, INPUTS[2][:, None]).squeeze(-1)
+        expected_logprob = scores_of(actor)
         policy_loss(expected_logprob).backward()
         expected_values = hidden_states(critic) @ head
         value_loss(expected_values).backward()
@@ -130,8 +126,7 @@ def test_full_critic_is_a_network_of_its_own(make_recipe: Make, model_folder: Pa
     actor, critic = (in_float64(load(model_folder, dtype=torch.float32)) for _ in range(2))
     head = model.critic.head.detach().clone().requires_grad_()
     for _ in range(2):
-        scores = actor(IDS).logits.log_softmax(-1).flatten(0, 1)[TARGETS - 1]
-        policy_loss(scores.gather(-1, INPUTS[2][:, None]).squeeze(-1)).backward()
+        policy_loss(scores_of(actor)).backward()
         expected_values = hidden_states(critic) @ head
         value_loss(expected_values).backward()
     assert_equal(values, expected_values)

@@ -19,7 +19,8 @@ from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from tests.conftest import embedded_server
-from tests.trainers.test_sync import disturb, sampled, scored
+from tests.trainers.scored import disturb
+from tests.trainers.test_sync import sampled, scored
 
 SMALL = 9000
 """A buffer that takes several parts, the largest weight being 8192 bytes."""

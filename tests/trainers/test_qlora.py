@@ -15,13 +15,12 @@ from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.trainers.conftest import Make, make_groups
 from tests.trainers.resumed import train_twice
+from tests.trainers.scored import IDS, score
 
 pytestmark = pytest.mark.numbers
 
 
 NF4 = {"rank": 4, "quantization": "nf4"}
-IDS = torch.arange(24).reshape(2, 12) % 60
-TARGETS = torch.tensor([3, 4, 9, 14, 23])
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +30,6 @@ def wide_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_folder, **sizes)).save_pretrained(folder)
     return folder
-
-
-def score(policy: Policy) -> Tensor:
-    return policy(IDS, TARGETS - 1, IDS.flatten()[TARGETS])[0]
 
 
 def dequantised(recipe: TrainRecipe, folder: Path) -> TrainRecipe:

@@ -15,12 +15,9 @@ from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, make_refe
 from agentfactory.trainers.networks.policy import load_policy
 from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
+from tests.trainers.scored import INPUTS, disturb, scores_of
 
 pytestmark = pytest.mark.numbers
-
-IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
-TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
-INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 
 
 def make_model(recipe: TrainRecipe, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
@@ -31,19 +28,11 @@ def make_model(recipe: TrainRecipe, critic: bool = False) -> tuple[nn.Module, Fr
     return model, make_reference(recipe, policy, on_cpu())
 
 
-def train(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-
-
 def expected(folder: Path, temperature: float, attention: str = "sdpa") -> Tensor:
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     network = in_float64(network)
     with torch.no_grad():
-        scores = (network(IDS).logits / temperature).log_softmax(-1).flatten(0, 1)
-    return scores[INPUTS[1]].gather(-1, INPUTS[2][:, None]).squeeze(-1)
+        return scores_of(network, temperature)
 
 
 @pytest.mark.parametrize("critic", [False, True])
@@ -56,7 +45,7 @@ def test_reference_stays_what_the_policy_began_as(
     first = reference.logprobs(model, *INPUTS, temperature=0.7)
     assert torch.equal(first, model(*role, *INPUTS, temperature=0.7)[0])
     assert_equal(first, expected(model_folder, 0.7))
-    train(model)
+    disturb(model, 1, size=0.3)
     assert not torch.allclose(first, model(*role, *INPUTS, temperature=0.7)[0], atol=1e-2)
     again = reference.logprobs(model, *INPUTS, temperature=0.7)
     assert torch.equal(again, first)
@@ -66,7 +55,7 @@ def test_reference_stays_what_the_policy_began_as(
 def test_reference_leaves_both_adapters_as_they_were(make_recipe: Make) -> None:
     model, reference = make_model(make_recipe(lora={"rank": 3}), critic=True)
     assert isinstance(model, ActorCritic)
-    train(model)
+    disturb(model, 1, size=0.3)
     values, (logprob, _) = model(Role.CRITIC, *INPUTS), model(Role.POLICY, *INPUTS)
     trained = [parameter.requires_grad for parameter in model.parameters()]
     for role, scores in ((Role.CRITIC, values), (Role.POLICY, logprob)):

@@ -25,6 +25,7 @@ from agentfactory.trainers.sync.weight_sync import WeightSync, served_models
 from tests.conftest import embedded_server
 from tests.forked import reserved_port
 from tests.trainers.conftest import Make
+from tests.trainers.scored import disturb
 
 pytestmark = pytest.mark.processes
 
@@ -46,14 +47,6 @@ def scored(policy: Policy, tokens: list[int]) -> list[float]:
     sources = torch.arange(len(PROMPT) - 1, ids.shape[1] - 1)
     with torch.no_grad():
         return policy(ids, sources, ids[0, sources + 1])[0].tolist()
-
-
-def disturb(policy: Policy, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 def test_full_weights_arrive(make_recipe: Make, server: ServerControl, tmp_path: Path) -> None:

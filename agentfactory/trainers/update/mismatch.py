@@ -51,10 +51,8 @@ def mismatch_by_kind(
     proximal: Sequence[np.ndarray],
     age: Callable[[str], int] | None = None,
 ) -> dict[str, float]:
-    """Return means of
-    trainer - server
-    log-probability in nats, over the tokens of each role (`mismatch/format`, ...) and of each age in versions
-    (`mismatch/age/2`, ...). The format shows a drift long before samples do.
+    """Return means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`,
+    ...) and of each age in versions (`mismatch/age/2`, ...). The format shows a drift long before samples do.
 
     `sources` are the rollout's rows from which `rows` were made, `proximal` the trainer's log-probabilities of their
     targets. `age` returns the age of the weights with a given label; without it there are no ages."""
