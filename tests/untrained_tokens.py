@@ -27,15 +27,9 @@ from tests.chat_tokenizers import make_tokenizer, trl_template
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 VOCABULARY = 512
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 256,
+    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    **{"initializer_range": 0.3, "max_position_embeddings": 256},
 }
 KINDS: dict[str, tuple[Any, bool]] = {
     "tied": (Qwen3Config, True),

@@ -29,18 +29,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model (tied embeddings, 2 layers, hidden 32) with its tokenizer and chat template."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 100.0}
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        initializer_range=0.3,
-    )
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, rope_parameters=rope, initializer_range=0.3,
+    )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
     base = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     base.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -95,25 +88,14 @@ def make_row(rng: random.Random, turns: int = 3) -> Row:
 
 def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
     rng = random.Random(seed)
-    return [
-        Group(
-            id=f"group-{g}",
-            task={"question": f"task {g}"},
-            trajectories=[
-                Trajectory(
-                    id=f"group-{g}/{i}",
-                    messages=[],
-                    rows=[make_row(rng, turns=rng.randint(1, 4))],
-                    outcome=Outcome.COMPLETED,
-                    reward=rng.random(),
-                    metrics={"success": float(rng.random() > 0.5), "tool_calls": 2.0},
-                    turns=3,
-                )
-                for i in range(size)
-            ],
-        )
-        for g in range(count)
-    ]
+
+    def chain(name: str) -> Trajectory:
+        rows, reward = [make_row(rng, turns=rng.randint(1, 4))], rng.random()
+        metrics = {"success": float(rng.random() > 0.5), "tool_calls": 2.0}
+        return Trajectory(name, [], rows, Outcome.COMPLETED, reward, metrics=metrics, turns=3)
+
+    names = [f"group-{number}" for number in range(count)]
+    return [Group(name, {"question": name}, [chain(f"{name}/{i}") for i in range(size)]) for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -139,8 +140,7 @@ def test_a_group_with_a_late_chain(make_recipe: Make, late: str, trained: dict[s
 
 def test_rewards_of_turns_that_are_too_old_are_not_credited_to_later_ones(make_recipe: Make) -> None:
     """Turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); the first turns are not trained."""
-    first, second = of_turns(1.0, "0", "1"), of_turns(1.0, "0", "1")
-    first.turn_rewards, second.turn_rewards = [1.0, 3.0], [2.0, 2.0]
+    first, second = (with_rewards(of_turns(1.0, "0", "1"), rewards) for rewards in ([1.0, 3.0], [2.0, 2.0]))
     fresh = partial(WeightVersions({"0": 0, "1": 1}).fresh, version=2, most=1)
     credit = Credit([group(first, second)], make_recipe(), fresh)
     unit = 1.0 / ((2 / 3) ** 0.5 + 1e-4)
@@ -149,7 +149,7 @@ def test_rewards_of_turns_that_are_too_old_are_not_credited_to_later_ones(make_r
 
 def test_rows_of_a_chain_that_forked_count_once_in_the_baseline(make_recipe: Make) -> None:
     forked = chain(1.0)
-    forked.rows = [*forked.rows, *chain(1.0, [4]).rows]
+    forked.rows += chain(1.0, [4]).rows
     done = credited(make_recipe(advantage={"options": {"scale": "none"}}), group(forked, chain(0.0)))
     assert advantages(done) == [[0.5] * 3, [0.5] * 4, [-0.5] * 3]
 
@@ -167,9 +167,8 @@ def test_scaling_by_the_source(make_recipe: Make) -> None:
 
 def test_each_source_has_its_own_limit_of_length(make_recipe: Make) -> None:
     """Chains of 15 tokens after a prompt of 3, and a buffer of 10: 8 into it for a limit of 20, none of it for 40."""
-    recipe = make_recipe(
-        overlong={"buffer": 10}, advantage={"options": {"scale": "none"}}, loss={"normaliser": "constant"}
-    )
+    unscaled, constant = {"options": {"scale": "none"}}, {"normaliser": "constant"}
+    recipe = make_recipe(overlong={"buffer": 10}, advantage=unscaled, loss=constant)
     recipe.rollout.max_total_tokens = 40
     sources = [{"name": "short", "path": "a.jsonl", "max_total_tokens": 20}, {"name": "long", "path": "b.jsonl"}]
     recipe = recipe.model_copy(update={"data": TasksConfig.model_validate({"sources": sources})})
@@ -178,7 +177,6 @@ def test_each_source_has_its_own_limit_of_length(make_recipe: Make) -> None:
     assert advantages(done) == [[-0.4] * 15, [0.4] * 2, [0.0] * 15, [0.0] * 2]
     # a chain of 15 tokens and one of 2, each divided by its limit; mean over the chains
     total = sum(row.streams["weight"].sum() for row in done.rows)
-    assert done.normaliser is not None
     assert total / done.normaliser == pytest.approx((15 / 20 + 2 / 20 + 15 / 40 + 2 / 40) / 4)
 
 
@@ -230,9 +228,7 @@ def test_each_source_is_whitened_alone_and_keeps_its_returns(make_recipe: Make) 
 def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Make) -> None:
     """DeepSeekMath 4.1.3: turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); a token gets the sum
     of the normalised rewards of its own and later turns, plus the chain's advantage, which is 0 here."""
-    first, second = chain(1.0, [2, 1]), chain(1.0, [2, 1])
-    first.turn_rewards, second.turn_rewards = [1.0, 3.0], [2.0, 2.0]
-    done = credited(make_recipe(), group(first, second))
+    done = credited(make_recipe(), group(*(with_rewards(chain(1.0), rewards) for rewards in ([1.0, 3.0], [2.0, 2.0]))))
     unit = 1.0 / ((2 / 3) ** 0.5 + 1e-4)
     assert advantages(done) == [[0.0, 0.0, unit], [0.0, 0.0, 0.0]]
 
@@ -271,9 +267,8 @@ def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, al
 
 def test_rejection_sampling_imitates_whole_chains_without_their_malformed_turns(make_recipe: Make) -> None:
     """The best chains are those with the highest sum of rewards; their turn rewards select them, and no turn."""
-    groups = group(malformed(1.0, 1), chain(0.0, (2, 1)), chain(3.0))
-    for made, rewards in zip(groups.trajectories, ([0.0, 2.0], [4.0, -4.0], [0.0, 0.0]), strict=True):
-        made.turn_rewards = rewards
+    pairs = (malformed(1.0, 1), [0.0, 2.0]), (chain(0.0), [4.0, -4.0]), (chain(3.0), [0.0, 0.0])
+    groups = group(*(with_rewards(*pair) for pair in pairs))
     recipe = make_recipe(algorithm="raft", advantage={"malformed_turns": "like_others"})
     assert advantages(credited(recipe, groups)) == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
     bound = -math.sqrt(2 / 3)
@@ -355,13 +350,11 @@ def test_a_sampled_teacher_is_bounded_by_the_rules_of_credit(make_recipe: Make) 
 def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
     """Rows and positions are the trajectory's, and a group without a learning signal has a line, too."""
     recipe = make_recipe(advantage={"options": {"scale": "none"}})
-    split = chain(1.0, turns=(2,))
-    split.id = "split"
+    split = replace(chain(1.0, turns=(2,)), id="split")
     unsampled = Row()
     unsampled.append_context([1, 2])
     split.rows = [*split.rows, unsampled, *chain(1.0, turns=(1, 1)).rows]
-    broken = chain(None, outcome=Outcome.TIMEOUT)
-    broken.id = "broken"
+    broken = replace(chain(None, outcome=Outcome.TIMEOUT), id="broken")
     credit = Credit([group(split, chain(0.0)), Group("none", {}, [broken])], recipe)
     rows = credit.assign(credit.rows).rows
     proximal = list(map(np.array, ([-0.1234567, -2.0], [-3.0, -4.0], [-5.0, -6.0, -7.0])))

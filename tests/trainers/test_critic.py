@@ -186,8 +186,7 @@ def test_two_processes_equal_one(make_recipe: Make, tmp_path: Path, strategy: st
     recipes = [make_recipe(**changed, algorithm="ppo", processes=2, strategy=strategy) for changed in settings]
     for given, expected in zip(on_ranks(exercise, recipes, tmp_path, strategy)[0], one, strict=True):
         torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(given["put back"], given["after"], atol=0, rtol=0)
-        assert torch.equal(given["put back"]["reference"], given["before"]["reference"])
+        assert torch.equal(given["after the critic's"]["reference"], given["before"]["reference"])
         # a step of the critic alone gives the policy no gradient, and leaves it unchanged
         names = [name for name, gradient in given["critic's gradients"].items() if gradient is not None]
         assert names

@@ -4,32 +4,31 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.teachers.divergences import top_k_divergence
-from agentfactory.trainers.update.learner import Learner
-from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+from agentfactory.trainers.update.policy_update import update_metrics
 from tests.conftest import embedded_server
-from tests.trainers.conftest import VOCABULARY, Make, make_groups, make_row, on_cpu
-from tests.trainers.float64 import in_float64
+from tests.trainers.conftest import VOCABULARY, Make, make_groups, make_row
+from tests.trainers.test_teachers import Recorded
+from tests.trainers.test_teachers import dense as at_temperature
 
 pytestmark = [pytest.mark.numbers, pytest.mark.processes]
 
 LONGEST = 90
+dense = partial(at_temperature, temperature=1.0)
 PLAIN: dict[str, Any] = {
     "algorithm": "distill",
     "token_budget": 200,
@@ -67,15 +66,6 @@ def graded(recipe: TrainRecipe, groups: list[Group]) -> list[Group]:
     return [decode_group(one.line, one.record) for one in encoded]
 
 
-def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
-    network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    logits = []
-    for row in rows:
-        whole = network(torch.from_numpy(row.token_ids)[None], use_cache=False).logits[0]
-        logits.append(whole[torch.from_numpy(row.targets) - 1])
-    return network, logits
-
-
 def chains() -> list[Group]:
     """Chains of several turns, some with several rows, with a row that begins with a sampled token, and one that has
     none."""
@@ -100,20 +90,15 @@ def test_grades_and_updates_equal_a_dense_forward_pass(
     count: int | None,
     batching: str,
 ) -> None:
-    recipe = with_url(
-        make_recipe(**PLAIN, batching=batching), teacher_url, divergence=kind, top_k=count, coefficient=0.8
-    )
+    settings = {"divergence": kind, "top_k": count, "coefficient": 0.8}
+    recipe = with_url(make_recipe(**PLAIN, batching=batching), teacher_url, **settings)
     assert needed_scores(recipe) == []
     credit = Credit(graded(recipe, chains()), recipe)
     rows = credit.assign(credit.rows).rows
-    learner = Learner(recipe, on_cpu())
+    done = Recorded(recipe, rows, temperature=1.0)
     # the trainer loads no teacher
-    assert learner.networks == [learner.model]
-    learner.optimizer.step = learner.optimizer.zero_grad = lambda: None
-    batch = learner.deal(rows)
-    done = update_policy(learner, batch, recipe).updates[0]
-    metrics = update_metrics([done], batch)
-
+    assert done.learner.networks == [done.learner.model]
+    metrics = update_metrics([done.update], done.batch)
     network, policy = dense(model_folder, rows)
     with torch.no_grad():
         teacher = dense(teacher_folder, rows)[1]
@@ -138,18 +123,15 @@ def test_grades_and_updates_equal_a_dense_forward_pass(
             exact = top_k_divergence(kind, policy[number], best.indices, best.values)  # type: ignore[arg-type]
             kls.append(exact.detach())
             terms.append(0.8 * exact)
-    loss_by_hand = torch.cat(terms).sum() / batch.tokens
+    loss_by_hand = torch.cat(terms).sum() / done.batch.tokens
     loss_by_hand.backward()
     kl = torch.cat(kls).mean().item()
     assert metrics["teacher/kl"] == pytest.approx(kl, abs=2e-5)
     assert abs(kl) > 0.1
     assert metrics["loss"] == pytest.approx(loss_by_hand.item(), abs=2e-5)
     expected = {name: weight.grad for name, weight in network.named_parameters()}
-    found = {name: w.grad for name, w in learner.policy.network.named_parameters() if w.grad is not None}
-    assert found.keys() == expected.keys()
     assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient.double(), expected[name], atol=5e-5, rtol=1e-3)
+    torch.testing.assert_close(done.gradients, expected, atol=5e-5, rtol=1e-3)
 
 
 def test_rows_without_grades_are_refused(make_recipe: Make) -> None:

@@ -130,8 +130,6 @@ def test_conversations_become_weighted_rows(tmp_path: Path, caplog: pytest.LogCa
     assert trained == {2.0: "Hi there<|im_end|>", 1.0: "See you<|im_end|>"}
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
-    with pytest.raises(ValueError, match=r"data\.path: row 1: tools\.0: got .*, which is not in the OpenAI format"):
-        conversation_rows([{"messages": messages, "tools": [{"tool": "move"}]}], renderer)
     thinking = [messages[0], {**messages[1], "reasoning_content": "I greet."}]
     with pytest.raises(ValueError, match=r"data\.path: row 2: message 1: the chat template does not render its reason"):
         conversation_rows([{"messages": messages}, {"messages": thinking}], renderer)

@@ -30,15 +30,9 @@ def save_network(folder: Path, layers: int, width: int) -> float:
     """Save a network with tied embeddings in float32; return its size in MB."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=32 * width,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
+        vocab_size=32 * width, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 64, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
     network = Qwen3ForCausalLM(config)
     network.save_pretrained(folder)
     return sum(4e-6 * weight.numel() for weight in network.parameters())
