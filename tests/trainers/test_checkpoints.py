@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -45,19 +44,6 @@ def test_full_checkpoint_is_loaded_by_transformers(
     # training continues in float32; the model's file has less precision
     held = training_state(path)
     assert {value.dtype for key, value in held.items() if key.startswith("weights/")} == {torch.float32}
-
-
-def test_adapter_checkpoint_is_loaded_by_peft(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, model_folder: Path, tmp_path: Path
-) -> None:
-    learner = Learner(make_recipe(lora={"rank": 2}), on_cpu())
-    path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
-    assert not (path / "model.safetensors").exists()
-    loaded = AutoPeftModelForCausalLM.from_pretrained(path)
-    assert loaded.peft_config["default"].base_model_name_or_path == str(model_folder)
-    weights = dict(loaded.named_parameters())
-    for name, value in learner.policy.model.named_parameters():
-        assert torch.equal(weights[name], value), name
 
 
 def test_other_weights_are_refused(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -56,10 +56,8 @@ def test_a_server_that_follows_too_little_or_too_much_is_found_once_provable(
     scorer: Scorer, followed: float, reason: str
 ) -> None:
     drift = begun(scorer)
-    verdicts = []
-    for version in range(1, 11):
-        moved = 0.005 * version
-        verdicts.append(drift.judge(scorer.at(followed * moved), scorer.at(followed * moved), scorer.at(moved)))
+    moves = [0.005 * version for version in range(1, 11)]
+    verdicts = [drift.judge(*(scorer.at(followed * moved) for _ in "ab"), scorer.at(moved)) for moved in moves]
     caught = first_failure(verdicts)
     assert caught is not None
     assert 5 <= caught <= 8

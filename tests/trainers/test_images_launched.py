@@ -37,10 +37,8 @@ def rows_of(album: Album) -> list[TrainingRow]:
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        pytest.param("qwen2_5_vl", "ddp", marks=pytest.mark.long),
-        ("qwen2_5_vl", "fsdp2"),
-        ("qwen3_vl", "ddp"),
-        pytest.param("qwen3_vl", "fsdp2", marks=pytest.mark.long),
+        *(("qwen2_5_vl", "fsdp2"), ("qwen3_vl", "ddp")),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen2_5_vl", "ddp"), ("qwen3_vl", "fsdp2"))),
     ],
 )
 def test_two_processes_equal_one(tmp_path: Path, strategy: str, kind: str) -> None:

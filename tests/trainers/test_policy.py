@@ -219,9 +219,8 @@ def test_flash_attention_finds_packed_rows_by_their_positions(make_recipe: Make)
 )
 def test_rows_share_lines_where_that_is_exact(config: Any, batching: str) -> None:
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(
-        config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    network = AutoModelForCausalLM.from_config(config(vocab_size=64, **sizes))
     assert resolve_batching(network, TrainConfig(steps=1)) == batching
     for asked in ("tree", "packed"):
         train = TrainConfig(steps=1, batching=asked)
@@ -268,13 +267,9 @@ def test_options_change_no_gradient(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     kept: dict[str, int] = {}
     found: dict[str, dict[str, Tensor]] = {}
-    options: dict[str, dict[str, bool]] = {
-        "none": {},
-        "checkpointing": {"gradient_checkpointing": True},
-        "offload": {"gradient_checkpointing": "offload"},
-        "compile": {"compile": True},
-        "all": {"gradient_checkpointing": "offload", "compile": True},
-    }
+    options: dict[str, dict[str, Any]] = {"none": {}, "checkpointing": {"gradient_checkpointing": True}}
+    options |= {"offload": {"gradient_checkpointing": "offload"}, "compile": {"compile": True}}
+    options["all"] = options["offload"] | options["compile"]
     for name, train in options.items():
         policy = in_float64(load_policy(make_recipe(lora=lora, **train)))
         sizes: list[int] = []

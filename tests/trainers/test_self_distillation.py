@@ -203,7 +203,6 @@ def test_more_tokens_than_the_vocabulary_are_refused(make_recipe: Make) -> None:
     [
         ({}, r"teacher\.model: missing: without it, the policy would teach itself"),
         ({"context": "hint"}, r"teacher\.context: got 'hint'; fix: use solution, answer, errors, or FILE\.py:NAME"),
-        ({"context": "answer", "divergence": "reverse_kl"}, r"teacher\.divergence: .*fix: set teacher\.top_k: 64"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make_recipe: Make, teacher: dict[str, Any], message: str) -> None:

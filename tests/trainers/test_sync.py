@@ -214,8 +214,6 @@ def test_a_server_that_was_skipped_may_have_a_layout_of_its_own(tmp_path: Path) 
 def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -> None:
     with pytest.raises(SyncError, match=r"/update_weights answered 400: .*start_weight_update"):
         server.post("/update_weights", {"update_info": {"path": "nowhere"}})
-    with pytest.raises(SyncError, match="ConnectionRefusedError"):
-        ServerControl("http://127.0.0.1:9").get("/health")
     with pytest.raises(ValueError, match=r"server\.api_key_env: the variable NO_SUCH_KEY is not set; fix: export it"):
         ServerControl(server.url, "NO_SUCH_KEY")
     with pytest.raises(ValueError, match=r"server\.url: 'localhost:8000'"):

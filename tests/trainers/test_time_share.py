@@ -8,7 +8,6 @@ import http.client
 import json
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -288,22 +287,6 @@ def test_a_refusal_stops_the_run(train: Train, recorder: Recorder) -> None:
         train({"rank": 4})
     assert not {"canary", "turn"} & set(recorder.calls)
     assert "trainer: made" in recorder.calls
-
-
-def test_a_server_that_is_away_for_a_moment_is_asked_again(train: Train, recorder: Recorder) -> None:
-    call = SLEEP[0]
-    recorder.answers[call.split("?")[0]] = (503, "starting")
-
-    def come_back() -> None:
-        while recorder.calls.count(call) < 2:
-            time.sleep(0.01)
-        recorder.answers.clear()
-
-    threading.Thread(target=come_back, daemon=True).start()
-    check_metrics(train())
-    first = recorder.calls[: recorder.calls.index("canary") + 1]
-    assert first.count(call) > 2
-    assert first[-len(UPDATE) :] == UPDATE
 
 
 def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
