@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.files import untrusted_files
 from agentfactory.base.files.disk import set_usual_modes, writing
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    check_tree,
-    entries_of,
-    open_file,
-    read_json,
-    refused,
-)
 from agentfactory.base.messages import is_finite_number
 
 INFO = "trainer_state.json"
@@ -50,10 +43,10 @@ def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
     """Return the checkpoints in `folder`, in the order of their steps; links below `within` are not followed. Raises
     RefusedFileError if `folder` or one of them is not a folder."""
     found = []
-    for name, kind in entries_of(folder, within or folder).items():
+    for name, kind in untrusted_files.entries_of(folder, within or folder).items():
         if _NAME.fullmatch(name):
             if kind != stat.S_IFDIR:
-                raise refused(folder / name, kind)
+                raise untrusted_files.refused(folder / name, kind)
             found.append(folder / name)
     return sorted(found, key=step_of)
 
@@ -61,7 +54,7 @@ def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
 def read_info(path: Path, within: Path | None = None) -> dict[str, Any]:
     """Return the contents of `trainer_state.json`; links below `within` (None: in the checkpoint) are not followed.
     Raises OSError or ValueError if it cannot be read."""
-    return read_json(path / INFO, within or path)
+    return untrusted_files.read_json(path / INFO, within or path)
 
 
 def partial_path(path: Path) -> Path:
@@ -108,13 +101,13 @@ def verify(path: Path) -> list[str]:
     """Compare every file that was written with its digest; return their names. Raises DamagedCheckpointError, also if
     the folder holds anything but files and folders."""
     try:
-        digests = read_json(path / DIGESTS, path)
+        digests = untrusted_files.read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} cannot be read ({error})") from None
     if not digests:
         raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} lists no files")
     try:
-        check_tree(path, path)
+        untrusted_files.check_tree(path, path)
         for name, expected in digests.items():
             if digest(path / name, path) != expected:
                 raise DamagedCheckpointError(f"{path} is damaged: {name} does not match its digest (sha256)")
@@ -156,7 +149,7 @@ def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
 
 def digest(file: Path, within: Path | None = None) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal. Links below the folder `within` are not followed."""
-    with open_file(file, within) as content:
+    with untrusted_files.open_file(file, within) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
@@ -191,7 +184,7 @@ def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | No
     for path in checkpoints:
         try:
             measured[path] = read_info(path, within)["metrics"]
-        except RefusedFileError:
+        except untrusted_files.RefusedFileError:
             raise
         except (OSError, ValueError, LookupError):
             continue  # deleted in the meantime, or written by another program

@@ -17,14 +17,7 @@ from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.batches.packing import grow
 from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.networks.attention import (
-    BY_BLOCKS,
-    BY_RUNS,
-    attention_arguments,
-    selects_keys,
-    use_ours,
-    whole_blocks,
-)
+from agentfactory.trainers.networks import attention
 from agentfactory.trainers.networks.lora import has_adapter
 from agentfactory.trainers.networks.network import body_of, decoder_layers
 from agentfactory.trainers.networks.vision_tower import is_rotary, tower_is_trained
@@ -41,7 +34,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        use_ours(self.network)
+        attention.use_ours(self.network)
 
     @property
     def network(self) -> Any:
@@ -80,10 +73,10 @@ class Backbone(nn.Module):
         MicroBatch. Without them lines count from 0 and attend causally. `images` are the images in the lines."""
         arguments: dict[str, Any] = {}
         length, kind = ids.shape[1], self.network.config._attn_implementation
-        if kind == BY_BLOCKS:
-            ids, positions, ends = whole_blocks(ids, positions, ends)
+        if kind == attention.BY_BLOCKS:
+            ids, positions, ends = attention.whole_blocks(ids, positions, ends)
         if positions is not None and ends is not None:
-            arguments = attention_arguments(kind, positions, ends, self.dtype)
+            arguments = attention.attention_arguments(kind, positions, ends, self.dtype)
         places = positions
         if is_rotary(self.network.config):
             places = _rotary(positions, images.rotary if images is not None else None)
@@ -137,7 +130,7 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
     return asked if reason is None else "padded"
 
 
-def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
+def _why_inexact(network: PreTrainedModel, batching: Batching, asked: str, measure: bool) -> str | None:
     """Return the reason why rows that share a line would get other results than alone, or None."""
     config: Any = network.config.get_text_config()
     name = type(network).__name__
@@ -148,17 +141,18 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
     others = sorted(set(kinds) - {"full_attention"})
     if others:
         return f"{name} has layers of {', '.join(others)}; only full_attention is exact"
-    if selects_keys(network):
+    if attention.selects_keys(network):
         return f"{name} selects keys per query"
     takes = inspect.signature(body_of(network).forward).parameters
     if "position_ids" not in takes or getattr(config, "alibi", False):
         return f"{name} does not accept position_ids"
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
         return f"{name} passes no arguments to its attention"
-    use_ours(network)
-    kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
-    if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
-        if attention in ("auto", "sdpa"):
+    attention.use_ours(network)
+    kind = network.config._attn_implementation if asked in ("auto", "sdpa") else asked
+    packs = batching == "packed" and kind.startswith("flash_attention")
+    if kind not in (attention.BY_RUNS, "flex_attention") and not packs:
+        if asked in ("auto", "sdpa"):
             return f"{name} does not use transformers' attention interface"
         return f"train.attention={kind} does not support {batching} rows; use sdpa or flex_attention"
     if not measure:

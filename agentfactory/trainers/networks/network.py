@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import is_installed
@@ -47,14 +42,14 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             "set it to the base that its adapter_config.json names, and model.lora.from to this folder",
         )
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
-    architecture = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
     if recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None:
         check_lengths(architecture.to_dict(), {"rollout.max_total_tokens": recipe.rollout.max_total_tokens})
     kind = class_of(architecture)
     load = partial(kind.from_pretrained, config.path, dtype=dtype, trust_remote_code=False)
     if config.lora and config.lora.quantization:
         # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, with double quantisation of the blocks' constants
-        quantization = BitsAndBytesConfig(
+        quantization = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.lora.quantization,
             bnb_4bit_use_double_quant=True,
@@ -69,7 +64,7 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
 
 def class_of(config: Any) -> Any:
     """Return the transformers class for a configuration: with the vision tower if it is trained with images."""
-    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText if sees(config) else transformers.AutoModelForCausalLM
 
 
 def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:

@@ -28,16 +28,10 @@ from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.fp8 import in_high_precision
 from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.sync import weight_sync
 from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict, judge_rows
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync.weight_sync import (
-    INITIAL_LABEL,
-    ForeignWeightsError,
-    SyncReport,
-    find,
-    on_each,
-    served_models,
-)
+from agentfactory.trainers.sync.weight_sync import ForeignWeightsError, SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +228,7 @@ class Canary:
         def judge(server: ServerControl) -> None:
             verdicts.extend(on_replicas(server, lambda replica: self._judge(server, replica, report, trainer)))
 
-        on_each(self._servers, judge)
+        weight_sync.on_each(self._servers, judge)
         self._proven = report
         slopes = [verdict.slope for verdict in verdicts if verdict.slope is not None]
         metrics = {
@@ -249,7 +243,7 @@ class Canary:
         """Check that the server at `url` scores as before, after WeightSync.restore. Raises SyncError."""
         if self._proven is None:
             return
-        server = find(self._servers, url)
+        server = weight_sync.find(self._servers, url)
 
         def judge_again(replica: int | None) -> None:
             if (drift := self._drifts[Replica(server.url, replica)]).started:
@@ -263,7 +257,7 @@ class Canary:
         that sleep, are gone, or were restarted with their initial weights are left to the next push."""
         if (report := self._proven) is not None:
             with suppress(ServerGoneError):
-                on_each(self._servers, lambda server: self._compare_with_proof(server, report))
+                weight_sync.on_each(self._servers, lambda server: self._compare_with_proof(server, report))
 
     def _touched(self) -> np.ndarray:
         whole = [not self._watched.isdisjoint(row.context) for row in self.rows]
@@ -272,7 +266,7 @@ class Canary:
         )
 
     def _compare_with_proof(self, server: ServerControl, report: SyncReport) -> None:
-        restarted = report.is_adapter and report.model not in served_models(server)
+        restarted = report.is_adapter and report.model not in weight_sync.served_models(server)
         if server.asleep or restarted:
             return
 
@@ -283,7 +277,7 @@ class Canary:
             try:
                 scores = server_scores(server, self.rows[:CONTEXTS_AGAIN], report, fresh=True, replica=replica)
             except OtherVersionError as error:
-                if error.versions != {INITIAL_LABEL}:
+                if error.versions != {weight_sync.INITIAL_LABEL}:
                     raise ForeignWeightsError(server, f"serves version {', '.join(sorted(error.versions))}") from error
                 return
             verdict = drift.judge_again(scores)
