@@ -1,6 +1,5 @@
 """Optimiser, gradient clipping and learning-rate schedule of a recipe."""
 
-import importlib
 import math
 import re
 from collections.abc import Iterable
@@ -29,19 +28,23 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     available."""
     settings = config.optimizer
     groups = _groups(model, config, _matrices(model) if settings.name == "muon" else None)
+    if settings.name in ("adamw_8bit", "lion"):
+        _need_bitsandbytes(settings.name, groups[0]["params"][0].device)
     match settings.name:
         case "muon":
             return MuonAndAdamW(groups, settings)
         case "adamw":
             return _adamw(groups, settings)
         case "adamw_8bit":
+            from bitsandbytes.optim import AdamW8bit
+
             # AdamW with its two moments in 8 bits per weight: Dettmers et al., 2021, arXiv:2110.02861
-            eight_bits = _bitsandbytes(settings.name, groups).AdamW8bit
-            return eight_bits(groups, betas=settings.betas, eps=settings.eps)  # type: ignore[no-any-return]
+            return AdamW8bit(groups, betas=settings.betas, eps=settings.eps)
         case "lion":
+            from bitsandbytes.optim import Lion
+
             # Chen et al., 2023, arXiv:2302.06675. A good learning rate is 3 to 10 times smaller than AdamW's
-            lion = _bitsandbytes(settings.name, groups).Lion
-            return lion(groups, betas=settings.betas)  # type: ignore[no-any-return]
+            return Lion(groups, betas=settings.betas)
         case "adafactor":
             # this imports peft, which takes seconds
             from transformers.optimization import Adafactor
@@ -126,15 +129,12 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
 
 
-def _bitsandbytes(name: str, groups: Groups) -> Any:
-    """Return its module of optimisers. Raise SettingError where it cannot be used."""
-    device = groups[0]["params"][0].device
+def _need_bitsandbytes(name: str, device: torch.device) -> None:
     if device.type != "cuda":
         problem = f"{name} needs a CUDA GPU, and this process trains on the {device.type}"
         raise SettingError("train.optimizer.name", problem, "use adamw")
     if not is_installed("bitsandbytes"):
         raise SettingError("train.optimizer.name", f"{name} needs bitsandbytes", "run `pip install bitsandbytes`")
-    return importlib.import_module("bitsandbytes.optim")
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
