@@ -65,26 +65,20 @@ def test_a_server_that_follows_too_little_or_too_much_is_found_once_provable(
     assert [verdict.provable for verdict in verdicts[:caught]] == [False] * (caught - 1) + [True]
 
 
-def test_a_server_that_moves_alone_is_found_without_any_drift(scorer: Scorer) -> None:
-    drift = begun(scorer)
-    verdict = drift.judge(scorer.at(0.3), scorer.at(0.3), scorer.at(0.0))
+def test_other_weights_and_stale_caches_are_found(scorer: Scorer) -> None:
+    # without any drift of the trainer
+    verdict = begun(scorer).judge(scorer.at(0.3), scorer.at(0.3), scorer.at(0.0))
     assert not verdict.provable
     assert "moved 0.3" in (verdict.failure or "")
-
-
-def test_a_stale_cache_is_found_where_the_weights_are_right(scorer: Scorer) -> None:
     drift = begun(scorer)
     assert drift.judge(scorer.at(0.02), scorer.at(0.02), scorer.at(0.02)).failure is None
     verdict = drift.judge(scorer.at(0.06), scorer.at(0.1), scorer.at(0.1))
     assert "caches of older weights" in (verdict.failure or "")
 
 
-def test_another_model_is_found_at_the_start(scorer: Scorer) -> None:
+def test_what_is_not_a_number_and_another_model_never_pass(scorer: Scorer) -> None:
     verdict = Drift("float32", CONTEXTS).start(scorer.at(0), scorer.at(0), scorer.at(2.0))
     assert "serves another model" in (verdict.failure or "")
-
-
-def test_what_is_not_a_number_never_passes(scorer: Scorer) -> None:
     broken = scorer.at(0) * np.nan
     assert Drift("float32", CONTEXTS).start(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(broken, broken, scorer.at(0)).failure

@@ -92,21 +92,16 @@ def test_too_few_saved_groups_are_refused(tmp_path: Path) -> None:
         SavedGroups(tmp_path / "none.jsonl", needed=1)
 
 
-def test_a_batch_without_trainable_chains_is_an_error(
+def test_values_that_are_not_finite_and_batches_without_trainable_chains_stop_the_run(
     make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        run(make_recipe(batch_size=1, steps=2, learning_rate=1e30), make_groups(2, 2), tmp_path, tokenizer)
     groups = make_groups(1, 2)
     for chain in groups[0].trajectories:
         chain.outcome, chain.reward = Outcome.INFERENCE_ERROR, None
     with pytest.raises(ValueError, match="step 1: no chain of the batch can be trained; they ended inference_error"):
         run(make_recipe(batch_size=1), groups, tmp_path, tokenizer)
-
-
-def test_values_that_are_not_finite_stop_the_run(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
-        run(make_recipe(batch_size=1, steps=2, learning_rate=1e30), make_groups(2, 2), tmp_path, tokenizer)
 
 
 class LiveSource:

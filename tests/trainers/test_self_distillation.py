@@ -169,11 +169,6 @@ def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> Non
     assert row.images_for_teacher() == row.images
 
 
-def test_a_row_without_a_prompt_for_the_teacher_is_not_graded() -> None:
-    assert training_row(Row([3, 4], [0, 1], [0.0, -1.0])).in_context is None
-    assert is_graded({"teacher": torch.tensor([float("inf"), -1.0])}).tolist() == [False, True]
-
-
 def test_a_broken_teacher_stops_the_run(make_recipe: Make) -> None:
     """NaN counts as no missing grade."""
     recipe = in_context(make_recipe(loss=PLAIN))
@@ -188,6 +183,8 @@ def test_saved_groups_need_a_text_for_the_teacher() -> None:
     groups = [Group("0", {}, [Trajectory("0.0", [], [Row(), row], Outcome.COMPLETED)], 0)]
     with pytest.raises(SettingError, match=r"teacher\.context: set, but saved has no text for a teacher.* fix: name"):
         check_saved_prompts(groups, Path("saved"))
+    assert training_row(row).in_context is None
+    assert is_graded({"teacher": torch.tensor([float("inf"), -1.0])}).tolist() == [False, True]
     row.teacher_prompt = [3]
     check_saved_prompts(groups, Path("saved"))
 

@@ -68,7 +68,9 @@ def logprobs(network: Any, ids: Tensor) -> Tensor:
     return chosen.gather(-1, ids.flatten()[PLACES, None]).squeeze(-1)
 
 
-def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead: Path, needs: TokenNeeds) -> None:
+def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(
+    dead: Path, needs: TokenNeeds, caplog: pytest.LogCaptureFixture
+) -> None:
     named = rf"cannot tell {OPEN} \({needs.tokens.written[OPEN]}\), {CLOSE} \(.* from 43 other tokens .* equal to 0\.00"
     fix = r"model\.lora\.trainable_tokens=auto; or write calls without these tokens: rollout\.parser=json"
     with pytest.raises(ValueError, match=f"trainable_tokens: missing, but the network {named}.*{fix}"):
@@ -77,9 +79,7 @@ def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead:
         load_policy(recipe_of(dead, [OPEN]), needs=needs)
     with pytest.raises(ValueError, match="got '<call>', which is no token of the vocabulary"):
         load_policy(recipe_of(dead, ["<call>"]), needs=needs)
-
-
-def test_full_training_is_warned(dead: Path, needs: TokenNeeds, caplog: pytest.LogCaptureFixture) -> None:
+    # where all weights are trained, it is a warning
     load_policy(recipe_of(dead, lora=False), needs=needs)
     (notice,) = [notice for record in caplog.records if (notice := notice_of(record))]
     assert f"the network cannot tell {OPEN}" in notice.text
@@ -119,9 +119,7 @@ def test_initial_rows_are_told_apart(dead: Path, needs: TokenNeeds) -> None:
     assert sorted(policy.trained_tokens) == sorted(tags)
     for _, layer in rows_of(policy.network):
         assert find_alike("", layer.get_merged_weights(["default"]), tags) == {}
-
-
-def test_an_explicit_token_that_is_trained_begins_with_its_own_row(dead: Path, needs: TokenNeeds) -> None:
+    # an explicit token that was trained begins with its own row
     policy = load_policy(recipe_of(dead, [OPEN, CLOSE, "<think>"]), needs=needs)
     token = needs.tokenizer.convert_tokens_to_ids("<think>")
     for _, layer in rows_of(policy.network):

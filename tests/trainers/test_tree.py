@@ -123,20 +123,16 @@ def test_a_tree_holds_each_shared_token_once(drawn: list[tuple[list[int], list[i
             assert tree.positions[path].tolist() == list(range(len(path)))
 
 
-def test_answers_to_one_prompt_are_one_line() -> None:
+def test_answers_to_one_prompt_are_one_line_and_a_row_per_turn_a_plain_one() -> None:
     rows = group(random.Random(0), 512, [64] * 8)
     (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
     # the last token of an answer predicts nothing
     assert part.ids.shape == (1, 512 + 8 * 63)
     assert part.ends is not None
-
-
-def test_a_row_per_turn_becomes_one_plain_line() -> None:
     rows = rows_per_turn(random.Random(0), turns=8)
     (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
     assert part.ids.tolist() == [rows[-1].token_ids[:-1]]
-    assert part.positions is None
-    assert part.ends is None
+    assert part.positions is part.ends is None
 
 
 def test_what_shares_too_little_is_padded() -> None:
@@ -150,13 +146,10 @@ def test_what_shares_too_little_is_padded() -> None:
     assert len(make_batches(longer, "tree", 4000)[0].micro_batches) == 1
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [(179, [140, 160, 160]), (180, [180, 180])])
-def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt(budget: int, sizes: list[int]) -> None:
+def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt_but_a_chain_is_not() -> None:
     rows = group(random.Random(0), 100, [21] * 8)
-    assert sorted(len(tree.ids) for tree in merge(input_ids(rows), budget)) == sizes
-
-
-def test_a_chain_over_the_budget_is_still_one_line() -> None:
+    for budget, sizes in ((179, [140, 160, 160]), (180, [180, 180])):
+        assert sorted(len(tree.ids) for tree in merge(input_ids(rows), budget)) == sizes
     rows = rows_per_turn(random.Random(0), turns=8)
     (tree,) = merge(input_ids(rows), token_budget=50)
     assert len(tree.ids) == len(rows[-1].token_ids) - 1
