@@ -126,7 +126,7 @@ def _means(groups: list[Group]) -> dict[str, float]:
 
 
 def _recomputed(row: Row) -> int:
-    """Return the number of context tokens that a server recomputed, since new weights invalidate a KV cache that is not
+    """Return the number of context tokens that a server recomputed for new weights, which end a KV cache unless it is
     kept."""
     changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
     return sum(old.end for old, new in changes if not new.mixed)
@@ -145,8 +145,7 @@ def _all_equal(chains: list[Trajectory]) -> bool:
 
 
 def bounds_of_success(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return bounds of the success of all started chains, of which the staleness bound cancelled some; empty if
-    none."""
+    """Return bounds of the success of all started chains if the staleness bound cancelled some, else nothing."""
     success, ended, cancelled = (metrics.get(name, 0.0) for name in ("success", "chains", "cancelled/chains"))
     if not cancelled or "success" not in metrics:
         return {}

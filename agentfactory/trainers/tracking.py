@@ -1,5 +1,5 @@
-"""Experiment trackers in addition to metrics.jsonl, through accelerate's classes: the same metrics, the recipe, and a
-table with a few chains per step."""
+"""Experiment trackers, through accelerate's classes: the metrics, the recipe, and a table with a few chains per
+step."""
 
 import importlib
 import json

@@ -24,8 +24,7 @@ class Images:
     """Pixels, and the network's other inputs for images."""
     counts: tuple[int, ...]
     places: tuple[int, ...]
-    """Index of the image at each image position of the input, row by row; empty if the image is only encoded to keep a
-    process in step with others."""
+    """Index of the image at each image position of the input, row by row; empty for an image without a position."""
     rotary: Int[Tensor, "3 batch length"] | None
     """Rotary positions of the input's tokens; None if it has no images, or the model numbers tokens consecutively."""
 
@@ -44,8 +43,8 @@ class ImageLoader:
         self._kept: ByteCache[str, Inputs] = ByteCache(KEPT_BYTES)
 
     def load(self, spans: Sequence[ImageSpan], rotary: Tensor | None, device: torch.device) -> Images:
-        """Return the images of `spans`, in the order of a micro-batch's lines. Raises ValueError if one is not stored,
-        or its size does not match its tokens."""
+        """Return the images of `spans`, line by line. Raises ValueError if one is not stored, or does not match its
+        tokens."""
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
         read = [self._read(digest, grid) for digest, grid in grids.items()]
@@ -59,8 +58,7 @@ class ImageLoader:
         return self.load(spans, rotary, device) if spans else None
 
     def blank(self, device: torch.device) -> Images:
-        """Return a small image without a position in the input, for processes without images: they must also make the
-        vision tower's collective calls."""
+        """Return a small image without a position, for processes without images: they take part in collective calls."""
         grid = self._vision.smallest()
         return self._images([self._maker.make(self._vision.blank(grid))], [grid], (), None, device)
 
@@ -91,8 +89,8 @@ class ImageLoader:
 
 
 def images_beside(saved: Path) -> Path:
-    """Return the image folder of saved groups, a file or a folder of files: in the run's folder if the groups are in
-    its `trajectories`, else beside the file."""
+    """Return the image folder of saved groups: in the run's folder if they are in its `trajectories`, else beside
+    them."""
     folder = saved if saved.is_dir() else saved.parent
     return (folder.parent if folder.name == "trajectories" else folder) / "images"
 

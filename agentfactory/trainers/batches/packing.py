@@ -119,8 +119,7 @@ def _work(lengths: Ids) -> Float[np.ndarray, "rows"]:
 
 
 def _fork(lengths: Ids) -> Float[np.ndarray, "rows"]:
-    """Return the additional cost, in tokens, of computing branches of these lengths separately from their shared
-    prefix."""
+    """Return the additional cost, in tokens, of computing branches of these lengths apart from their prefix."""
     return BRANCH_TOKENS + lengths * np.minimum(lengths, RUN_LENGTH) / 2 / PAIRS_PER_TOKEN
 
 

@@ -150,8 +150,7 @@ class Checkpoints:
         self._info["renderer"] = renderer
 
     def token_needs(self, accelerator: Accelerator) -> TokenNeeds | None:
-        """Return, in all ranks, the tokens that rank 0's renderer needs; None if it is unknown. Every process calls
-        it."""
+        """Return, in all ranks, the tokens that rank 0's renderer needs; None if unknown. Every process calls it."""
         found = of_rank_0(accelerator, FormatTokens.of_info(self._info.get("renderer", {})))
         return None if found is None else TokenNeeds(found, self._tokenizer)
 
@@ -197,15 +196,13 @@ class Checkpoints:
             self._check_keep_best()
 
     def poll(self, accelerator: Accelerator) -> None:
-        """Check, without waiting, whether the checkpoint has become durable. Every process calls it. Raises, in all
-        processes, the error of writing it."""
+        """Check, without waiting, whether the checkpoint is durable; raise as `wait` does. Every process calls it."""
         # all processes note it, or raise its error, at the same step
         if self._writer.is_writing and of_rank_0(accelerator, self._writer.is_done):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is durable. Raises, in all processes, the error of writing
-        it."""
+        """Wait until the checkpoint is durable. Raises, in all processes, the error of writing it."""
         if self._writer.is_writing:
             self.path = self._writer.wait()
             self._durable += self._in_writing

@@ -317,8 +317,7 @@ class Estimator:
         return self._function.function in _COMPARES_TURNS
 
     def __call__(self, groups: Groups) -> tuple[PerToken, PerToken]:
-        """Return advantages per token, and the critic's target returns (empty without a critic). Raises SettingError if
-        the function returned something else."""
+        """Return advantages per token, and the critic's target returns or an empty list. Raises SettingError."""
         if self._judges_chains:
             batch = [chain.reward for group in groups for chain in group]
             # turn rewards are scaled like the chains'

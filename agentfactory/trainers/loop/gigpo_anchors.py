@@ -15,8 +15,8 @@ Anchors = Literal["environment", "observation"]
 
 
 def turn_anchors(trajectory: Trajectory, kind: Anchors) -> list[str | None]:
-    """Return an anchor for each turn, or an empty list if there are none: the environment's, or digests of the
-    observation before each turn."""
+    """Return an anchor for each turn (the environment's, or a digest of the observation before it), or an empty
+    list."""
     return list(trajectory.anchors) if kind == "environment" else _observed(trajectory)
 
 

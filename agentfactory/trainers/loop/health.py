@@ -21,8 +21,9 @@ SETTLED = 4
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
 MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
-"""Symptom: KL(server || trainer) this many times above the median and above this many nats, for this many steps, while
-success is no better than usual."""
+"""Symptom: KL(server
+
+trainer) this many times its median, and this many nats, for this many steps without progress."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
 """Symptom: success, averaged over this many steps, is below half of its best average, which was at least this high; or
 it is 0, and its best was at least a quarter of this. Tasks without success use the reward, if it fell by more than its
@@ -40,8 +41,8 @@ LATE_CHAINS, LATE_TOKENS, LATE_SUCCESS = 0.05, 0.2, 0.25
 """Symptom: over SUCCESS_STEPS, this share of the chains was cancelled at the staleness bound, or this share of the
 sampled tokens was too old to train, or the cancelled chains are more than this share of those that succeeded."""
 CAUSE_RISE = 0.1
-"""Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
-nothing, if they are most turns."""
+"""Malformed or cut turns are the cause if their share has risen by this much; without any learning, if they are
+most."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 _PAGES = {
     Symptom.UNSTABLE: "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'",
@@ -62,8 +63,8 @@ def ordered_by(recipe: RolloutRecipe) -> str | None:
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
-    it was gone. `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success
-    that falls is a sign of trouble."""
+    it was gone. `alike`: all steps have tasks of one distribution (see `ordered_by`), so success that falls is a
+    sign."""
 
     alike: bool = True
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
@@ -83,8 +84,7 @@ class Health:
     _told: set[Symptom] = field(default_factory=set)
 
     def note(self, figures: Figures) -> list[Finding]:
-        """Check one line of metrics.jsonl and return new findings, whose topics are symptoms; skip lines of
-        evaluations."""
+        """Check one line of metrics.jsonl and return new findings, whose topics are symptoms; skip evaluations."""
         if figures.get("step") == 0:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
@@ -258,15 +258,14 @@ class Health:
         return fmean(values) if len(values) == SUCCESS_STEPS else None
 
     def _chance(self, name: str) -> float:
-        """Return by how much a metric may differ by chance, judging by its changes from step to step, without the
-        largest, which may be the one to detect."""
+        """Return by how much a metric may differ by chance: by its changes between steps, without the largest, the
+        suspect."""
         values = [step[name] for step in self._steps if name in step]
         changes = sorted((after - before) ** 2 for before, after in pairwise(values))[:-1]
         return CHANCE_FACTOR * sqrt(fmean(changes)) if changes else 0.0
 
     def _usual(self, name: str) -> float | None:
-        """Return the median of a metric over earlier steps, also those with signs of trouble: a lasting change becomes
-        usual."""
+        """Return the median of a metric over earlier steps, also those with signs: a lasting change becomes usual."""
         values = [step[name] for step in list(self._steps)[-WINDOW - 1 : -1] if name in step]
         return median(values) if len(values) >= SETTLED else None
 

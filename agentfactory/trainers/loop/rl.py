@@ -72,8 +72,7 @@ class SavedGroups:
     """Groups from trajectories files, in order, each once: for training without a worker or server."""
 
     def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
-        """`needed` groups are read in all; the first `skip` were already trained. Raises SettingError if `path`
-        contains fewer."""
+        """`needed` groups are read in all, the first `skip` were trained. Raises SettingError if `path` has fewer."""
         held = sum(1 for _ in read_saved(path))
         if held < needed:
             problem = f"{path} holds {held} groups, and train.steps x train.batch_size asks for {needed}"
@@ -136,8 +135,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Services:
-    """Everything that the loop uses besides the policy. Every process has `canary`, `turns` and `stop`; the others are
-    used on rank 0 only."""
+    """The loop's services. Every process has `canary`, `turns` and `stop`; the others are used on rank 0 only."""
 
     log: Log
     note: Note | None = None

@@ -57,9 +57,8 @@ class TimeShare(Turns):
         stop: Stop | None = None,
         moves: bool | None = None,
     ) -> None:
-        """If the server does not answer the request to sleep, wait for `retry_seconds` or until `stop` receives a
-        signal. `moves`: whether the learner is copied to and from the trainer's `device` (default: unless it is the
-        CPU)."""
+        """While the server does not answer, wait for `retry_seconds` or until `stop` receives a signal. `moves`:
+        whether the learner is copied to and from the trainer's `device` (default: unless it is the CPU)."""
         self._server = server
         self._device = device
         self._retry_seconds = retry_seconds

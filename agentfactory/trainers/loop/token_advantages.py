@@ -191,8 +191,7 @@ class Credit:
         return [chain for group in self._groups for chain in group]
 
     def _advantages(self) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
-        """Return, per chain and sampled token, the advantages and the critic's target returns (empty without a critic);
-        and metrics."""
+        """Return, per chain and token, the advantages and the critic's target returns (or nothing), and metrics."""
         chains = self._chains()
         costs, metrics = self._costs(chains)
         has_critic = self._recipe.train.has_critic

@@ -80,9 +80,9 @@ def attention_by_runs(
     runs: Runs | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
-    """Attention function for transformers; without `runs` it is transformers' own sdpa. Work and memory grow with the
-    number of attended pairs of tokens, not of all pairs. Raises SettingError for attention sinks and selected keys,
-    which torch's kernel does not support."""
+    """Attention function for transformers, which without `runs` is transformers' own sdpa. Work and memory grow with
+    the attended pairs of tokens. Raises SettingError for attention sinks and selected keys, which torch cannot
+    compute."""
     for name, ignored in IGNORED.items():
         if options.get(name) is not None:
             raise SettingError("train.attention", f"sdpa would ignore the model's {ignored} ({name})", "use eager")
@@ -112,8 +112,7 @@ def _each_run(
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    """Apply sdpa with a mask. Groups take the place of lines: their heads share keys, which transformers would copy for
-    each head."""
+    """Apply sdpa with a mask. Groups take the place of lines: their heads share keys, which transformers would copy."""
     _, heads, length, _ = query.shape
     groups = key.shape[1]
     grouped = query.reshape(groups, heads // groups, length, -1)
@@ -154,9 +153,8 @@ def attention_by_blocks(
     attention_mask: BlockMask,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], Tensor | None]:
-    """Attention function for transformers. Under autocast it computes in autocast's precision, as sdpa does: rotary
-    embeddings return float32, FlexAttention's backward pass refuses to mix precisions, and torch's autocast does not
-    cover it."""
+    """Attention function for transformers, under autocast in autocast's precision, as sdpa: rotary embeddings return
+    float32, and FlexAttention's backward pass refuses to mix precisions, which torch's autocast does not cover."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -172,8 +172,7 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, asked: str, measu
 
 @torch.no_grad()
 def _error(network: PreTrainedModel, batching: Batching) -> float:
-    """Return the largest deviation of a line's hidden states from those of the rows alone, as a share of the
-    largest."""
+    """Return the largest deviation of a line's hidden states from those of the rows alone, relative to the largest."""
     network.eval()
     backbone, rows = Backbone(network, network.dtype), proof_rows(network)
     alone = torch.cat([backbone.hidden(row[None])[0] for row in rows])

@@ -37,9 +37,8 @@ _FP8_SINCE = (8, 9)
 
 
 def fp8_linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield (layer, name in it, linear layer) of all that compute in FP8: those within decoder `layers` whose sizes are
-    multiples of 16, except routers. An adapter's matrices are added later: they are narrow, so casts would cost
-    more."""
+    """Yield (layer, name in it, linear layer) of all that compute in FP8: those within decoder `layers` with sizes in
+    multiples of 16, except routers. Adapters are added later: their matrices are narrow, so casts would cost more."""
     for layer in layers:
         for name, module in layer.named_modules():
             whole = type(module) is nn.Linear and not (

@@ -80,8 +80,8 @@ class FrozenPolicy:
 
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
-    """Create the reference of a recipe: the base of the policy's adapter, with a frozen copy of a continued adapter; or
-    a frozen copy from `model.path`."""
+    """Create the reference: the base of the policy's adapter, with a frozen copy of a continued one, or of
+    `model.path`."""
     if has_adapter(policy.model):
         continued = REFERENCE_ADAPTER in policy.model.peft_config
         return FrozenPolicy(accelerator, None, REFERENCE_ADAPTER if continued else None)

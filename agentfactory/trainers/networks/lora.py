@@ -133,8 +133,8 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
 
 
 def untie(network: Any) -> bool:
-    """Give a head that is tied to the embedding its own weight, and return whether it was: an adapter may change the
-    two differently. See `tie_equal`."""
+    """Give a head that is tied to the embedding its own weight, which an adapter may change alone; return whether it
+    was."""
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -165,8 +165,7 @@ def use_adapter(model: "PeftModel", name: str) -> None:
 
 @contextmanager
 def adapters_off(model: "PeftModel") -> Iterator[None]:
-    """Make forward passes in this context use the base alone; trainable weights do not change, as they would by peft's
-    `disable_adapter`."""
+    """Make forward passes in this context use the base alone, without peft's effect on trainable weights."""
     layers = list(_layers(model))
     for layer in layers:
         layer._disable_adapters = True
@@ -187,8 +186,7 @@ def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
 
 
 def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor]) -> Path:
-    """Write `state`, the gathered weights of the policy's adapter, to `folder` in peft's format, and return their file.
-    Raises DiskError."""
+    """Write `state`, the policy's gathered adapter, to `folder` in peft's format; return its file. Raises DiskError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     with writing(file):
@@ -204,8 +202,8 @@ def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor]) 
 
 
 def rows_of(network: Any) -> list[tuple[str, Any]]:
-    """Return peft's layers with the trained rows of embedding and head, by the name of the table; a tied head's layer
-    refers to the embedding's rows."""
+    """Return peft's layers with trained rows, by the name of the table; a tied head's layer refers to the
+    embedding's."""
     from peft.utils.other import TrainableTokensWrapper
 
     return [

@@ -157,8 +157,7 @@ def _need_gpu(field: str, value: str, device: torch.device) -> None:
 
 
 def body_of(network: Any) -> Any:
-    """Return a network without its head: `base_model`, or `model` where `base_model_prefix` names no attribute (Llama
-    4)."""
+    """Return a network without its head: `base_model`, or `model` where that is the network itself (Llama 4)."""
     body = network.base_model
     return getattr(network, "model", network) if body is network else body
 

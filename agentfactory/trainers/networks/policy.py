@@ -54,7 +54,7 @@ class Policy(Backbone):
         banned: Sequence[int] = (),
         trained_tokens: Sequence[int] = (),
     ) -> None:
-        """`banned` tokens get the servers' bias, so that they are never sampled; the adapter trains the rows of
+        """`banned` tokens get the servers' bias, and are never sampled; the adapter trains the rows of
         `trained_tokens`."""
         super().__init__(model, dtype)
         self.batching = batching

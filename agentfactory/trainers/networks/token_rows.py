@@ -34,8 +34,7 @@ _ROWS_AT_A_TIME = 2**14
 
 @dataclass(frozen=True)
 class Alike:
-    """A row of a table that is (nearly) equal to those of `others` tokens, at the relative `distance` from
-    `nearest`'s."""
+    """A row of a table that is (nearly) equal to those of `others` tokens, at the `distance` from `nearest`'s."""
 
     table: str
     others: int
@@ -76,8 +75,8 @@ def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: It
 
 
 def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
-    """Return the needed tokens that the network cannot tell from others: by its head, those that it writes; by its
-    embedding, also those that it only reads."""
+    """Return the tokens that the network cannot tell from others: by its head, those written; by its embedding, all
+    needed."""
     tokens.check(len(table_of(network.get_input_embeddings())))
     written, read = tokens.written.values(), tokens.read.values()
     head = find_alike("head", table_of(network.get_output_embeddings()), written)
@@ -147,8 +146,8 @@ def table_of(module: Any) -> Tensor:
 
 
 def tables_of(network: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
-    """Return peft's `trainable_token_indices`: the names of embedding and head, with `tokens`; the embedding's alone if
-    they are one table."""
+    """Return peft's `trainable_token_indices`: embedding and head with `tokens`, or the embedding if they are one
+    table."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     tables = [embedding] if head.weight is embedding.weight else [embedding, head]
     return {name: list(tokens) for name, module in network.named_modules() if module in tables} if tokens else {}
@@ -193,8 +192,8 @@ def copy_rows(network: Any, source: str, target: str) -> None:
 
 
 def compute_rows_alone(network: Any) -> None:
-    """Make peft's layers compute the trained rows beside the frozen table; their own passes copy the whole table, and
-    compute the gradient of all its rows."""
+    """Make peft's layers compute the trained rows beside the frozen table, without copies and gradients of all its
+    rows."""
     for _, layer in rows_of(network):
         layer.forward_adapters = MethodType(_forward, layer)
 

@@ -1,5 +1,4 @@
-"""Variables of the environment, set by accelerate's launcher, that would train beside the recipe, which alone
-decides."""
+"""Variables of the environment, set by accelerate's launcher, that would train beside the recipe."""
 
 import os
 

@@ -37,8 +37,7 @@ def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dt
 
 
 def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
-    """Return, in all ranks, the result of `decide` on rank 0, or raise the SettingError that it raises there. Every
-    process calls it."""
+    """Return, in all ranks, the result of `decide` on rank 0, or raise its SettingError. Every process calls it."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

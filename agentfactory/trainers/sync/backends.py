@@ -66,8 +66,8 @@ update (rollout.inflight: keep)."""
 
 
 def backend_of(recipe: TrainRecipe) -> Backend:
-    """Return the recipe's backend; for `auto`, the choice without information on devices. Raises SettingError if a
-    user's own class cannot be loaded."""
+    """Return the recipe's backend; for `auto`, without information on devices. Raises SettingError for a user's own
+    class."""
     name = _resolved(recipe)
     if name in BACKENDS:
         return BACKENDS[name]

@@ -89,8 +89,7 @@ def canary_rows(
 
 
 def with_tokens(row: CanaryRow, tokens: Sequence[int], number: int) -> CanaryRow:
-    """Return a row with some of `tokens`, by its `number`: as candidates, and in every other row also in the context
-    unless that has an image."""
+    """Return a row with some of `tokens` as candidates, and in every other row without image also in the context."""
     if not tokens:
         return row
     some = list(dict.fromkeys(tokens[(number + n) % len(tokens)] for n in range(WATCHED)))
@@ -106,8 +105,7 @@ def with_tokens(row: CanaryRow, tokens: Sequence[int], number: int) -> CanaryRow
 def with_image_rows(
     rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | None, seed: int = 0
 ) -> list[CanaryRow]:
-    """Return the rows for a vision-language model. With a `store`, which gets the image, every other context has an
-    image in its middle, if there is room."""
+    """Return the rows for a vision-language model; with a `store`, every other one has an image if there is room."""
     rows = [replace(row, banned=vision.banned_token_ids) for row in rows]
     if store is None:
         return rows
@@ -153,8 +151,7 @@ def server_scores(
     server: ServerControl, rows: Sequence[CanaryRow], report: SyncReport, fresh: bool, replica: int | None = None
 ) -> Scores:
     """Return the scores of the same rows by a server's `replica`, with the weights of `report`. `fresh` avoids cached
-    entries of other requests by a separate salt, and leaves them to become ever more stale for the requests that read
-    them. Raises SyncError."""
+    entries by a salt, and leaves them to become ever more stale for the requests that read them. Raises SyncError."""
 
     def score(row: CanaryRow) -> list[float]:
         # vLLM puts the sampled token before the candidates and truncates the list, so one candidate is requested twice

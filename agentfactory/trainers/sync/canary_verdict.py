@@ -67,8 +67,8 @@ class Drift:
         return self._proven is not None
 
     def start(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """Judge the first version on server and trainer, and measure the noise. `server` are the server's scores with
-        its prefix cache, `fresh` without it."""
+        """Judge the first version and measure the noise. `server` are scores with the prefix cache, `fresh` without
+        it."""
         gap = _rms(server - fresh)
         self.noise = max(self._size(server - trainer), gap, self.noise)
         self._proven, self._latest = (server, trainer), server
@@ -110,8 +110,7 @@ class Drift:
         return Verdict(provable, drift, gap, slope, failure)
 
     def judge_again(self, server: Scores) -> Verdict:
-        """Judge the latest version again: the server must score as before. `server` may have only the first
-        contexts."""
+        """Judge the latest version again: the server must score as before, perhaps in the first contexts only."""
         assert self._latest is not None
         gap = _rms(server - self._latest[: len(server)])
         failure = None
@@ -126,8 +125,8 @@ class Drift:
         return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
 
     def _furthest(self, astray: Scores, trained: Scores) -> tuple[float, float]:
-        """Return the server's distance from the trainer and the trainer's change, in the context where the distance
-        most exceeds half of the change."""
+        """Return server's distance and trainer's change in the context where the former most exceeds half of the
+        latter."""
         if self._rounded:
             return self._size(astray), self._size(trained)
         far, moved = self._sizes(astray), self._sizes(trained)

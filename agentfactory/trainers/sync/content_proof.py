@@ -158,8 +158,7 @@ def _pieces(name: str, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _experts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
-    """Yield the layouts of a parameter with all experts of a layer: gate and up projections in either order ("w13"), or
-    down projections ("w2")."""
+    """Yield the layouts of all experts of a layer: gate and up projections in either order ("w13"), or down ("w2")."""
     match = _EXPERTS.search(name)
     assert match is not None
     stem, is_gate_up, kind = name[: match.start()] + ".experts.", match[2] == "13", match[3]
@@ -219,8 +218,7 @@ class _Expected:
 
 
 class Content:
-    """The trainer's weights of one version. Each digest is computed once for all servers, on the weight's own
-    device."""
+    """The trainer's weights of one version. Each digest is computed once, on the weight's own device."""
 
     def __init__(self, state: Mapping[str, Tensor], served: Served | None = None, keep: bool = True) -> None:
         """`state` must not change before the last proof. With `served`, the checksums of the previous version, a thread
@@ -395,8 +393,7 @@ class Content:
 
 
 def _hides_order(checksum: str) -> bool:
-    """Return whether a server (vLLM without our plugin, SGLang) does not report if its kernels have reordered
-    experts."""
+    """Return whether a server (vLLM without our plugin, SGLang) may have reordered experts without reporting it."""
     function, colon, _ = checksum.partition(":")
     return not colon or function in (ON_CPU, ON_GPU)
 

@@ -61,8 +61,7 @@ class Buffer:
             torch.cuda.synchronize(self._bytes.device)
 
     def views(self, part: Part) -> list[Tensor]:
-        """Return the tensors that `fill` writes, as views of this memory. Each must begin at a multiple of its dtype's
-        width, as in `parts`."""
+        """Return the tensors that `fill` writes, as views of this memory, aligned as by `parts`."""
         sizes = [value.nbytes for _, value in part]
         places = self._bytes[: sum(sizes)].split(sizes)
         return [place.view(value.dtype).view(value.shape) for (_, value), place in zip(part, places, strict=True)]
@@ -94,8 +93,8 @@ class IpcSync(FullSync):
         device: torch.device | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Raise SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
-        current GPU, or the CPU if there is none."""
+        """`device` is the buffer's, by default the current GPU, or the CPU. Raise SyncError if a server cannot open
+        it."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         gpu = torch.cuda.is_available()

@@ -114,8 +114,7 @@ def group_for(answers: Sequence[Mapping[str, Any]]) -> OpenGroup:
 
 
 def why_impossible(kind: str | None = None) -> str | None:
-    """Return why this process cannot send weights to servers that join groups of this kind (see `group_for`); None if
-    it can."""
+    """Return why this process cannot join groups of this kind (see `group_for`) to send weights; None if it can."""
     if kind != "gloo" and not torch.cuda.is_available():
         return "the trainer has no CUDA device; use sync.backend: file"
     if kind is not None:
@@ -142,8 +141,8 @@ class NcclSync(FullSync):
         open_group: OpenGroup | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Join one group with all workers of all servers, by `open_group` instead of NCCL if given. Raises SyncError
-        with the reason if NCCL cannot work."""
+        """Join one group with all workers of all servers, by `open_group` if given. Raises SyncError if that cannot
+        work."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         self._last: SyncReport | None = None

@@ -1,5 +1,4 @@
-"""A push of weights to the servers, with the canary's proof that they compute with them, and retries while servers are
-being restarted."""
+"""A push of weights with the canary's proof, and retries while servers are being restarted."""
 
 import logging
 import time

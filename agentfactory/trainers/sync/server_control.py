@@ -38,8 +38,7 @@ class ServerControl:
     variables, which would break loopback addresses."""
 
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
-        """`url` is an address such as http://127.0.0.1:8000. `api_key_env` names the environment variable with the key;
-        see `authorization`. Raises SettingError."""
+        """`api_key_env` names the environment variable with the key; see `authorization`. Raises SettingError."""
         if not is_http_address(url):
             raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
         parts = urlsplit(url := pinned(url))
@@ -53,8 +52,7 @@ class ServerControl:
         authorization(url, api_key_env)
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at `path`. Raises SyncError with the server's message, ServerGoneError if none
-        answers."""
+        """Return the JSON object at `path`. Raises SyncError with the server's message, or ServerGoneError."""
         return _object(self._request("GET", path, None))
 
     def require(self, routes: Sequence[str]) -> None:

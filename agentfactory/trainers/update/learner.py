@@ -47,8 +47,8 @@ class Terms:
 
 
 Loss = Callable[..., Terms]
-"""(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms. The values of an exact or top-k
-teacher.divergence follow the entropies."""
+"""(index of the micro-batch, micro-batch, log-probabilities, entropies, further: a divergence from the teacher) ->
+Terms."""
 
 ValueLoss = Callable[[MicroBatch, Targets], Terms]
 """(micro-batch, the critic's values) -> Terms."""
@@ -180,8 +180,8 @@ class Learner:
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
     def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, np.ndarray]]:
-        """Collect per-target values of a batch's micro-batches from all processes, keyed by their row's index among the
-        dealt rows; only rank 0 gets the result."""
+        """Collect per-target values of micro-batches from all processes by the index of their row; only rank 0 gets
+        them."""
         found: list[tuple[int, dict[str, np.ndarray]]] = []
         for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()

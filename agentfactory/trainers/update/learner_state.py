@@ -100,8 +100,7 @@ def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> Non
 
 
 class StateReader(dcp.FileSystemReader):
-    """A reader of states from untrusted sources: unpickling metadata can run arbitrary code, so it accepts only classes
-    that describe tensors."""
+    """A reader of untrusted states: unpickling can run code, so it accepts only classes that describe tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See FileSystemReader. Raises ValueError if the metadata names anything else, or a file outside the folder."""

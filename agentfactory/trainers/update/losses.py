@@ -125,8 +125,7 @@ POLICY_LOSSES: dict[str, Callable[..., Any]] = {
 
 POLICY_INPUTS = ("logprob", "proximal", "behaviour", "advantage", "sequence")
 """Inputs that a policy loss can take, per trained token: log-probabilities of the policy (the only ones with a
-gradient), of the trainer at the start of the update, and of the server that sampled; the advantage; the number of the
-row."""
+gradient), of the trainer before the update, and of the server; the advantage; the number of the row."""
 
 
 class PolicyLoss:

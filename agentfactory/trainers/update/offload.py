@@ -97,8 +97,7 @@ class Offload:
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Move everything to host memory, and free the device's. Raises torch.cuda.CudaError if it cannot be
-        page-locked."""
+        """Move everything to host memory. Raises torch.cuda.CudaError if that cannot be page-locked."""
         if self._offloaded:
             return
         earlier = {id(place.tensors[0]): place for place in self._places}
