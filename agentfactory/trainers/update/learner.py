@@ -47,8 +47,7 @@ class Terms:
 
 
 Loss = Callable[..., Terms]
-"""(index of the micro-batch, micro-batch, log-probabilities, entropies, further: a divergence from the teacher) ->
-Terms."""
+"""(index of the micro-batch, micro-batch, log-probabilities, entropies[, divergence from a teacher]) -> Terms."""
 
 ValueLoss = Callable[[MicroBatch, Targets], Terms]
 """(micro-batch, the critic's values) -> Terms."""
