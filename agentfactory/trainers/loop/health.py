@@ -21,7 +21,8 @@ SETTLED = 4
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
 MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
-"""Symptom: KL(server || trainer) this many times its median, and this many nats, for this many steps without progress."""
+"""Symptom: KL(server || trainer) this many times its median and this many nats, over this many steps, while success is
+no better than usual."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
 """Symptom: success, averaged over this many steps, is below half of its best average, which was at least this high; or
 it is 0, and its best was at least a quarter of this. Tasks without success use the reward, if it fell by more than its
