@@ -41,7 +41,6 @@ KINDS: dict[str, tuple[Any, bool]] = {
 
 
 def make_needs(parser: str = "auto") -> TokenNeeds:
-    """The needs of Qwen2.5's template, with a small tokenizer."""
     tokenizer: PreTrainedTokenizerBase = make_tokenizer(trl_template("qwen2_5"))
     tokens = FormatTokens.of_info(make_renderer(tokenizer, parser=parser).info)
     assert tokens is not None
@@ -65,7 +64,6 @@ def make_untrained(kind: str, folder: Path, needs: TokenNeeds) -> Path:
 def recipe_of(
     model: Path, tokens: Any = "auto", lora: bool = True, quantization: str | None = None, **train: Any
 ) -> TrainRecipe:
-    """A recipe that trains an adapter, with the rows of `tokens`."""
     rows = {"trainable_tokens": tokens} if tokens else {}
     given = {"rank": 2, "quantization": quantization, **rows} if lora else None
     of_model = {"path": str(model), "dtype": "float32", "lora": given}
@@ -73,7 +71,6 @@ def recipe_of(
 
 
 def change(policy: Policy, seed: int) -> Policy:
-    """Change the adapter's weights, as training does."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, weight in policy.named_parameters():

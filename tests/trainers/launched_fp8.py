@@ -27,7 +27,6 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def train(learner: Learner, state: Path | None = None) -> dict[str, Any]:
-    """Take two steps, and write the state between them."""
     gathered: set[bool] = set()
 
     def note(module: torch.nn.Module, inputs: Any) -> None:
@@ -48,7 +47,6 @@ def train(learner: Learner, state: Path | None = None) -> dict[str, Any]:
 
 
 def resume(learner: Learner, state: Path) -> dict[str, Any]:
-    """Load the state into a learner that has already computed, and take the second step."""
     loss_and_gradients(learner)
     learner.optimizer.zero_grad()
     load_state(state, learner)

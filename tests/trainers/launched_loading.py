@@ -15,7 +15,6 @@ from tests.untrained_tokens import make_needs
 
 
 def megabytes(name: str) -> float:
-    """Return VmRSS or VmHWM (its peak) of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024 / 1e6
 

@@ -68,7 +68,6 @@ def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool, scr
 
 
 def run_alone(arguments: list[str], log: Path, on_cpu: bool) -> list[str]:
-    """Return the output of `launched.py ARGUMENTS` without a launcher."""
     environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
     process = Forked("tests.trainers.launched", *arguments, log=log, **environment)
     assert process.wait() == 0, log.read_text()

@@ -163,7 +163,6 @@ def test_an_error_of_the_writing_ends_the_run(
 
 
 def write_as_before(folder: Path, learner: Learner) -> Path:
-    """Write the state in the format of version 0.1."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "weights": {name: weight.detach() for name, weight in learner.model.named_parameters() if weight.requires_grad},

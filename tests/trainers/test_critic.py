@@ -26,7 +26,6 @@ RETURNS = torch.linspace(-1.0, 2.0, len(TARGETS), dtype=torch.float64)
 
 
 def make_model(recipe: TrainRecipe, seed: int = 1) -> ActorCritic:
-    """Return an actor-critic as after some training: adapters and head are not zero."""
     model = in_float64(make_actor_critic(recipe, load_policy(recipe)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -62,7 +61,6 @@ def hidden_states(network: Any) -> Tensor:
 
 
 def same_gradients(given: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Assert that gradients are equal relative to each weight's gradient, regardless of the weights' names."""
     assert given
     for (name, one), other in zip(given.items(), expected.values(), strict=True):
         assert (one - other).norm() <= TOLERANCE * other.norm() > 0, name

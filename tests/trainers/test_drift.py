@@ -27,7 +27,6 @@ def scorer() -> Scorer:
 
 
 def begun(scorer: Scorer) -> Drift:
-    """A Drift that has processed version 0."""
     drift = Drift("bfloat16", CONTEXTS)
     verdict = drift.start(scorer.at(0), scorer.at(0), scorer.at(0))
     assert verdict.failure is None

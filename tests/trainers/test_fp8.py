@@ -119,7 +119,6 @@ class Scored:
         self.gradients = {name: w.grad for name, w in self.policy.named_parameters() if w.grad is not None}
 
     def errors(self, expected: "Scored") -> tuple[float, float, float]:
-        """Relative errors of loss and gradient, and the mean difference of log-probabilities in nats."""
         assert self.gradients.keys() == expected.gradients.keys()
         ours, theirs = (torch.cat([g.flatten() for g in one.gradients.values()]) for one in (self, expected))
         loss = self.logprobs.mean() / expected.logprobs.mean() - 1
@@ -226,7 +225,6 @@ def test_refusals(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.extended
 def test_training_goes_on_bit_by_bit(made: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """PPO with a reference: a critic and a frozen network of their own."""
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
     recipe = made(precision="fp8", algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, **course)
     whole, last, again = train_twice(recipe, make_groups(8, 4), tokenizer, tmp_path, resume_at=2)

@@ -79,7 +79,6 @@ def test_the_best_checkpoint_by_evaluation_is_kept(
 
 
 def unlisted(names: set[str]) -> set[str]:
-    """Return the names that no entry of the table of metrics describes."""
     patterns = [re.compile(re.sub(r"<\w+>", ".+", metric.name)) for metric in METRICS]
     return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
 

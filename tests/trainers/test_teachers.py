@@ -45,7 +45,6 @@ def with_teacher(recipe: TrainRecipe, folder: Path, **teacher: Any) -> TrainReci
 
 
 def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """The definition, as sums of probabilities."""
     p, q = policy.softmax(-1), teacher.softmax(-1)
 
     def kl(a: Tensor, b: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ def test_rows_share_a_line_under_a_soft_cap() -> None:
 
 
 def deviation(network: Any, rows: list[list[int]], batching: Batching) -> float:
-    """Return the largest deviation of the trainer's log-probabilities from those of each row alone."""
     expected = [scores_alone(network, row) for row in rows]
     policy = Policy(network, torch.float32, batching)
     given = [TrainingRow(row, list(range(1, len(row))), {"weight": [1.0] * (len(row) - 1)}) for row in rows]

@@ -46,7 +46,6 @@ def dead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def trained(model: Path, needs: TokenNeeds) -> Policy:
-    """A policy with an adapter and rows that are not their initial values."""
     return change(load_policy(recipe_of(model), needs=needs), 1).eval()
 
 

@@ -190,7 +190,6 @@ def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
 
 
 def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
-    """Return the gradient of the mean over tokens of advantage x log-probability."""
     policy.zero_grad()
     for part in batch.micro_batches:
         logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.ends)
@@ -199,7 +198,6 @@ def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
 
 
 def distance(policy: Policy, rows: list[TrainingRow], batching: Batching, budget: int = 16384) -> float:
-    """Return |gradient - padded gradient| / |padded gradient|, in the 2-norm over all weights."""
     expected = gradient(policy, make_batches(rows, "padded", 16384)[0])
     found = gradient(policy, make_batches(rows, batching, budget)[0])
     return float((found - expected).norm() / expected.norm())

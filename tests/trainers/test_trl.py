@@ -108,7 +108,6 @@ CASES = [
 
 
 def mismatch_of(correction: str | None, low: float | None, high: float | None) -> dict[str, Any]:
-    """Return `train.loss.mismatch`, with the options that the correction has."""
     if correction is None:
         return {"correction": "none"}
     bounds = {"high": high or 2.0} | ({"low": low or 0.0} if correction.endswith("mask") else {})
@@ -211,7 +210,6 @@ def test_k2_has_the_gradient_of_trls_corrected_k3(model_folder: Path, tmp_path: 
 
 
 def our_loss(chains: Chains, recipe: TrainRecipe) -> Tensor:
-    """Return the loss of the second update on the chains; the first was on-policy."""
     trajectories = [_trajectory(chains, number) for number in range(len(chains.masks))]
     groups = [
         Group(str(start), {}, trajectories[start : start + GROUP_SIZE])
@@ -257,7 +255,6 @@ def _by_chain(chains: Chains, table: Tensor) -> list[Tensor]:
 
 
 def _trajectory(chains: Chains, number: int) -> Trajectory:
-    """Return a chain of one row, with NaN at its tool tokens."""
     row = Row()
     row.append_context([3, 4])
     tokens = iter(zip(chains.token_ids[number], chains.logprobs["behaviour"][number].tolist(), strict=False))
@@ -313,7 +310,6 @@ def test_updates_of_a_model_equal_trl(model_folder: Path, tmp_path: Path, make_r
 
 
 def _trl_inputs(rows: list[Row], advantages: list[float]) -> dict[str, Any]:
-    """Return rows in TRL's layout: prompts padded on the left, completions on the right, tool tokens masked."""
     prompts = [row.token_ids[: row.mask.index(1)] for row in rows]
     completions = [row.token_ids[row.mask.index(1) :] for row in rows]
     masks = [row.mask[row.mask.index(1) :] for row in rows]

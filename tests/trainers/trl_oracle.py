@@ -33,7 +33,6 @@ class Chains:
 
     @classmethod
     def random(cls, count: int, spread: float = 0.3, seed: int = 0) -> "Chains":
-        """Return ragged chains of several turns, whose log-probabilities differ between roles by about `spread`."""
         rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
         masks = [[1] * rng.randint(1, 4) for _ in range(count)]
         for mask in masks:
