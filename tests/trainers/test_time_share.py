@@ -38,7 +38,7 @@ from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.offload import Offload
 from tests.forked import start_engine
 from tests.server_process import busy
-from tests.trainers.conftest import Make
+from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.test_rl import LiveSource, unlisted
 from tests.waiting import until
 
