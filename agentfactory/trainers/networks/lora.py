@@ -92,19 +92,23 @@ def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) 
         if name not in model.peft_config:
             continue
         own = _weights_of(model, name)
-        shapes = [{key: tuple(value.shape) for key, value in weights.items()} for weights in (own, saved)]
-        if shapes[0] != shapes[1]:
-            raise SettingError("model.lora.from", *_misfit(folder, *shapes))
+        for key in [*saved, *own]:
+            shapes = [tuple(weights[key].shape) if key in weights else None for weights in (saved, own)]
+            if shapes[0] != shapes[1]:
+                given, wanted = ("nothing" if shape is None else short(shape) for shape in shapes)
+                problem = f"{folder} has {given} as {key}, where the network of model.path has {wanted}"
+                fix = "set model.path and model.lora.target_modules as they were when it was trained"
+                raise SettingError("model.lora.from", problem, f"{fix}, or model.lora.merge=true")
         for key, value in own.items():
             value.copy_(saved[key])
 
 
+@torch.no_grad()
 def copy_adapter(model: "PeftModel", source: str, target: str) -> None:
     """Give one adapter the weights of another of the same shape."""
     weights = _weights_of(model, source)
-    with torch.no_grad():
-        for key, value in _weights_of(model, target).items():
-            value.copy_(weights[key])
+    for key, value in _weights_of(model, target).items():
+        value.copy_(weights[key])
 
 
 def _weights_of(model: "PeftModel", name: str) -> dict[str, Tensor]:
@@ -112,15 +116,6 @@ def _weights_of(model: "PeftModel", name: str) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-
-
-def _misfit(folder: Path, own: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> tuple[str, str]:
-    fix = "set model.path and model.lora.target_modules as they were when it was trained, or model.lora.merge=true"
-    for key in [*saved, *own]:
-        if own.get(key) != saved.get(key):
-            shown = [short(weights[key]) if key in weights else "nothing" for weights in (saved, own)]
-            return f"{folder} has {shown[0]} as {key}, where the network of model.path has {shown[1]}", fix
-    raise AssertionError("the weights fit")
 
 
 def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
@@ -206,11 +201,8 @@ def rows_of(network: Any) -> list[tuple[str, Any]]:
     embedding's."""
     from peft.utils.other import TrainableTokensWrapper
 
-    return [
-        (name, module.token_adapter)
-        for name, module in network.named_modules()
-        if isinstance(module, TrainableTokensWrapper)
-    ]
+    named = network.named_modules()
+    return [(name, module.token_adapter) for name, module in named if isinstance(module, TrainableTokensWrapper)]
 
 
 def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

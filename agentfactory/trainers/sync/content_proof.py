@@ -79,15 +79,13 @@ class Layout:
         """A key that distinguishes the layouts of one state."""
         return self.names, len(self.pieces), self.dim, self.swapped
 
-    def arranged(self, shape: Sequence[int] | None, worker: Worker) -> Tensor | None:
+    def arranged(self, shape: Sequence[int], worker: Worker) -> Tensor | None:
         """Return the required content of a worker's parameter of this shape, without padding zeros at the end; None if
-        this layout has no such shape. Without a shape, return the whole."""
-        first = self.pieces[0].shape
-        whole = [
-            sum(piece.shape[self.dim] for piece in self.pieces) if d == self.dim else n for d, n in enumerate(first)
-        ]
-        if shape is None or list(shape) == whole:
-            return self._stack(self.pieces)
+        this layout has no such shape."""
+        whole = list(self.pieces[0].shape)
+        whole[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
+        if list(shape) == whole:
+            return self.stack(self.pieces)
         if self.vocabulary and len(shape) == len(whole) and list(shape[1:]) == whole[1:]:
             start = min(worker.rank * shape[0], whole[0])
             return self.pieces[0][start : start + shape[0]] if shape[0] * worker.count >= whole[0] else None
@@ -101,15 +99,12 @@ class Layout:
             sizes[1:] = [(shape[d] - sizes[0]) // 2] * 2
         if min(sizes) == 0 or (sum(sizes) if d == self.dim else sizes[0]) != shape[d]:
             return None
-        starts = [
-            worker.rank * piece.shape[d] // size // worker.count * size
-            for piece, size in zip(self.pieces, sizes, strict=True)
-        ]
-        return self._stack(
-            [p.narrow(d, start, size) for p, start, size in zip(self.pieces, starts, sizes, strict=True)]
-        )
+        pairs = list(zip(self.pieces, sizes, strict=True))
+        starts = [worker.rank * piece.shape[d] // size // worker.count * size for piece, size in pairs]
+        return self.stack([p.narrow(d, start, size) for (p, size), start in zip(pairs, starts, strict=True)])
 
-    def _stack(self, pieces: Sequence[Tensor]) -> Tensor:
+    def stack(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return pieces as one tensor."""
         return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), self.dim)
 
 
@@ -339,8 +334,7 @@ class Content:
         function, _, rest = checksum.partition(":")
         if not rest:
             # compute both, since each may be needed later
-            filled = [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
-            return checksum in filled
+            return checksum in [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
         if function in (ON_CPU, ON_GPU):
             return any(rest == digest for digest in self._sglang_digests(layout, function))
         if function not in FUNCTIONS:
@@ -363,8 +357,7 @@ class Content:
         """Yield the hashes that a weight may have in SGLang, which reports neither its shape nor its dtype."""
 
         def sglang(filled: bool, dtype: torch.dtype | None) -> str:
-            whole = layout.arranged(None, Worker())
-            assert whole is not None
+            whole = layout.stack(layout.pieces)
             if filled:
                 whole = torch.cat([whole, whole.new_zeros(-len(whole) % _VOCABULARY_MULTIPLE, *whole.shape[1:])])
             return sglang_hash(whole.to(dtype) if dtype is not None else whole, function)
