@@ -299,8 +299,9 @@ class _Loop:
     def canary_scores(self) -> Scores | None:
         """Return the scores of the canary's contexts with the current weights; every process calls it."""
         learner = self.learner
-        canary = self.canary
-        return canary and canary.trainer_scores(learner.policy, learner.policy_forward, learner.images)
+        if self.canary is None:
+            return None
+        return self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images)
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
         """Push the weights to the servers; return metrics, empty if there was no sync. Every process calls it."""

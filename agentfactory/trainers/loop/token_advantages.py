@@ -114,7 +114,8 @@ class Credit:
         if trajectory.turn_rewards is not None or malformed or anchors or self._estimator.compares_turns:
             # without context to predict it from, the first token of a row is not trained: see training_row
             spans = trajectory.turn_spans()
-            ends = list(accumulate(np.count_nonzero(counted[row][max(start, 1) : end]) for row, start, end in spans))
+            lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in spans]
+            ends = list(accumulate(lengths))
         credited = [*made.values()], [*made], [rows[place] for place in made]
         turn_rewards = trajectory.turn_rewards or []
         return _Chain(trajectory.id, reward, limit, turn_rewards, ends, malformed, *credited, anchors)

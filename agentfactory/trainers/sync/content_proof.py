@@ -368,8 +368,7 @@ class Content:
 
     def _sha256(self, layout: Layout, filled: bool) -> str | None:
         def sha256() -> str:
-            whole = layout.arranged(None, Worker())
-            assert whole is not None
+            whole = layout.stack(layout.pieces)
             zeros = -len(whole) % _VOCABULARY_MULTIPLE * math.prod(whole.shape[1:]) * whole.itemsize if filled else 0
             return hashlib.sha256(_bytes(whole) + bytes(zeros)).hexdigest()
 
