@@ -146,5 +146,6 @@ def _assert_same(given: dict[str, Any], expected: dict[str, Any]) -> None:
     assert given["loss"] == pytest.approx(float(expected["loss"]), rel=1e-5)
     assert given["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        error = (given["gradients"][name] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, (name, float(error))
+        # an adapter's first matrices have a gradient of 0 at first
+        error = (given["gradients"][name] - gradient).norm()
+        assert error <= 1e-5 * gradient.norm(), (name, float(error))
