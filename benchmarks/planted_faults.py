@@ -77,7 +77,7 @@ FAULTS = (
     Fault(
         "mismatch-ignored",
         "trainers/update/policy_update.py",
-        "terms = terms * mismatch_weights(config.mismatch, gap, part.sequence)",
+        "terms = terms * correction",
         "pass",
         "trainers/test_trl.py",
     ),

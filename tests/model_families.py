@@ -41,13 +41,11 @@ class Family:
 
     @property
     def source(self) -> str:
-        """The Jinja source."""
         kind, _, name = self.template.rpartition(":")
         return trl_template(name) if kind else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
     @property
     def name(self) -> str:
-        """The template's name."""
         return self.template.removeprefix("trl:")
 
 
@@ -128,12 +126,10 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
 
 @cache
 def renderer_of(family: Family, **options: Any) -> Renderer:
-    """The renderer that a run would use, with a detected format; shared by all tests."""
     return make_renderer(tokenizer_of(family), **options)
 
 
 def table() -> str:
-    """The table of docs/tool-call-formats.md."""
     lines = ["| models | template | `rollout.parser` | rows | a turn ends with |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         renderer = renderer_of(family)

@@ -27,15 +27,9 @@ from tests.chat_tokenizers import make_tokenizer, trl_template
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 VOCABULARY = 512
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 256,
+    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    **{"initializer_range": 0.3, "max_position_embeddings": 256},
 }
 KINDS: dict[str, tuple[Any, bool]] = {
     "tied": (Qwen3Config, True),
@@ -47,7 +41,6 @@ KINDS: dict[str, tuple[Any, bool]] = {
 
 
 def make_needs(parser: str = "auto") -> TokenNeeds:
-    """The needs of Qwen2.5's template, with a small tokenizer."""
     tokenizer: PreTrainedTokenizerBase = make_tokenizer(trl_template("qwen2_5"))
     tokens = FormatTokens.of_info(make_renderer(tokenizer, parser=parser).info)
     assert tokens is not None
@@ -71,7 +64,6 @@ def make_untrained(kind: str, folder: Path, needs: TokenNeeds) -> Path:
 def recipe_of(
     model: Path, tokens: Any = "auto", lora: bool = True, quantization: str | None = None, **train: Any
 ) -> TrainRecipe:
-    """A recipe that trains an adapter, with the rows of `tokens`."""
     rows = {"trainable_tokens": tokens} if tokens else {}
     given = {"rank": 2, "quantization": quantization, **rows} if lora else None
     of_model = {"path": str(model), "dtype": "float32", "lora": given}
@@ -79,7 +71,6 @@ def recipe_of(
 
 
 def change(policy: Policy, seed: int) -> Policy:
-    """Change the adapter's weights, as training does."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, weight in policy.named_parameters():

@@ -126,15 +126,14 @@ def _means(groups: list[Group]) -> dict[str, float]:
 
 
 def _recomputed(row: Row) -> int:
-    """Return the number of context tokens that a server recomputed: new weights invalidate the KV cache, unless the
-    chain keeps it, which marks its tokens as mixed."""
+    """Return the number of context tokens that a server recomputed for new weights, which end a KV cache unless it is
+    kept."""
     changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
     return sum(old.end for old, new in changes if not new.mixed)
 
 
 def _equal_rewards(groups: list[Group]) -> float:
-    """Return the share of groups whose rewards are all equal. Chains that are alone in their groups are compared with
-    each other, as their advantages are."""
+    """Return the share of groups whose rewards are all equal; lone chains are compared with each other."""
     if all(len(group.trajectories) == 1 for group in groups):
         return float(_all_equal([group.trajectories[0] for group in groups]))
     return fmean(_all_equal(group.trajectories) for group in groups)
@@ -146,8 +145,7 @@ def _all_equal(chains: list[Trajectory]) -> bool:
 
 
 def bounds_of_success(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return bounds of the success of all started chains, of which the staleness bound cancelled some before they
-    ended; empty if it cancelled none. The bounds assume nothing about these chains."""
+    """Return bounds of the success of all started chains if the staleness bound cancelled some, else nothing."""
     success, ended, cancelled = (metrics.get(name, 0.0) for name in ("success", "chains", "cancelled/chains"))
     if not cancelled or "success" not in metrics:
         return {}

@@ -1,5 +1,5 @@
-"""Experiment trackers in addition to metrics.jsonl, through accelerate's tracker classes: the same metrics under the
-same names, the recipe, and a table with a few chains per step."""
+"""Experiment trackers, through accelerate's classes: the metrics, the recipe, and a table with a few chains per
+step."""
 
 import importlib
 import json
@@ -58,10 +58,8 @@ class TrackingError(Exception):
 
 
 class Tracking:
-    """The trackers of one run, on rank 0. As a context manager, it ends their runs with this one.
-
-    If a tracker fails during the run, the run continues with a warning: the tracker's data is in metrics.jsonl.
-    """
+    """The trackers of one run, on rank 0. As a context manager, it ends their runs with this one. If a tracker fails
+    during the run, the run continues with a warning: the tracker's data is in metrics.jsonl."""
 
     def __init__(
         self,
@@ -73,10 +71,8 @@ class Tracking:
         images: Path | None = None,
     ) -> None:
         """Start the trackers, for the run called `name` in `folder`; they show `recipe` as its configuration. `done`
-        steps are kept from an earlier attempt. `images` is the folder of the images that chains refer to.
-
-        Raises TrackingError if a tracker does not start.
-        """
+        steps are kept from an earlier attempt. `images` is the folder of the images that chains refer to. Raises
+        TrackingError if a tracker does not start."""
         self._config = config
         self._folder = folder
         self._done = done
@@ -269,7 +265,6 @@ def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_query(url: str) -> str:
-    """Return a URL without query, user name and password."""
     try:
         parts = urlsplit(url)
     except ValueError:  # a variable in the place of an IPv6 address

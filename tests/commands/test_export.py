@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -20,7 +19,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from tests.project import Command
 from tests.saved_checkpoint import save_checkpoint
-from tests.trainers.conftest import accelerator, model_folder, tokenizer  # noqa: F401
+from tests.trainers.conftest import model_folder, on_cpu, tokenizer  # noqa: F401
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +38,6 @@ def refused(checkpoint: Path, output: Path, told: str, adapter: bool = False, pu
 def make_checkpoint(
     model_folder: Path,  # noqa: F811
     tokenizer: PreTrainedTokenizerFast,  # noqa: F811
-    accelerator: Accelerator,  # noqa: F811
     tmp_path: Path,
 ) -> Make:
     """`make_checkpoint(lora=..., dtype=...)`: of weights that differ from the base's, with a template of its own."""
@@ -51,7 +49,7 @@ def make_checkpoint(
         Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(tmp_path / "base")
         tokenizer.save_pretrained(tmp_path / "base")
         model = {"path": str(tmp_path / "base"), "dtype": dtype, "lora": {"rank": 4} if lora else None}
-        learner = Learner(TrainRecipe.model_validate({"model": model, "train": {"steps": 1}}), accelerator)
+        learner = Learner(TrainRecipe.model_validate({"model": model, "train": {"steps": 1}}), on_cpu())
         with torch.no_grad():
             for weight in learner.policy.parameters():
                 if weight.requires_grad:

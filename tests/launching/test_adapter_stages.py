@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentfactory.rollout.trajectory import Group
 from tests.continued_adapter import check_it_goes_on
 from tests.project import Command
 from tests.saved_groups import write_groups
-from tests.trainers.conftest import _make_groups, model_folder  # noqa: F401
+from tests.trainers.conftest import make_groups, model_folder  # noqa: F401
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -40,7 +39,6 @@ def done(agentfactory: Command) -> Callable[..., str]:
 def whole(
     done: Callable[..., str],
     model_folder: Path,  # noqa: F811
-    make_groups: Callable[..., list[Group]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Path:

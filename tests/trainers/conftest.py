@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from agentfactory.trainers.sync.server_control import ServerControl
 from tests.conftest import embedded_server
 
 VOCABULARY = 64
+Make = Callable[..., TrainRecipe]
+on_cpu = partial(Accelerator, cpu=True)
 
 
 @pytest.fixture(scope="session")
@@ -26,18 +29,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model (tied embeddings, 2 layers, hidden 32) with its tokenizer and chat template."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 100.0}
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        initializer_range=0.3,
-    )
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, rope_parameters=rope, initializer_range=0.3,
+    )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
     base = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     base.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -49,7 +45,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of `model_folder`."""
     return PreTrainedTokenizerFast.from_pretrained(model_folder)
 
 
@@ -64,13 +59,7 @@ def server(model_folder: Path) -> Iterator[ServerControl]:
 
 
 @pytest.fixture(scope="session")
-def accelerator() -> Accelerator:
-    """One process on the CPU."""
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="session")
-def make_recipe(model_folder: Path) -> Callable[..., TrainRecipe]:
+def make_recipe(model_folder: Path) -> Make:
     """`make_recipe(lora={...}, **train)`: a recipe for `model_folder` in float32."""
 
     def make(lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
@@ -81,8 +70,7 @@ def make_recipe(model_folder: Path) -> Callable[..., TrainRecipe]:
 
 
 @pytest.fixture
-def policy(make_recipe: Callable[..., TrainRecipe]) -> Policy:
-    """The policy of `model_folder`, in float32."""
+def policy(make_recipe: Make) -> Policy:
     return load_policy(make_recipe())
 
 
@@ -99,37 +87,15 @@ def make_row(rng: random.Random, turns: int = 3) -> Row:
 
 
 def make_groups(count: int, size: int, seed: int = 0) -> list[Group]:
-    """Group whose chains all completed, with rewards between 0 and 1."""
     rng = random.Random(seed)
-    return [
-        Group(
-            id=f"group-{g}",
-            task={"question": f"task {g}"},
-            trajectories=[
-                Trajectory(
-                    id=f"group-{g}/{i}",
-                    messages=[],
-                    rows=[make_row(rng, turns=rng.randint(1, 4))],
-                    outcome=Outcome.COMPLETED,
-                    reward=rng.random(),
-                    metrics={"success": float(rng.random() > 0.5), "tool_calls": 2.0},
-                    turns=3,
-                )
-                for i in range(size)
-            ],
-        )
-        for g in range(count)
-    ]
 
+    def chain(name: str) -> Trajectory:
+        rows, reward = [make_row(rng, turns=rng.randint(1, 4))], rng.random()
+        metrics = {"success": float(rng.random() > 0.5), "tool_calls": 2.0}
+        return Trajectory(name, [], rows, Outcome.COMPLETED, reward, metrics=metrics, turns=3)
 
-@pytest.fixture(scope="session", name="make_groups")
-def _make_groups() -> Callable[..., list[Group]]:
-    return make_groups
-
-
-@pytest.fixture(name="make_row")
-def _make_row() -> Callable[..., Row]:
-    return make_row
+    names = [f"group-{number}" for number in range(count)]
+    return [Group(name, {"question": name}, [chain(f"{name}/{i}") for i in range(size)]) for name in names]
 
 
 @pytest.fixture(scope="module")

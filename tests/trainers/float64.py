@@ -1,5 +1,4 @@
-"""Comparisons in double precision. Float32 kernels differ between processors by more than a fault might; results that
-differ in float64 come from different computations."""
+"""Comparisons in float64: float32 kernels differ between processors by more than a fault might."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ last bits to neighbours 6e-8 apart."""
 
 
 def in_float64(module: ModuleT) -> ModuleT:
-    """Convert a network, or our modules around networks, to float64."""
     for part in module.modules():
         if isinstance(part, Backbone):
             part.dtype = torch.float64
@@ -42,7 +40,6 @@ def never_through_float32() -> Iterator[None]:
 
 
 def assert_equal(given: Any, expected: Any) -> None:
-    """Assert that float64 tensors, or containers of them, are equal."""
     torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=TOLERANCE)
     tensors = [given] if isinstance(given, torch.Tensor) else given.values() if isinstance(given, dict) else given
     assert all(tensor.dtype == torch.float64 for tensor in tensors)

@@ -22,8 +22,6 @@ from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, Load, w
 
 
 class Worker:
-    """The weights, and the process group that transfers new ones."""
-
     def __init__(self, weights: dict[str, Tensor], fault: str) -> None:
         self.weights = weights
         self.fault = fault
@@ -39,7 +37,6 @@ class Worker:
         self.group = dist.ProcessGroupGloo(store, info["rank_offset"], size, wait)
 
     def receive(self, info: dict[str, Any]) -> None:
-        """Receive all weights of one update."""
         pending: list[tuple[str, list[int], torch.dtype, int]] = []
         for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
             dtype = getattr(torch, dtype_name)
@@ -51,7 +48,6 @@ class Worker:
             self.unpack(pending)
 
     def unpack(self, pending: list[tuple[str, list[int], torch.dtype, int]]) -> None:
-        """Receive one buffer."""
         sizes = [size for *_, size in pending]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
         self.group.broadcast(buffer, 0).wait()
@@ -61,7 +57,6 @@ class Worker:
                 self.weights[name] = part.clone().view(dtype).view(shape)
 
     def checksums(self) -> dict[str, str]:
-        """Return checksums in the form of /weight_checker."""
         digests = {
             n: hashlib.sha256(w.contiguous().view(-1).view(torch.uint8).numpy()) for n, w in self.weights.items()
         }
@@ -69,8 +64,6 @@ class Worker:
 
 
 def handler(worker: Worker) -> type[BaseHTTPRequestHandler]:
-    """The routes."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answers: dict[str, Any] = {
@@ -112,7 +105,6 @@ def handler(worker: Worker) -> type[BaseHTTPRequestHandler]:
 
 
 def main() -> None:
-    """Serve until the process is stopped."""
     worker = Worker(load_file(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(worker))
     print(f"http://127.0.0.1:{server.server_port}", flush=True)

@@ -15,23 +15,18 @@ from agentfactory.trainers.processes.accelerator import LaunchError, make_accele
 
 
 def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, folder: Path) -> None:
-    """Train, and print rank 0's log as JSON lines."""
     # imported late: a refused launch need not wait for it
     from transformers import AutoTokenizer
 
-    from agentfactory.rollout.text.load_renderer import make_renderer
     from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
     from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
     from agentfactory.trainers.sync.canary import Canary, canary_rows
 
-    tokenizer, lora = AutoTokenizer.from_pretrained(recipe.model.path), recipe.model.lora
-    # rank 0 knows the format
-    trains_rows = accelerator.is_main_process and lora is not None and lora.trainable_tokens is not None
-    info = {"renderer": make_renderer(tokenizer).info} if trains_rows else {}
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
     train_rl(
         recipe,
         accelerator,
-        Checkpoints(folder, tokenizer, recipe.train, info),
+        Checkpoints(folder, tokenizer, recipe.train),
         Services(
             lambda metrics: print(json.dumps(metrics), flush=True),
             source=SavedGroups(trajectories, recipe.train.steps * recipe.train.batch_size)
@@ -46,7 +41,6 @@ def train(recipe: TrainRecipe, accelerator: Accelerator, trajectories: Path, fol
 
 
 def main() -> int:
-    """Return exit status 2 if the launch is refused."""
     recipes = [TrainRecipe.model_validate(recipe) for recipe in json.loads(sys.argv[1])]
     try:
         accelerator = make_accelerator(recipes[0])

@@ -16,7 +16,6 @@ from tests.trainers.ranks import forget
 
 
 def step(learner: Learner) -> dict[str, Any]:
-    """Take an optimiser step; return loss and gradients."""
     found = loss_and_gradients(learner)
     learner.optimizer.step()
     learner.optimizer.zero_grad()
@@ -24,12 +23,10 @@ def step(learner: Learner) -> dict[str, Any]:
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    """Return the policy's whole weights (rank 0)."""
     return {name: value.clone() for name, value in learner.policy.gather().items()}
 
 
 def train(learner: Learner, state: Path | None = None) -> dict[str, Any]:
-    """Take two steps, and write the state between them."""
     gathered: set[bool] = set()
 
     def note(module: torch.nn.Module, inputs: Any) -> None:
@@ -50,7 +47,6 @@ def train(learner: Learner, state: Path | None = None) -> dict[str, Any]:
 
 
 def resume(learner: Learner, state: Path) -> dict[str, Any]:
-    """Load the state into a learner that has already computed, and take the second step."""
     loss_and_gradients(learner)
     learner.optimizer.zero_grad()
     load_state(state, learner)
@@ -58,7 +54,6 @@ def resume(learner: Learner, state: Path) -> dict[str, Any]:
 
 
 def train_and_resume(recipe: TrainRecipe, accelerator: Accelerator, folder: Path) -> tuple[dict[str, Any], ...]:
-    """Return the results of `train`, and of `resume` from its state."""
     state, found = folder / f"{recipe.train.precision} {recipe.model.lora is not None}", []
     for run in (train, resume):
         found.append(run(Learner(recipe, accelerator), state))

@@ -14,8 +14,7 @@ from agentfactory.trainers.update.policy_update import update_policy
 
 
 def scores_and_weights(recipe: TrainRecipe, accelerator: Accelerator, images: Path, pickled: Path) -> dict[str, Any]:
-    """Return rank 0's results with `pickled` rows: their scores, weights after an update, and which micro-batches had
-    images."""
+    """Return rank 0's scores of `pickled` rows, weights after an update, and which micro-batches had images."""
     rows: list[TrainingRow] = pickle.loads(pickled.read_bytes()) if accelerator.is_main_process else []
     torch.manual_seed(7)
     learner = Learner(recipe, accelerator, images=images)

@@ -11,17 +11,16 @@ from agentfactory.base.errors import SettingError
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.update.learner import Learner
 from tests.trainers.ranks import whole
+from tests.untrained_tokens import make_needs
 
 
 def megabytes(name: str) -> float:
-    """Return VmRSS or VmHWM (its peak) of this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
 def loss_and_gradients(learner: Learner) -> dict[str, Any]:
-    """Return loss and gradients (whole in every rank) of all labels of two rows and of the entropies, and the
-    precisions of residual stream and weights in the last layer."""
+    """Return loss and gradients (whole in every rank), and the precisions that the last layer computed in."""
     used = []
 
     def note(layer: nn.Module, inputs: Any) -> None:
@@ -44,7 +43,8 @@ def load(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:
     # measure the peak from here on
     Path("/proc/self/clear_refs").write_text("5")
     try:
-        learner = Learner(recipe, accelerator)
+        trains_rows = recipe.model.lora is not None
+        learner = Learner(recipe, accelerator, needs=make_needs() if trains_rows else None)
     except SettingError as error:
         return {"refused": str(error)}
     memory = {"peak": megabytes("VmHWM") - before, "kept": megabytes("VmRSS") - before}

@@ -31,7 +31,6 @@ M_MMAP_THRESHOLD = -3
 
 
 def main() -> None:
-    """Save rank 0's results, and the weights as gathered by one process."""
     recipe = TrainRecipe.model_validate(json.loads(sys.argv[1]))
     receiver, engine, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
     # freed weights' memory returns to the system, in every thread

@@ -22,8 +22,7 @@ def make_rows(count: int = 6) -> list[TrainingRow]:
     rows = [make_row(rng) for _ in range(count)]
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         second.token_ids[:4] = first.token_ids[:4]
-    made = [training_row(row, rng.gauss(0.0, 1.0)) for row in rows]
-    return [row for row in made if row is not None]
+    return [training_row(row, rng.gauss(0.0, 1.0)) for row in rows]
 
 
 def in_context_rows() -> list[TrainingRow]:
@@ -33,11 +32,9 @@ def in_context_rows() -> list[TrainingRow]:
     for number, row in enumerate(rows):
         first = row.mask.index(1)
         if number != 2:
-            row.teacher_prompt = row.token_ids[: first - number % 3] + [
-                rng.randrange(64) for _ in range(3 + 2 * number)
-            ]
-    made = [training_row(row, rng.gauss(0.0, 1.0)) for row in rows]
-    return [row for row in made if row is not None]
+            further = [rng.randrange(64) for _ in range(3 + 2 * number)]
+            row.teacher_prompt = row.token_ids[: first - number % 3] + further
+    return [training_row(row, rng.gauss(0.0, 1.0)) for row in rows]
 
 
 def exercise(recipe: TrainRecipe, accelerator: Accelerator) -> dict[str, Any]:

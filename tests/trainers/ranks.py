@@ -42,7 +42,6 @@ def forget(accelerator: Accelerator) -> None:
 
 
 def whole(value: Tensor | None) -> Tensor | None:
-    """Return a copy of a tensor, unsharded."""
     return value.full_tensor() if isinstance(value, DTensor) else None if value is None else value.clone()
 
 

@@ -2,36 +2,25 @@
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
-from agentfactory.trainers.batches.batch import (
-    Batching,
-    TrainingRow,
-    make_batches,
-    only_targets,
-    scatter,
-    training_row,
-)
-from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches, only_targets, training_row
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
+from tests.trainers.conftest import Make, make_row, on_cpu
 
 pytestmark = pytest.mark.numbers
 
-Rows = Callable[..., Row]
 BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
 
-def rows_of(make_row: Rows, count: int, seed: int = 0) -> list[TrainingRow]:
-    """Return ragged rows with random advantages; every second one continues the prefix of the previous one
-    differently."""
+def rows_of(count: int, seed: int = 0) -> list[TrainingRow]:
+    """Return ragged rows; every second one continues the prefix of the previous one differently."""
     rng = random.Random(seed)
     rows: list[TrainingRow] = []
     for number in range(count):
@@ -41,14 +30,11 @@ def rows_of(make_row: Rows, count: int, seed: int = 0) -> list[TrainingRow]:
             row = Row()
             row.append_context(rows[-1].token_ids[:-3].tolist())
             row.append_sampled(sampled, [-3.0] * len(sampled), [Span("0", 0, len(sampled))])
-        made = training_row(row, rng.gauss(0, 1))
-        assert made is not None
-        rows.append(made)
+        rows.append(training_row(row, rng.gauss(0, 1)))
     return rows
 
 
-def plain(row: TrainingRow | None) -> Any:
-    assert row is not None
+def plain(row: TrainingRow) -> Any:
     return row.token_ids.tolist(), row.targets.tolist(), {name: s.tolist() for name, s in row.streams.items()}
 
 
@@ -76,19 +62,18 @@ def test_the_first_token_and_untrained_rows_are_left_out() -> None:
     assert training_row(Row([1, 2], [0, 0], [0.0, 0.0])) is None
 
 
-def test_ragged_streams_are_refused() -> None:
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="a row of 2 tokens has 1 logprobs"):
         training_row(Row([1, 2], [0, 1], [0.0]))
-
-
-def test_rows_of_different_streams_are_refused() -> None:
     ids, targets, one = np.array([1, 2]), np.array([1]), np.ones(1)
     rows = [TrainingRow(ids, targets, {"weight": one}), TrainingRow(ids, targets, {"weight": one, "value": one})]
     with pytest.raises(ValueError, match=r"the streams \['value', 'weight'\], another \['weight'\]"):
         make_batches(rows, "padded", 10)
+    with pytest.raises(ValueError, match=r"sum to 0\.0; they must sum to more"):
+        make_batches([TrainingRow(ids, targets, {"weight": np.zeros(1)})], "padded", token_budget=10)
 
 
-def test_masked_positions_are_never_read(make_row: Rows) -> None:
+def test_masked_positions_are_never_read() -> None:
     """A NaN log-probability and a huge weight do not reach a batch."""
     row = make_row(random.Random(0))
     clean = plain(training_row(row))
@@ -97,18 +82,17 @@ def test_masked_positions_are_never_read(make_row: Rows) -> None:
     assert plain(training_row(row)) == clean
 
 
-def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given(make_row: Rows) -> None:
-    rows = rows_of(make_row, 11)
+def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given() -> None:
+    rows = rows_of(11)
     batches = make_batches(rows, "tree", token_budget=60, processes=3)
     assert {batch.normaliser for batch in batches} == {float(sum(len(row.targets) for row in rows))}
-    assert (
-        sum(float(part.streams["weight"].sum()) for b in batches for part in b.micro_batches) == batches[0].normaliser
-    )
+    weights = [float(part.streams["weight"].sum()) for batch in batches for part in batch.micro_batches]
+    assert sum(weights) == batches[0].normaliser
     assert make_batches(rows, "tree", 60, normaliser=7.0)[0].normaliser == 7.0
 
 
-def test_fewer_rows_than_processes_leaves_idle_ones(make_row: Rows) -> None:
-    rows = rows_of(make_row, 1)
+def test_fewer_rows_than_processes_leaves_idle_ones() -> None:
+    rows = rows_of(1)
     rows[0].streams["value"] = np.full(len(rows[0].targets), 2.0)
     batches = make_batches(rows, "tree", token_budget=60, processes=3)
     assert [len(batch.micro_batches) for batch in batches] == [1, 1, 1]
@@ -116,27 +100,18 @@ def test_fewer_rows_than_processes_leaves_idle_ones(make_row: Rows) -> None:
     assert batches[1].micro_batches[0].streams.keys() == rows[0].streams.keys()
 
 
-def test_weights_that_sum_to_nothing_are_refused() -> None:
-    row = training_row(Row([1, 2], [0, 1], [0.0, -1.0], weights=[0.0, 0.0]))
-    assert row is not None
-    with pytest.raises(ValueError, match=r"sum to 0\.0; they must sum to more"):
-        make_batches([row], "padded", token_budget=10)
-
-
 @pytest.mark.parametrize("budget", [1, 200])
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_cutting_and_order_change_no_gradient(
-    make_recipe: Callable[..., TrainRecipe], make_row: Rows, accelerator: Accelerator, batching: Batching, budget: int
-) -> None:
+def test_cutting_and_order_change_no_gradient(make_recipe: Make, batching: Batching, budget: int) -> None:
     """8 x 1 = 4 x 2 = 1 x 8 up to float32: gradient norm, loss, and the weights after the update."""
     recipe = make_recipe(learning_rate=1e-3, optimizer={"name": "sgd"})
-    rows = rows_of(make_row, 8)
-    whole, parts = Learner(recipe, accelerator), Learner(recipe, accelerator)
-    one = update_policy(whole, scatter(make_batches(rows, "padded", 10_000), accelerator), recipe).updates[0]
+    rows = rows_of(8)
+    whole, parts = Learner(recipe, on_cpu()), Learner(recipe, on_cpu())
+    one = update_policy(whole, make_batches(rows, "padded", 10_000)[0], recipe).updates[0]
     shuffled = random.Random(7).sample(rows, len(rows))
     batches = make_batches(shuffled, batching, budget)
     assert (batching != "padded" and budget > 100) == any(part.ends is not None for part in batches[0].micro_batches)
-    other = update_policy(parts, scatter(batches, accelerator), recipe).updates[0]
+    other = update_policy(parts, batches[0], recipe).updates[0]
     assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert other.loss == pytest.approx(one.loss, abs=1e-6)
     assert other.sums == pytest.approx(one.sums, rel=1e-5)
@@ -155,13 +130,7 @@ def test_a_row_with_fewer_targets_is_the_row_that_was_made_for_them() -> None:
     )
     both = training_row(row)
     first = training_row(Row(row.token_ids, [0, 0, 1, 1, 0, 0, 0, 0], row.logprobs, images=row.images))
-    assert both is not None
-    assert first is not None
-    early, late = (
-        only_targets(both, np.array(kept)) for kept in ([True, True, False, False], [False, False, True, True])
-    )
-    assert early is not None
-    assert late is not None
+    early, late = (only_targets(both, np.array(kept, dtype=bool)) for kept in ([1, 1, 0, 0], [0, 0, 1, 1]))
     for name, value in vars(first).items():
         np.testing.assert_equal(vars(early)[name], value, err_msg=name)
     assert (late.token_ids.tolist(), late.targets.tolist()) == (list(range(8)), [6, 7])

@@ -7,18 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agentfactory.trainers.checkpoints import checkpoint_folder
 from agentfactory.trainers.checkpoints.checkpoint import TrainState, compact, expand
-from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    BestCheckpoint,
-    DamagedCheckpointError,
-    checkpoint_path,
-    checkpoints,
-    find_best,
-    newest_whole,
-    prune,
-    verify,
-    written_aside,
-)
+from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, find_best, newest_whole, prune, verify
 
 
 def best(folder: Path) -> Path | None:
@@ -27,12 +18,11 @@ def best(folder: Path) -> Path | None:
 
 
 def write(folder: Path, step: int, success: float | None = None, only_best: bool = False) -> Path:
-    path = checkpoint_path(folder, step)
-    with written_aside(path) as aside:
+    path = checkpoint_folder.checkpoint_path(folder, step)
+    with checkpoint_folder.written_aside(path) as aside:
         metrics = {} if success is None else {"eval/sampled/success": success}
-        (aside / "trainer_state.json").write_text(
-            json.dumps({"step": step, "metrics": metrics, "only_best": only_best})
-        )
+        info = {"step": step, "metrics": metrics, "only_best": only_best}
+        (aside / "trainer_state.json").write_text(json.dumps(info))
         (aside / "model").mkdir()
         (aside / "model" / "weights").write_bytes(bytes(range(256)))
     return path
@@ -56,7 +46,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], said:
     first, second = write(tmp_path, 1), write(tmp_path, 2)
     verify(second)
     damage(second)
-    with pytest.raises(DamagedCheckpointError, match=f"step-000002 is damaged: {said}"):
+    with pytest.raises(checkpoint_folder.DamagedCheckpointError, match=f"step-000002 is damaged: {said}"):
         verify(second)
     assert newest_whole(checkpoints(tmp_path)) == first
     damage(first)
@@ -64,7 +54,8 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], said:
 
 
 def test_a_failure_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no space"), written_aside(checkpoint_path(tmp_path, 1)):
+    path = checkpoint_folder.checkpoint_path(tmp_path, 1)
+    with pytest.raises(OSError, match="no space"), checkpoint_folder.written_aside(path):
         raise OSError("no space")
     assert checkpoints(tmp_path) == []
 
@@ -112,9 +103,8 @@ def test_by_itself_success_decides_and_reward_where_there_is_none(tmp_path: Path
     write(tmp_path, 10, 0.5)
     write(tmp_path, 20)
     (tmp_path / "step-000020" / "trainer_state.json").write_text('{"metrics": {"eval/sampled/reward": 9.0}}')
-    assert find_best(checkpoints(tmp_path), "auto") == BestCheckpoint(
-        tmp_path / "step-000010", 10, "eval/sampled/success", 0.5
-    )
+    found = find_best(checkpoints(tmp_path), "auto")
+    assert (found.path.name, found.step, found.metric, found.value) == ("step-000010", 10, "eval/sampled/success", 0.5)
     assert find_best(checkpoints(tmp_path)[1:], "auto").value == 9.0
     assert find_best(checkpoints(tmp_path), None) is None
 

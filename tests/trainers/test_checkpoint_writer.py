@@ -1,15 +1,16 @@
-"""A checkpoint has the learner's state at its beginning, on every rank, however late it is written; a checkpoint that
-cannot be written leaves nothing behind."""
+"""A checkpoint has the learner's state at its beginning, on every rank, however late it is written."""
 
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast
 
@@ -26,17 +27,12 @@ from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.forked import start_ranks
 from tests.saved_checkpoint import save_checkpoint, training_state
+from tests.trainers.conftest import Make, make_groups, on_cpu
 
 pytestmark = pytest.mark.numbers
 
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "adapter": {"lora": {"rank": 2}},
-    "critic": {"algorithm": "ppo"},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"full": {}, "adapter": {"lora": {"rank": 2}}, "critic": {"algorithm": "ppo"}}
 
 
 def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
@@ -49,7 +45,8 @@ def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> Non
 
 def files(checkpoint: Path) -> dict[str, bytes]:
     """Return all files whose bytes are comparable; shard files contain their own names."""
-    return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix in (".json", ".safetensors")}
+    found = [path for path in checkpoint.iterdir() if path.suffix in (".json", ".safetensors")]
+    return {path.name: path.read_bytes() for path in found if path.name != "digests.json"}
 
 
 def same_state(one: Path, other: Path) -> bool:
@@ -58,83 +55,61 @@ def same_state(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(second[key], value) for key, value in first.items())
 
 
-class Gate:
-    """A gate that blocks the writing of checkpoints until it is opened."""
-
-    def __init__(self, write: Callable[..., None]) -> None:
-        self.is_open = threading.Event()
-        self._write = write
-
-    def __call__(self, *arguments: Any) -> None:
-        self.is_open.wait()
-        self._write(*arguments)
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A gate for every checkpoint of the test."""
-    gate = Gate(checkpoint_writer.write_part)
-    monkeypatch.setattr(checkpoint_writer, "write_part", gate)
-    yield gate
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event that the writing of checkpoints waits for."""
+    is_open, write = threading.Event(), checkpoint_writer.write_part
+    monkeypatch.setattr(checkpoint_writer, "write_part", lambda *arguments: is_open.wait() and write(*arguments))
+    yield is_open
     # a waiting thread would keep the test process alive
-    gate.is_open.set()
+    is_open.set()
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_what_is_trained_meanwhile_is_not_in_it(
-    make_recipe: Make,
-    make_groups: MakeGroups,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    gate: Gate,
-    case: str,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: threading.Event, case: str
 ) -> None:
     recipe = make_recipe(**{"steps": 9, "batch_size": 2, "learning_rate": 1e-2, **SETTINGS[case]})
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     take_step(learner, recipe, make_groups(2, 3))
-    gate.is_open.set()
+    gate.set()
     at_once = save_checkpoint(tmp_path / "at once", 1, learner, tokenizer, {"seed": 7})
-    gate.is_open.clear()
+    gate.clear()
     writer = CheckpointWriter(tmp_path / "meanwhile", tokenizer)
     writer.begin(1, learner, {"seed": 7})
     for seed in (1, 2):
         take_step(learner, recipe, make_groups(2, 3, seed=seed))
     torch.rand(3)
     assert not writer.is_done
-    gate.is_open.set()
+    gate.set()
     path = writer.wait()
-    assert path is not None
     verify(path)
     assert same_state(path, at_once)
-    expected = files(at_once)
-    del expected["digests.json"]
-    assert {name: content for name, content in files(path).items() if name != "digests.json"} == expected
+    assert files(path) == files(at_once)
     # the memory of the copy is reused
     later = save_checkpoint(tmp_path / "at once", 3, learner, tokenizer, {"seed": 7})
     writer.begin(3, learner, {"seed": 7})
     last = writer.wait()
-    assert last is not None
     assert same_state(last, later)
     assert files(last) != files(path)
 
 
 def test_it_counts_once_it_is_durable(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: Gate
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, gate: threading.Event
 ) -> None:
     log = tmp_path / "metrics.jsonl"
     log.write_text("one\n")
     recipe = make_recipe(steps=9, checkpoint_every=2, keep_last=1)
-    folder, learner = tmp_path / "checkpoints", Learner(recipe, accelerator)
+    folder, learner = tmp_path / "checkpoints", Learner(recipe, on_cpu())
     checkpoints = Checkpoints(folder, tokenizer, recipe.train, files=lambda: {"metrics": log})
     with checkpoints.ending():
         checkpoints.train_state.finish(2, ["a", "b"], seconds=1.0)
         checkpoints.save(learner)
         checkpoints.train_state.finish(3, ["c"], seconds=1.0)
         log.write_text("one\ntwo\n")
-        checkpoints.poll(accelerator)
+        checkpoints.poll(on_cpu())
         assert (checkpoints.saved_step, checkpoints.path, checkpoints.take_groups()) == (2, None, [])
-        gate.is_open.set()
+        gate.set()
         checkpoints.wait()
         assert (checkpoints.path, checkpoints.take_groups()) == (folder / "step-000002", ["a", "b"])
         state = json.loads((folder / "step-000002" / "trainer_state.json").read_text())
@@ -148,22 +123,21 @@ def test_it_counts_once_it_is_durable(
 
 def test_an_error_in_the_loop_waits_for_what_is_being_written(
     make_recipe: Make,
-    accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
-    gate: Gate,
+    gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = make_recipe(steps=9)
     checkpoints, wait = Checkpoints(tmp_path, tokenizer, recipe.train), CheckpointWriter.wait
 
     def open_and_wait(writer: CheckpointWriter) -> Path | None:
-        gate.is_open.set()
+        gate.set()
         return wait(writer)
 
     def fail() -> None:
         checkpoints.train_state.finish(1, [], seconds=1.0)
-        checkpoints.save(Learner(recipe, accelerator))
+        checkpoints.save(Learner(recipe, on_cpu()))
         monkeypatch.setattr(CheckpointWriter, "wait", open_and_wait)
         raise FloatingPointError("a gradient")
 
@@ -173,32 +147,22 @@ def test_an_error_in_the_loop_waits_for_what_is_being_written(
 
 
 def test_an_error_of_the_writing_ends_the_run(
-    make_recipe: Make,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_writer, "_write_model", refuse)
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(checkpoint_writer, "_write_model", full)
     recipe = make_recipe(steps=9)
     checkpoints = Checkpoints(tmp_path, tokenizer, recipe.train)
     checkpoints.train_state.finish(1, ["a"], seconds=1.0)
-    checkpoints.save(Learner(recipe, accelerator))
+    checkpoints.save(Learner(recipe, on_cpu()))
 
-    def poll() -> None:
-        while True:
-            checkpoints.poll(accelerator)
-
+    polled = (checkpoints.poll(on_cpu()) for _ in itertools.count())
     with pytest.raises(DiskError, match=rf"{tmp_path}/step-000001 cannot be written: No space left.*; fix: make room"):
-        poll()
+        deque(polled, maxlen=0)
     assert (checkpoints.path, checkpoints.take_groups(), list(tmp_path.iterdir())) == (None, [], [])
 
 
 def write_as_before(folder: Path, learner: Learner) -> Path:
-    """Write the state in the format of version 0.1."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {
         "weights": {name: weight.detach() for name, weight in learner.model.named_parameters() if weight.requires_grad},
@@ -212,17 +176,15 @@ def write_as_before(folder: Path, learner: Learner) -> Path:
 
 
 @pytest.mark.parametrize("case", ["full", "critic"])
-def test_one_of_0_1_goes_on_bit_by_bit(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path, case: str
-) -> None:
+def test_one_of_0_1_goes_on_bit_by_bit(make_recipe: Make, tmp_path: Path, case: str) -> None:
     course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2, "schedule": "cosine"}
     recipe = make_recipe(**{**course, **SETTINGS[case]})
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     for seed in (1, 2):
         take_step(learner, recipe, make_groups(2, 3, seed=seed))
     before = write_as_before(tmp_path / "before", learner)
     random = torch.get_rng_state()
-    resumed = Learner(recipe, accelerator)
+    resumed = Learner(recipe, on_cpu())
     load_state(before, resumed)
     assert torch.equal(torch.get_rng_state(), random)
     for one in (learner, resumed):
@@ -233,12 +195,10 @@ def test_one_of_0_1_goes_on_bit_by_bit(
 
 
 @pytest.mark.processes
-def test_every_rank_writes_its_part_and_learns_of_a_full_disk(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, tmp_path: Path
-) -> None:
+def test_every_rank_writes_its_part_and_learns_of_a_full_disk(make_recipe: Make, tmp_path: Path) -> None:
     course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2}
     one, two = make_recipe(**course), make_recipe(**course, processes=2, strategy="fsdp2")
-    learner = Learner(one, accelerator)
+    learner = Learner(one, on_cpu())
     take_step(learner, one, make_groups(2, 3))
     before = write_as_before(tmp_path / "before", learner)
     folder, log = tmp_path / "checkpoints", tmp_path / "log"

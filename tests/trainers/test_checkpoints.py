@@ -7,36 +7,30 @@ import os
 import pathlib
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from peft import AutoPeftModelForCausalLM
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.config import TeacherConfig, TrainRecipe
+from agentfactory.trainers.config import TeacherConfig
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state, part_of, write_part
 from tests.saved_checkpoint import save_checkpoint, training_state
+from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
 
 pytestmark = pytest.mark.numbers
 
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
-
 
 def test_full_checkpoint_is_loaded_by_transformers(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     recipe = make_recipe()
     recipe.model.dtype = "bfloat16"
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     path = save_checkpoint(tmp_path, 80, learner, tokenizer, {"seed": 7, "groups": ["g1"]})
     assert path == tmp_path / "step-000080"
     assert [child.name for child in tmp_path.iterdir()] == ["step-000080"]
@@ -52,29 +46,10 @@ def test_full_checkpoint_is_loaded_by_transformers(
     assert {value.dtype for key, value in held.items() if key.startswith("weights/")} == {torch.float32}
 
 
-def test_adapter_checkpoint_is_loaded_by_peft(
-    make_recipe: Make,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    model_folder: Path,
-    tmp_path: Path,
-) -> None:
-    learner = Learner(make_recipe(lora={"rank": 2}), accelerator)
-    path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
-    assert not (path / "model.safetensors").exists()
-    loaded = AutoPeftModelForCausalLM.from_pretrained(path)
-    assert loaded.peft_config["default"].base_model_name_or_path == str(model_folder)
-    weights = dict(loaded.named_parameters())
-    for name, value in learner.policy.model.named_parameters():
-        assert torch.equal(weights[name], value), name
-
-
-def test_other_weights_are_refused(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    path = save_checkpoint(tmp_path, 1, Learner(make_recipe(lora={"rank": 2}), accelerator), tokenizer, {})
+def test_other_weights_are_refused(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, Learner(make_recipe(lora={"rank": 2}), on_cpu()), tokenizer, {})
     with pytest.raises(ValueError, match=r"holds other weights than are trained, such as model\."):
-        load_state(path, Learner(make_recipe(), accelerator))
+        load_state(path, Learner(make_recipe(), on_cpu()))
 
 
 RECORDED: dict[str, dict[str, Any]] = {
@@ -94,13 +69,12 @@ RECORDED: dict[str, dict[str, Any]] = {
 
 
 RARE = {"taught", "critic as an adapter", "muon", "adafactor", "without a state"}
+RARELY = [pytest.param(case, marks=[pytest.mark.extended] if case in RARE else []) for case in RECORDED]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.extended) if case in RARE else case for case in RECORDED]
-)
+@pytest.mark.parametrize("case", RARELY)
 def test_training_goes_on_bit_by_bit(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, case: str
 ) -> None:
     settings = {"batch_size": 2, "learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, "checkpoint_every": 2}
     fields = {**settings, **RECORDED[case], "steps": 5}
@@ -116,25 +90,25 @@ def test_training_goes_on_bit_by_bit(
 
 
 def test_more_steps_stretch_the_course_of_the_learning_rate(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     course = {"schedule": "cosine", "learning_rate": 1e-3}
-    learner = Learner(make_recipe(steps=4, **course), accelerator)
+    learner = Learner(make_recipe(steps=4, **course), on_cpu())
     for _ in range(4):
         learner.optimizer.step()
         learner.end_step()
     assert learner.learning_rate == pytest.approx(0.0)
     path = save_checkpoint(tmp_path, 4, learner, tokenizer, {})
-    longer = Learner(make_recipe(steps=12, **course), accelerator)
+    longer = Learner(make_recipe(steps=12, **course), on_cpu())
     load_state(path, longer)
     assert longer.learning_rate == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 4 / 12)))
     assert {group["lr"] for group in longer.optimizer.param_groups} == {longer.learning_rate}
 
 
 def test_checkpoints_of_other_pythons_are_read(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    learner = Learner(make_recipe(), accelerator)
+    learner = Learner(make_recipe(), on_cpu())
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11.2
         patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
@@ -145,37 +119,31 @@ def test_checkpoints_of_other_pythons_are_read(
     metadata = (path / "training_state" / ".metadata").read_bytes()
     assert b"getattr" in metadata
     assert b"pathlib._local" in metadata
-    load_state(path, Learner(make_recipe(), accelerator))
+    load_state(path, Learner(make_recipe(), on_cpu()))
 
 
-class Attribute:
-    """An object that unpickles to an attribute."""
+class Trap:
+    """An object that unpickles to the result of a call."""
 
-    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
-        return getattr, (Metadata, "__init__")
+    def __init__(self, *call: Any) -> None:
+        self.call = call
 
-
-class Command:
-    """An object that runs a command when unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (f"touch {self.folder}/ran",)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call[0], self.call[1:]
 
 
 def test_a_checkpoint_of_somebody_else_runs_nothing(
-    make_recipe: Make, accelerator: Accelerator, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    learner = Learner(make_recipe(), accelerator)
+    learner = Learner(make_recipe(), on_cpu())
     path = save_checkpoint(tmp_path, 1, learner, tokenizer, {})
     metadata = path / "training_state" / ".metadata"
     usual = metadata.read_bytes()
-    metadata.write_bytes(pickle.dumps(Command(tmp_path)))
+    command = Trap(os.system, f"touch {tmp_path}/ran")
+    metadata.write_bytes(pickle.dumps(command))
     with pytest.raises(ValueError, match=r"names posix\.system, which describes no tensor"):
         load_state(path, learner)
-    metadata.write_bytes(pickle.dumps(Attribute()))
+    metadata.write_bytes(pickle.dumps(Trap(getattr, Metadata, "__init__")))
     with pytest.raises(ValueError, match=r"names __init__ of .*, which describes no tensor"):
         load_state(path, learner)
     elsewhere = pickle.loads(usual)
@@ -188,7 +156,7 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(
     part = {key: value for key, value in part_of(learner).items() if key != "settings"}
     (path / "training_state").rename(tmp_path / "before")
     file = io.BytesIO()
-    torch.save(Command(tmp_path), file)
+    torch.save(command, file)
     write_part({**part, "settings": torch.tensor([*file.getvalue()], dtype=torch.uint8)}, path / "training_state", None)
     with pytest.raises(ValueError, match="hold more than numbers and texts: Weights only load failed"):
         load_state(path, learner)

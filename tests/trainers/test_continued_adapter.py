@@ -1,14 +1,11 @@
-"""Training that continues an adapter: its weights, the reference, the critic, exact resume, and adapters that others
-made, compared with peft."""
+"""Training that continues an adapter, also one that peft made."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,50 +13,20 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.merging import merge_adapter
-from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.networks.critic import Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from tests.saved_groups import write_groups
+from tests.trainers.conftest import Make, make_groups, on_cpu
 from tests.trainers.resumed import train_twice
-from tests.trainers.test_accelerator import TWO_PROCESSES, launch
+from tests.trainers.scored import IDS, INPUTS, disturb, score, scores_of
 
 pytestmark = pytest.mark.numbers
 
-IDS = torch.arange(24).reshape(2, 12) % 60
-TARGETS = torch.tensor([3, 4, 9, 14, 23])
-INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 KL: dict[str, Any] = {"kl": {"coefficient": 0.1}}
-
-Make = Callable[..., TrainRecipe]
-
-
-@torch.no_grad()
-def score(policy: Policy) -> Tensor:
-    return policy(*INPUTS)[0]
-
-
-@torch.no_grad()
-def scores_of(network: Any) -> Tensor:
-    logits = network(IDS).logits.float().log_softmax(-1).flatten(0, 1)
-    return logits[INPUTS[1]].gather(-1, INPUTS[2][:, None]).squeeze(-1)
-
-
-def disturb(model: torch.nn.Module, seed: int) -> None:
-    """Change all trained weights."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1 * torch.randn_like(weight))
 
 
 @pytest.fixture
 def trained(make_recipe: Make, tmp_path: Path) -> tuple[Path, Policy]:
-    """An adapter that acts, in a folder, and the policy that it belongs to."""
     policy = load_policy(make_recipe(lora={"rank": 3}))
     disturb(policy, 3)
     policy.save_adapter(tmp_path / "adapter", dict(policy.gather().stream()))
@@ -68,7 +35,7 @@ def trained(make_recipe: Make, tmp_path: Path) -> tuple[Path, Policy]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_begins_where_the_other_ended_and_so_does_its_reference(
-    make_recipe: Make, trained: tuple[Path, Policy], accelerator: Accelerator, dtype: Any
+    make_recipe: Make, trained: tuple[Path, Policy], dtype: Any
 ) -> None:
     folder, before = trained
     recipe = make_recipe(lora={"rank": 3, "from": str(folder)}, loss=KL)
@@ -76,7 +43,7 @@ def test_it_begins_where_the_other_ended_and_so_does_its_reference(
     policy = load_policy(recipe)
     if dtype == "float32":
         torch.testing.assert_close(score(policy), score(before), atol=0, rtol=0)
-    reference = make_reference(recipe, policy, accelerator)
+    reference = make_reference(recipe, policy, on_cpu())
     assert reference.network is None, "no second network"
     began = reference.logprobs(policy, *INPUTS)
     assert torch.equal(began, score(policy)), "the KL divergence of the first step is exactly 0"
@@ -87,11 +54,8 @@ def test_it_begins_where_the_other_ended_and_so_does_its_reference(
     assert torch.equal(reference.logprobs(policy, *INPUTS), began)
     saved = load_file(folder / "adapter_model.safetensors")
     assert dict(policy.gather().stream()).keys() == saved.keys(), "it is neither saved nor sent"
-
-
-def test_without_a_penalty_there_is_no_second_adapter(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
-    policy = load_policy(make_recipe(lora={"rank": 3, "from": str(trained[0])}))
-    assert not any(".reference." in name for name, _ in policy.named_parameters())
+    without = load_policy(make_recipe(lora={"rank": 3, "from": str(folder)}))
+    assert not any(".reference." in name for name, _ in without.named_parameters())
 
 
 def test_a_critic_begins_with_the_policys_features(make_recipe: Make, trained: tuple[Path, Policy]) -> None:
@@ -109,10 +73,7 @@ def test_a_critic_begins_with_the_policys_features(make_recipe: Make, trained: t
 def test_an_adapter_of_another_network_is_refused_by_the_tensor_that_does_not_fit(
     make_recipe: Make, trained: tuple[Path, Policy]
 ) -> None:
-    for lora, named in (
-        ({"rank": 3, "target_modules": ["q_proj"]}, "nothing"),
-        ({"rank": 2}, r"\(3, "),
-    ):
+    for lora, named in (({"rank": 3, "target_modules": ["q_proj"]}, "nothing"), ({"rank": 2}, r"\(3, ")):
         recipe = make_recipe(lora={**lora, "from": str(trained[0])})
         with pytest.raises(SettingError, match=rf"model\.lora\.from: .*{named}"):
             load_policy(recipe)
@@ -121,12 +82,7 @@ def test_an_adapter_of_another_network_is_refused_by_the_tensor_that_does_not_fi
 @pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_training_resumes_exactly_within_the_second_run(
-    make_recipe: Make,
-    make_groups: Callable[..., list[Group]],
-    trained: tuple[Path, Policy],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    algorithm: str,
+    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, algorithm: str
 ) -> None:
     course = {"batch_size": 2, "learning_rate": 1e-2, "checkpoint_every": 1, "steps": 3}
     recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm=algorithm, loss=KL, **course)
@@ -140,35 +96,6 @@ def test_training_resumes_exactly_within_the_second_run(
     alone = PeftModel.from_pretrained(network, folders[0])
     continued = load_policy(make_recipe(lora={"rank": 3, "from": str(folders[0])}))
     torch.testing.assert_close(score(continued), scores_of(alone), atol=1e-5, rtol=0)
-
-
-@pytest.mark.processes
-@pytest.mark.extended
-def test_two_processes_continue_it_as_one_does(
-    make_recipe: Make,
-    make_groups: Callable[..., list[Group]],
-    trained: tuple[Path, Policy],
-    tokenizer: PreTrainedTokenizerFast,
-    accelerator: Accelerator,
-    tmp_path: Path,
-) -> None:
-    groups = tmp_path / "groups.jsonl"
-    write_groups(groups, make_groups(6, 3))
-    course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-3, "token_budget": 70, "loss": KL}
-    lora = {"rank": 3, "from": str(trained[0])}
-    one, two = (make_recipe(lora=lora, **course, **how) for how in ({}, {"strategy": "fsdp2", "processes": 2}))
-    arguments = [json.dumps([two.model_dump(mode="json")]), str(groups), str(tmp_path)]
-    lines = launch(TWO_PROCESSES["fsdp2"], arguments, cpu_by_environment=True)
-    steps = [json.loads(line) for line in lines if line.startswith("{")]
-    assert steps[0]["kl"] == 0
-    assert steps[1]["kl"] > 0
-    checkpoints = Checkpoints(tmp_path / "one", tokenizer, one.train)
-    train_rl(one, accelerator, checkpoints, Services(lambda line: None, source=SavedGroups(groups, 6)))
-    expected, given = (
-        load_file(tmp_path / name / "step-000002" / "adapter_model.safetensors") for name in ("one", "0")
-    )
-    for name, value in expected.items():
-        torch.testing.assert_close(given[name], value, atol=1e-5, rtol=1e-4)
 
 
 OF_PEFT: dict[str, dict[str, Any]] = {
@@ -204,9 +131,8 @@ def test_plain_adapters_of_peft_are_continued(make_recipe: Make, of_peft: Any, k
     # saved again, anybody reads it in the same way
     policy.save_adapter(tmp_path / "again", dict(policy.gather().stream()))
     network = AutoModelForCausalLM.from_pretrained(policy.network.name_or_path, dtype=torch.float32)
-    torch.testing.assert_close(
-        scores_of(PeftModel.from_pretrained(network, tmp_path / "again")), expected, atol=1e-5, rtol=0
-    )
+    again = scores_of(PeftModel.from_pretrained(network, tmp_path / "again"))
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", OF_PEFT)
@@ -236,12 +162,11 @@ def test_the_rounding_of_a_merge_is_named(model_folder: Path, of_peft: Any, tmp_
     said = merge_adapter(folder, str(model_folder), "bfloat16", tmp_path / "merged")
     assert "merged in float32; rounding to bfloat16 moves these weights by " in said
     share = float(said.partition(" by ")[2].partition("%")[0])
-    base, rounded = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model_folder, tmp_path / "merged")
+    base, rounded, exact = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (model_folder, tmp_path / "merged", model_folder)
     )
-    exact = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), folder
-    ).merge_and_unload()
+    exact = PeftModel.from_pretrained(exact, folder).merge_and_unload()
     change = lost = 0.0
     for name, weight in exact.named_parameters():
         if "_proj" in name:

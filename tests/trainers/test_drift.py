@@ -10,8 +10,7 @@ CONTEXTS, TOKENS = 8, 128
 
 
 class Scorer:
-    """A source of noisy scores: `trained` moves along one direction, `served` along a direction that the test
-    chooses."""
+    """Noisy scores, the noise between two of the same weights being NOISE."""
 
     def __init__(self) -> None:
         self.draw = np.random.default_rng(0)
@@ -19,18 +18,15 @@ class Scorer:
         self.direction = self.draw.normal(0.0, 1.0, TOKENS)
 
     def at(self, moved: float) -> np.ndarray:
-        """Return scores of weights that moved by `moved` (nats, root mean square)."""
         return self.base + moved * self.direction + self.draw.normal(0.0, NOISE / 2**0.5, TOKENS)
 
 
 @pytest.fixture
 def scorer() -> Scorer:
-    """A scorer whose noise between two scores of the same weights is NOISE."""
     return Scorer()
 
 
 def begun(scorer: Scorer) -> Drift:
-    """A Drift that has processed version 0."""
     drift = Drift("bfloat16", CONTEXTS)
     verdict = drift.start(scorer.at(0), scorer.at(0), scorer.at(0))
     assert verdict.failure is None
@@ -40,7 +36,6 @@ def begun(scorer: Scorer) -> Drift:
 
 
 def first_failure(verdicts: list[Verdict]) -> int | None:
-    """Return the first version (from 1) that failed."""
     return next((version for version, verdict in enumerate(verdicts, 1) if verdict.failure), None)
 
 
@@ -60,10 +55,8 @@ def test_a_server_that_follows_too_little_or_too_much_is_found_once_provable(
     scorer: Scorer, followed: float, reason: str
 ) -> None:
     drift = begun(scorer)
-    verdicts = []
-    for version in range(1, 11):
-        moved = 0.005 * version
-        verdicts.append(drift.judge(scorer.at(followed * moved), scorer.at(followed * moved), scorer.at(moved)))
+    moves = [0.005 * version for version in range(1, 11)]
+    verdicts = [drift.judge(*(scorer.at(followed * moved) for _ in "ab"), scorer.at(moved)) for moved in moves]
     caught = first_failure(verdicts)
     assert caught is not None
     assert 5 <= caught <= 8
@@ -71,26 +64,20 @@ def test_a_server_that_follows_too_little_or_too_much_is_found_once_provable(
     assert [verdict.provable for verdict in verdicts[:caught]] == [False] * (caught - 1) + [True]
 
 
-def test_a_server_that_moves_alone_is_found_without_any_drift(scorer: Scorer) -> None:
-    drift = begun(scorer)
-    verdict = drift.judge(scorer.at(0.3), scorer.at(0.3), scorer.at(0.0))
+def test_other_weights_and_stale_caches_are_found(scorer: Scorer) -> None:
+    # without any drift of the trainer
+    verdict = begun(scorer).judge(scorer.at(0.3), scorer.at(0.3), scorer.at(0.0))
     assert not verdict.provable
     assert "moved 0.3" in (verdict.failure or "")
-
-
-def test_a_stale_cache_is_found_where_the_weights_are_right(scorer: Scorer) -> None:
     drift = begun(scorer)
     assert drift.judge(scorer.at(0.02), scorer.at(0.02), scorer.at(0.02)).failure is None
     verdict = drift.judge(scorer.at(0.06), scorer.at(0.1), scorer.at(0.1))
     assert "caches of older weights" in (verdict.failure or "")
 
 
-def test_another_model_is_found_at_the_start(scorer: Scorer) -> None:
+def test_what_is_not_a_number_and_another_model_never_pass(scorer: Scorer) -> None:
     verdict = Drift("float32", CONTEXTS).start(scorer.at(0), scorer.at(0), scorer.at(2.0))
     assert "serves another model" in (verdict.failure or "")
-
-
-def test_what_is_not_a_number_never_passes(scorer: Scorer) -> None:
     broken = scorer.at(0) * np.nan
     assert Drift("float32", CONTEXTS).start(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(broken, broken, scorer.at(0)).failure

@@ -27,7 +27,6 @@ def server(model: Path) -> Iterator[str]:
 
 
 def curl(url: str, path: str, body: object = None) -> None:
-    """Make a request as another process with the user's key."""
     headers = ["--header", f"Authorization: Bearer {find_key(url)}", "--header", "Content-Type: application/json"]
     command = ["curl", "--silent", "--show-error", "--fail", "--noproxy", "*", *headers]
     subprocess.run([*command, "--data", json.dumps(body or {}), url + path], check=True, capture_output=True)
@@ -45,14 +44,12 @@ def push(url: str, weights: Path, label: str) -> None:
 
 @pytest.fixture
 def theirs(model: Path, tmp_path: Path) -> Path:
-    """Weights of another run, slightly different from the first ones."""
     state = load_file(model / "model.safetensors")
     save_file({name: value * 1.02 for name, value in state.items()}, tmp_path / "theirs.safetensors")
     return tmp_path / "theirs.safetensors"
 
 
 def begin(start: Start, url: str, **options: object) -> Run:
-    """Return a run after two successful syncs."""
     run = start("float32", url, **options)
     assert until_caught(run, 1) == (-1, "")
     return run

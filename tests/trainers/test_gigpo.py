@@ -2,7 +2,6 @@
 
 import logging
 import random
-from collections.abc import Callable
 from statistics import fmean, stdev
 from typing import Any
 
@@ -18,14 +17,12 @@ from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
 from agentfactory.trainers.loop.gigpo_anchors import turn_anchors
 from agentfactory.trainers.loop.token_advantages import Credit
+from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers
 
-Make = Callable[..., TrainRecipe]
-
 
 def test_lone_anchors_and_equal_returns_are_exactly_zero() -> None:
-    assert step_advantages([[5.0, 7.0], [3.0]], [["a", "b"], ["c"]]) == [[0.0, 0.0], [0.0]]
     assert step_advantages([[0.1, 0.1], [0.1]], [["a", "a"], ["a"]]) == [[0.0, 0.0], [0.0]]
     assert step_advantages([], []) == []
     with pytest.raises(ValueError, match="each turn needs a return and an anchor"):
@@ -42,15 +39,11 @@ def test_both_levels_by_hand() -> None:
     assert gigpo([[first, second]], "none", 0.5, 2.0) == [[-1.0, -1.0, -0.5], [1.0, 0.5]]
     # a weight of 0 leaves grpo's advantages of the sum of all rewards
     assert gigpo([[first, second]], "none", 0.5, 0.0) == [[-0.5] * 3, [0.5] * 2]
+    # the same anchor in two groups is a state of two different tasks
+    groups = [[ChainRewards(reward, [], [1], [reward], anchors=["s"])] for reward in (1.0, 0.0)]
+    assert gigpo(groups, "none", 1.0, 1.0) == [[0.0], [0.0]]
     config = AdvantageConfig(estimator="gigpo", options={"scale": "none", "gamma": 0.5, "step_weight": 2.0})
     assert Estimator(config)([[first, second]]) == ([[-1.0, -1.0, -0.5], [1.0, 0.5]], [])
-
-
-def test_groups_are_not_mixed() -> None:
-    """The same anchor in two groups is a state of two different tasks."""
-    group = [ChainRewards(1.0, [], [1], [1.0], anchors=["s"])]
-    other = [ChainRewards(0.0, [], [1], [0.0], anchors=["s"])]
-    assert gigpo([group, other], "none", 1.0, 1.0) == [[0.0], [0.0]]
 
 
 CHAINS = st.lists(
@@ -86,9 +79,6 @@ def test_the_definition_written_out(chains: list[list[tuple[str | None, float]]]
     assert all(sum(values) == pytest.approx(0.0, abs=1e-9) for values in pooled.values())
 
 
-# from trajectories
-
-
 def played(
     reward: float, anchors: list[str | None], tokens: int = 1, outcome: Outcome = Outcome.COMPLETED
 ) -> Trajectory:
@@ -112,9 +102,8 @@ def test_the_state_decides_between_equal_chains(make_recipe: Make) -> None:
     advantage, gigpo prefers the turn that leads from a to the goal."""
     quick, detour = played(1.0, ["a", None]), played(1.0, ["a", "b", "a", None])
     assert credited(make_recipe(), quick, detour)[0] == [[0.0] * 2, [0.0] * 4]
-    advantages, metrics = credited(
-        make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none"}}), quick, detour
-    )
+    recipe = make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none"}})
+    advantages, metrics = credited(recipe, quick, detour)
     # returns at a: .95, .95^3, .95
     at_a = [0.95, 0.95**3, 0.95]
     mean = fmean(at_a)
@@ -151,16 +140,6 @@ def test_chains_without_anchors_get_the_chains_part(make_recipe: Make, caplog: p
         mixed[0].anchors = []
         assert credited(recipe, *mixed)[0] == [[0.5], [-0.5]]
     assert "no turn of a batch has an anchor" in caplog.text
-
-
-def test_a_malformed_turn_is_blamed_whatever_its_state_says(make_recipe: Make) -> None:
-    good, bad = played(1.0, ["a", "a"]), played(0.0, ["a", "a"])
-    good.malformed_turns = [0]
-    advantages, _ = credited(make_recipe(algorithm="gigpo"), good, bad)
-    assert advantages[0][0] < 0 < advantages[0][1]
-
-
-# observations
 
 
 def said(*messages: tuple[str, Any]) -> Trajectory:
@@ -201,9 +180,6 @@ def test_messages_of_the_task_are_no_turns() -> None:
     assert len(turn_anchors(Trajectory("c", [], [], Outcome.TIMEOUT), "observation")) == 0
 
 
-# anchors as text
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -219,15 +195,12 @@ def test_anchors_as_text(value: Any, text: str | None) -> None:
     assert anchor_text(anchor_text(value)) == text
 
 
-def test_long_anchors_become_digests() -> None:
+def test_long_anchors_become_digests_and_sets_are_refused() -> None:
     rng = random.Random(0)
     pages = ["".join(rng.choices("ab", k=200)) for _ in range(100)]
     digests = {anchor_text(page) for page in pages}
     assert len(digests) == 100
     assert {len(digest or "") for digest in digests} == {32}
     assert anchor_text(anchor_text(pages[0])) == anchor_text(pages[0])
-
-
-def test_a_set_is_no_anchor() -> None:
     with pytest.raises(TypeError, match="JSON cannot hold a set"):
         anchor_text({"a", "b"})

@@ -37,13 +37,17 @@ def step(number: int, **figures: Any) -> dict[str, Any]:
     }
 
 
+MALFORMED = "trajectory/tool_errors/malformed_call"
+
+
+def lines(count: int, since: int = 0, later: dict[str, Any] | None = None, **always: Any) -> list[dict[str, Any]]:
+    """Return steps of a healthy run with some figures, and `later` ones after step `since`."""
+    return [step(n, **{**always, **((later or {}) if n > since else {})}) for n in range(1, count + 1)]
+
+
 def findings(*lines: dict[str, Any], alike: bool = True) -> list[tuple[int, Finding]]:
     health = Health(alike)
     return [(line["step"], finding) for line in lines for finding in health.note(line)]
-
-
-def test_a_healthy_run_is_left_alone() -> None:
-    assert findings(*(step(number) for number in range(1, 200))) == []
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
@@ -55,9 +59,9 @@ def recorded(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", [0, 3, 5])
 def test_runs_that_collapsed_are_told_within_five_steps(seed: int) -> None:
-    lines = recorded(f"collapsed, seed {seed}")
-    broken = (line["step"] for line in lines if line["trajectory/tool_errors/malformed_call"] > 0.1 * line["turns"])
-    told = findings(*lines)
+    run = recorded(f"collapsed, seed {seed}")
+    broken = (line["step"] for line in run if line[MALFORMED] > 0.1 * line["turns"])
+    told = findings(*run)
     assert told[0][0] <= next(broken) + 5
     assert "the format has been lost" in told[0][1].text
     assert {found.topic for _, found in told} >= {Symptom.MISMATCH, Symptom.FORMAT}
@@ -82,12 +86,12 @@ def test_runs_beside_them_that_learned_are_left_alone(seed: int) -> None:
 )
 @pytest.mark.parametrize("alike", [True, False])
 def test_runs_that_learned_from_harder_and_easier_tasks_are_left_alone(name: str, alike: bool) -> None:
-    lines = recorded(name)
-    assert findings(*lines, alike=alike) == []
+    run = recorded(name)
+    assert findings(*run, alike=alike) == []
     # they would be told if their format had been lost
-    lost = {"trajectory/tool_errors/malformed_call": 0.6 * lines[-1]["turns"]}
-    after = [{**lines[-1], **lost, "step": lines[-1]["step"] + n} for n in range(1, 6)]
-    ((_, found),) = findings(*lines, *after, alike=alike)
+    lost = {MALFORMED: 0.6 * run[-1]["turns"]}
+    after = [{**run[-1], **lost, "step": run[-1]["step"] + n} for n in range(1, 6)]
+    ((_, found),) = findings(*run, *after, alike=alike)
     assert found.topic is Symptom.FORMAT
 
 
@@ -102,38 +106,19 @@ def test_few_tasks_a_step_vary_by_chance() -> None:
     told = []
     for seed in range(10):
         draw = random.Random(seed)
-        lines = [line(number, draw, 0.4) for number in range(1, 101)]
-        assert findings(*lines) == [], seed
-        told.append(findings(*lines, *(step(number, success=0.0, entropy=0.3) for number in range(101, 125))))
+        run = [line(number, draw, 0.4) for number in range(1, 101)]
+        assert findings(*run) == [], seed
+        told.append(findings(*run, *(step(number, success=0.0, entropy=0.3) for number in range(101, 125))))
     found = [{found.topic for _, found in one} for one in told]
     assert sum(Symptom.SUCCESS in symptoms for symptoms in found) >= 9
 
 
 def test_success_is_no_sign_where_later_tasks_may_be_harder() -> None:
-    lines = [
-        step(
-            n,
-            success=max(0.8 - 0.03 * n, 0.05),
-            entropy=0.1 + 0.01 * n,
-            **{"trajectory/tool_calls": max(4.0 - 0.15 * n, 1.0)},
-        )
-        for n in range(1, 30)
-    ]
-    told = {found.topic for _, found in findings(*lines)}
+    calls = [{"trajectory/tool_calls": max(4.0 - 0.15 * n, 1.0)} for n in range(30)]
+    run = [step(n, success=max(0.8 - 0.03 * n, 0.05), entropy=0.1 + 0.01 * n, **calls[n]) for n in range(1, 30)]
+    told = {found.topic for _, found in findings(*run)}
     assert told >= {Symptom.SUCCESS, Symptom.UNSTABLE, Symptom.FORMAT}
-    assert findings(*lines, alike=False) == []
-
-
-def test_turns_that_are_cut_are_no_lost_format() -> None:
-    def lines(**later: float) -> list[dict[str, Any]]:
-        return [step(n, **({"trajectory/truncated_turns": 0.1} if n <= 20 else later)) for n in range(1, 40)]
-
-    cut = {"trajectory/tool_errors/malformed_call": 2.0, "trajectory/truncated_turns": 2.1}
-    assert findings(*lines(**cut)) == []
-    # they are the cause if success falls with them
-    ((_, found),) = findings(*lines(**cut, success=0.1))
-    assert found.topic is Symptom.SUCCESS
-    assert "; 2.1 of 5.0 turns a chain are cut at rollout.max_tokens (42%, and 2% before); see" in found.text
+    assert findings(*run, alike=False) == []
 
 
 def test_a_format_that_is_lost_in_turns_that_are_cut_is_told() -> None:
@@ -143,60 +128,27 @@ def test_a_format_that_is_lost_in_turns_that_are_cut_is_told() -> None:
     malformed = [0.047, 0.016, 0.141, 0.797, 2.594, 0.828, 1.109, 1.656, 3.141, 5.188]
     cut = [0.0, 0.0, 0.0, 0.0, 0.562, 1.781, 2.109, 2.656, 4.094, 5.453]
     calls = [4.891, 5.109, 5.609, 5.078, 3.25, 0.0, 0.031, 0.016, 0.016, 0.094]
-    names = [
-        "turns",
-        *(f"trajectory/{name}" for name in ("tool_errors/malformed_call", "truncated_turns", "tool_calls")),
-    ]
+    names = ["turns", MALFORMED, "trajectory/truncated_turns", "trajectory/tool_calls"]
     shares = [dict(zip(names, values, strict=True)) for values in zip(turns, malformed, cut, calls, strict=True)]
-    lines = [step(n, success=0.1 if n < 6 else 0.0, entropy=0.2, **line) for n, line in enumerate(shares, 1)]
-    found, *_ = (found for _, found in findings(*lines) if found.topic is Symptom.FORMAT)
+    run = [step(n, success=0.1 if n < 6 else 0.0, entropy=0.2, **line) for n, line in enumerate(shares, 1)]
+    found, *_ = (found for _, found in findings(*run) if found.topic is Symptom.FORMAT)
     assert found.text.startswith(
         "step 7: the turns that could be parsed fell from 99% to 61%; the format has been lost; "
         "2.1 of 2.1 turns a chain are cut at rollout.max_tokens (99%, and 0% before); see"
     )
 
 
+def test_figures_that_are_missing_or_not_finite_are_no_fault() -> None:
+    run = lines(29, entropy=math.nan, **{"mismatch/kl": math.nan})
+    for line in run:
+        del line["success"], line["turns"]
+    assert findings(*run) == []
+
+
 def test_evaluations_and_supervised_steps_are_passed_over() -> None:
     health = Health()
     assert health.note({"step": 0, "eval/sampled/success": 0.1}) == []
     assert health.note({"step": 1, "loss": 1.0, "grad_norm": 0.0}) == []
-
-
-def test_groups_that_teach_nothing_are_told_after_five_steps() -> None:
-    dead = {"groups/equal_rewards": 1.0, "grad_norm": 0.0}
-    lines = [step(n, **(dead if n > 10 else {})) for n in range(1, 30)]
-    assert [(n, found.topic) for n, found in findings(*lines)] == [(15, Symptom.NO_GRADIENT)]
-    (_, found), *_ = findings(*lines)
-    assert found.text.startswith("step 15: nothing was learned in 5 steps: in every group all chains have the same")
-    assert "grad_norm 0" in found.text
-    assert "docs/troubleshooting.md" in found.text
-    # four in a row may be chance, and if every chain succeeds nothing is left to learn
-    assert findings(*(step(n, **(dead if n % 5 else {})) for n in range(1, 60))) == []
-    assert findings(*(step(n, **dead, success=1.0) for n in range(1, 60))) == []
-
-
-def test_a_format_that_gets_lost_is_told_with_both_shares() -> None:
-    lost = [step(n, **({"trajectory/tool_errors/malformed_call": 1.0} if n > 20 else {})) for n in range(1, 40)]
-    ((number, found),) = findings(*lost)
-    assert (number, found.topic) == (24, Symptom.FORMAT)
-    assert found.text.startswith(
-        "step 24: the turns that could be parsed fell from 100% to 80%; the format has been lost; a likely cause is "
-    )
-    # a model that learns the format, and one that keeps its share of malformed turns
-    for malformed in (lambda n: 4.0 - 0.1 * n, lambda n: random.Random(n).uniform(0.8, 1.2)):
-        lines = [step(n, **{"trajectory/tool_errors/malformed_call": malformed(n)}) for n in range(1, 40)]
-        assert [f for _, f in findings(*lines) if f.topic is Symptom.FORMAT] == []
-
-
-def test_calls_that_vanish_are_told_unless_the_agent_gets_better() -> None:
-    def run(success: float) -> list[Finding]:
-        few = {"trajectory/tool_calls": 0.4, "success": success}
-        lines = [step(n, **(few if n > 20 else {"trajectory/tool_calls": 3.0, "success": 0.6})) for n in range(1, 40)]
-        return [found for _, found in findings(*lines) if found.topic is Symptom.FORMAT]
-
-    (found,) = run(0.35)
-    assert "the calls of a chain fell from 3.0 to 1.1, and success from 0.60 to 0.41" in found.text
-    assert run(0.6) == run(0.9) == []
 
 
 def test_chains_alone_in_their_groups_are_compared_with_each_other() -> None:
@@ -206,19 +158,6 @@ def test_chains_alone_in_their_groups_are_compared_with_each_other() -> None:
     differ = group_metrics([group(0.0), group(1.0)], Counter())
     assert differ["groups/equal_rewards"] == 0.0
     assert group_metrics([group(1.0), group(1.0)], Counter())["groups/equal_rewards"] == 1.0
-
-
-def test_a_run_that_never_had_a_reward_is_told() -> None:
-    nothing = {"groups/equal_rewards": 1.0, "grad_norm": 0.0, "success": 0.0, "reward": 0.0, "reward_std": 0.0}
-    assert [(n, f.topic) for n, f in findings(*(step(n, **nothing) for n in range(1, 20)))] == [
-        (5, Symptom.NO_GRADIENT)
-    ]
-    # a format that the model never wrote
-    never = {"trajectory/tool_errors/malformed_call": 4.5, "trajectory/truncated_turns": 0.5}
-    ((_, found),) = findings(*(step(n, **nothing, **never) for n in range(1, 20)))
-    assert (
-        "; the calls of 4.5 of 5.0 turns a chain cannot be read, and 0.5 of 5.0 turns a chain are cut at" in found.text
-    )
 
 
 def test_an_order_of_tasks_is_named_by_its_setting() -> None:
@@ -231,92 +170,130 @@ def test_an_order_of_tasks_is_named_by_its_setting() -> None:
     assert order(rollout={"curriculum": {}}) == "rollout.curriculum"
 
 
-@pytest.mark.parametrize("entropy", [0.7, 0.01])
-def test_entropy_that_jumps_or_falls_away_is_told(entropy: float) -> None:
-    lines = [step(n, **({"entropy": entropy, "success": 0.1} if n > 15 else {})) for n in range(1, 20)]
-    assert next((n, f.topic) for n, f in findings(*lines)) == (17, Symptom.ENTROPY)
+DEAD = {"groups/equal_rewards": 1.0, "grad_norm": 0.0}
+NEVER = {**DEAD, "success": 0.0, "reward": 0.0, "reward_std": 0.0}
+DRIFT = {"mismatch/kl": 0.2, "staleness/max": 2}
+CUT = {MALFORMED: 2.0, "trajectory/truncated_turns": 2.1}
+FEW_CALLS = {"since": 20, "trajectory/tool_calls": 3.0, "success": 0.6}
 
 
-def test_one_step_that_stands_out_is_no_sign() -> None:
-    lines = [step(n, **({"entropy": 2.0, "mismatch/kl": 3.0} if n == 15 else {})) for n in range(1, 20)]
-    assert findings(*lines) == []
+def without_success(count: int, reward: float, later: float) -> list[dict[str, Any]]:
+    run = lines(count, 14, {"reward": later}, reward=reward, reward_std=1.0)
+    return [{name: value for name, value in line.items() if name != "success"} for line in run]
 
 
-def test_a_mismatch_that_lasts_is_told() -> None:
-    drift = {"mismatch/kl": 0.2, "staleness/max": 2}
-    lines = [step(n, success=0.2, **(drift if n > 15 else {})) for n in range(1, 20)]
-    ((number, found),) = findings(*lines)
-    assert (number, found.topic) == (18, Symptom.MISMATCH)
-    assert "mismatch/kl is 0.2 nats" in found.text
-    assert "lower train.learning_rate or rollout.max_staleness" in found.text
-    # while success rises it is not reported: it comes and goes
-    assert findings(*(step(n, **(drift if n > 15 else {})) for n in range(1, 20))) == []
-    # a low-precision server always has a large mismatch
-    assert findings(*(step(n, **{"mismatch/kl": 0.2}) for n in range(1, 40))) == []
+@pytest.mark.parametrize(
+    "run",
+    [
+        lines(199),
+        # four in a row may be chance, and if every chain succeeds nothing is left to learn
+        [step(n, **(DEAD if n % 5 else {})) for n in range(1, 60)],
+        lines(59, **DEAD, success=1.0),
+        # a model that learns the format, and one that keeps its share of malformed turns
+        [step(n, **{MALFORMED: 4.0 - 0.1 * n}) for n in range(1, 40)],
+        [step(n, **{MALFORMED: random.Random(n).uniform(0.8, 1.2)}) for n in range(1, 40)],
+        # an agent that gets better may need fewer calls
+        lines(39, later={"trajectory/tool_calls": 0.4, "success": 0.6}, **FEW_CALLS),
+        lines(39, later={"trajectory/tool_calls": 0.4, "success": 0.9}, **FEW_CALLS),
+        # one step that stands out
+        [step(n, **({"entropy": 2.0, "mismatch/kl": 3.0} if n == 15 else {})) for n in range(1, 20)],
+        # while success rises, a mismatch comes and goes; a low-precision server always has a large one
+        lines(19, 15, DRIFT),
+        lines(39, **{"mismatch/kl": 0.2}),
+        # little success that halves is chance
+        lines(24, 14, {"success": 0.03}, success=0.09),
+        # turns that are cut
+        lines(39, 20, CUT, **{"trajectory/truncated_turns": 0.1}),
+        # a fall smaller than the rewards' spread, and rewards that are costs
+        without_success(24, 1.0, 0.4),
+        without_success(24, -1.0, -1.9),
+    ],
+)
+def test_a_healthy_run_is_left_alone(run: list[dict[str, Any]]) -> None:
+    assert findings(*run) == []
 
 
-def test_success_that_halves_is_told_with_the_best() -> None:
-    lost = {"success": 0.1, "trajectory/tool_errors/malformed_call": 4.0}
-    lines = [step(n, **(lost if n > 30 else {"success": 0.5})) for n in range(1, 40)]
-    (_, lost_format), (number, found) = findings(*lines)
-    assert lost_format.topic is Symptom.FORMAT
-    assert (number, found.topic) == (33, Symptom.SUCCESS)
-    assert "success was 0.20 over the last 4 steps, and 0.50 up to step" in found.text
-    assert "the format has been lost: the calls of 4.0 of 5.0 turns a chain cannot be read (80%, and 0% before)" in (
-        found.text
-    )
-    # a share that stays is no cause
-    same = {"trajectory/tool_errors/malformed_call": 1.5}
-    ((_, found),) = findings(*(step(n, **same, success=0.1 if n > 30 else 0.5) for n in range(1, 40)))
-    assert "; a likely cause is train.learning_rate, 0.0004; see" in found.text
-
-
-def test_little_success_that_is_gone_is_told_and_that_halves_is_chance() -> None:
-    def lines(later: float) -> list[dict[str, Any]]:
-        return [step(n, success=0.09 if n < 15 else later) for n in range(1, 25)]
-
-    assert [(n, f.topic) for n, f in findings(*lines(0.0))] == [(18, Symptom.SUCCESS)]
-    assert findings(*lines(0.03)) == []
-
-
-def test_of_tasks_without_success_the_reward_counts() -> None:
-    def line(number: int, reward: float) -> dict[str, Any]:
-        figures = step(number, reward=reward, reward_std=1.0)
-        del figures["success"]
-        return figures
-
-    assert [f.topic for _, f in findings(*(line(n, 6.0 if n < 15 else 2.0) for n in range(1, 25)))] == [Symptom.SUCCESS]
-    # a fall smaller than the rewards' spread, and rewards that are costs
-    assert findings(*(line(n, 1.0 if n < 15 else 0.4) for n in range(1, 25))) == []
-    assert findings(*(line(n, -1.0 if n < 15 else -1.9) for n in range(1, 25))) == []
-
-
-def test_a_symptom_is_told_once_and_again_after_it_was_gone() -> None:
-    dead = {"groups/equal_rewards": 1.0}
-    lines = [step(n, **(dead if n not in (20, 21) else {})) for n in range(1, 40)]
-    assert [n for n, _ in findings(*lines)] == [5, 26]
-
-
-def test_figures_that_are_missing_or_not_finite_are_no_fault() -> None:
-    lines = [step(n, entropy=math.nan, **{"mismatch/kl": math.nan}) for n in range(1, 30)]
-    for line in lines:
-        del line["success"], line["turns"]
-    assert findings(*lines) == []
+@pytest.mark.parametrize(
+    ("run", "told", "texts"),
+    [
+        (
+            lines(29, 10, DEAD),
+            [(15, "no_gradient")],
+            ("step 15: nothing was learned in 5 steps: in every group all chains have the same", "grad_norm 0"),
+        ),
+        # once, and again after it was gone
+        (
+            [step(n, **(DEAD if n not in (20, 21) else {})) for n in range(1, 40)],
+            [(5, "no_gradient"), (26, "no_gradient")],
+            (),
+        ),
+        (lines(19, **NEVER), [(5, "no_gradient")], ()),
+        # a format that the model never wrote
+        (
+            lines(19, **NEVER, **{MALFORMED: 4.5, "trajectory/truncated_turns": 0.5}),
+            [(5, "no_gradient")],
+            ("; the calls of 4.5 of 5.0 turns a chain cannot be read, and 0.5 of 5.0 turns a chain are cut at",),
+        ),
+        (
+            lines(39, 20, {MALFORMED: 1.0}),
+            [(24, "format")],
+            ("step 24: the turns that could be parsed fell from 100% to 80%; the format has been lost; a likely",),
+        ),
+        (
+            lines(39, later={"trajectory/tool_calls": 0.4, "success": 0.35}, **FEW_CALLS),
+            [(23, "format")],
+            ("the calls of a chain fell from 3.0 to 1.1, and success from 0.60 to 0.41",),
+        ),
+        (lines(17, 15, {"entropy": 0.7, "success": 0.1}), [(17, "entropy"), (17, "unstable")], ()),
+        (lines(17, 15, {"entropy": 0.01, "success": 0.1}), [(17, "entropy")], ()),
+        (
+            lines(19, 15, DRIFT, success=0.2),
+            [(18, "mismatch")],
+            ("mismatch/kl is 0.2 nats", "lower train.learning_rate or rollout.max_staleness"),
+        ),
+        (
+            lines(39, 30, {"success": 0.1, MALFORMED: 4.0}, success=0.5),
+            [(31, "format"), (33, "success")],
+            (
+                "success was 0.20 over the last 4 steps, and 0.50 up to step",
+                "the format has been lost: the calls of 4.0 of 5.0 turns a chain cannot be read (80%, and 0% before)",
+            ),
+        ),
+        # a share that stays is no cause
+        (
+            lines(39, 30, {"success": 0.1}, success=0.5, **{MALFORMED: 1.5}),
+            [(33, "success")],
+            ("; a likely cause is train.learning_rate, 0.0004; see docs/troubleshooting.md",),
+        ),
+        (
+            lines(39, 20, {**CUT, "success": 0.1}, **{"trajectory/truncated_turns": 0.1}),
+            [(23, "success")],
+            ("; 2.1 of 5.0 turns a chain are cut at rollout.max_tokens (42%, and 2% before); see",),
+        ),
+        (lines(24, 14, {"success": 0.0}, success=0.09), [(18, "success")], ()),
+        # of tasks without success, the reward counts
+        (without_success(24, 6.0, 2.0), [(18, "success")], ()),
+    ],
+)
+def test_a_failing_run_is_told(run: list[dict[str, Any]], told: list[tuple[int, str]], texts: tuple[str, ...]) -> None:
+    found = findings(*run)
+    assert [(number, one.topic) for number, one in found] == told
+    for text in texts:
+        assert text in found[-1][1].text
 
 
 def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameters() -> None:
     """As in a run with too high a learning rate, from good initial weights: not a fall by half, and not a sudden
     one."""
     before = {"step": 0, "eval/sampled/success": 0.73}
-    lines = [
-        step(n, success=0.7 - 0.025 * n, reward=0.5, entropy=0.1 + 0.01 * n, learning_rate=3e-3) for n in range(1, 20)
-    ]
-    number, found = next((n, found) for n, found in findings(before, *lines) if found.topic is Symptom.UNSTABLE)
+    falling = [{"success": 0.7 - 0.025 * n, "entropy": 0.1 + 0.01 * n} for n in range(20)]
+    run = [step(n, **falling[n], reward=0.5, learning_rate=3e-3) for n in range(1, 20)]
+    number, found = next((n, found) for n, found in findings(before, *run) if found.topic is Symptom.UNSTABLE)
     assert number < 12
     assert f"step {number}: success fell from 0.73 to 0." in found.text
     assert "while entropy grew from 0.11 to 0." in found.text
     assert "train.learning_rate, 0.003; see docs/choosing-hyperparameters.md (Choosing hyperparameters)" in found.text
-    steady = [{**line, "entropy": 0.11} for line in lines[:9]]
+    steady = [{**line, "entropy": 0.11} for line in run[:9]]
     assert not [found for _, found in findings(before, *steady) if found.topic is Symptom.UNSTABLE]
 
 
@@ -337,16 +314,9 @@ def test_success_that_falls_while_entropy_grows_names_the_page_on_hyperparameter
     ],
 )
 def test_late_chains_that_are_lost_are_told(figures: dict[str, float], text: str) -> None:
-    lines = [step(number, **figures) for number in range(1, 12)]
-    ((number, finding),) = findings(*lines)
+    ((number, finding),) = findings(*lines(11, **figures))
     assert (number, finding.topic) == (4, Symptom.LATE_CHAINS)
     assert finding.text.startswith(f"step 4: {text}")
     assert "fix: a higher rollout.max_staleness, or rollout.late_chains=wait; see docs/staleness.md" in finding.text
-    few = {
-        "cancelled/chains": 4.0,
-        "cancelled/tokens": 400.0,
-        "chains": 96.0,
-        "staleness/untrained": 0.1,
-        "success": 0.5,
-    }
-    assert findings(*(step(number, **few) for number in range(1, 12))) == []
+    few = {"cancelled/chains": 4.0, "cancelled/tokens": 400.0, "chains": 96.0, "staleness/untrained": 0.1}
+    assert findings(*lines(11, **few, success=0.5)) == []

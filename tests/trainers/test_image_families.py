@@ -80,8 +80,7 @@ def test_rows_equal_transformers_own_processor_and_forward(own: Path, tmp_path: 
     theirs.pop("attention_mask")
     turn = album.text(6)
     row.append_sampled(turn, [-1.0] * 6, [])
-    rows = [made for made in (training_row(row, 0.5),) if made is not None]
-    (batch,) = make_batches(rows, "tree", 10_000, vision=learner.vision)
+    (batch,) = make_batches([training_row(row, 0.5)], "tree", 10_000, vision=learner.vision)
     _, logprobs, gradients = computed(learner, batch)
     network = AutoModelForImageTextToText.from_pretrained(own, dtype=torch.float64)
     inputs = {name: value.double() if value.is_floating_point() else value for name, value in theirs.items()}

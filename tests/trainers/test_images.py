@@ -1,5 +1,6 @@
 """Training with images: trees, packed and padded lines give the results of single rows, and of transformers."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,10 +76,7 @@ def rows_of(album: Album) -> list[TrainingRow]:
     nested = album.row(prompt, seen, turn, 4, after, crops[2], 3, after)
     more = [album.row(4, after, crop, 2) for crop in (crops[0], crops[3])]
     for end in more:
-        begun = album.row()
-        for name in ("token_ids", "mask", "logprobs", "versions", "images"):
-            setattr(begun, name, list(getattr(nested, name)))
-        ids = len(begun.token_ids)
+        begun, ids = copy.deepcopy(nested), len(nested.token_ids)
         begun.token_ids += end.token_ids
         begun.mask += end.mask
         begun.logprobs += end.logprobs
@@ -88,8 +86,7 @@ def rows_of(album: Album) -> list[TrainingRow]:
     rows += [album.row(image, turn, 3) for image in (seen, other, seen)]
     rows += [album.row(prompt, image, 2) for image in (seen, other)]
     rows += [album.row(prompt, turn, 3), album.row(prompt, turn, 2), album.row(prompt, crops[0], crops[0], crops[1], 2)]
-    made = [training_row(row, advantage=album.draw.uniform(-1, 1)) for row in rows]
-    return [row for row in made if row is not None]
+    return [training_row(row, advantage=album.draw.uniform(-1, 1)) for row in rows]
 
 
 def loss(index: int, part: Any, logprob: Tensor, entropy: Tensor) -> Terms:
@@ -120,7 +117,6 @@ def assert_same(given: Any, expected: Any) -> None:
 def counting(learner: Learner) -> Iterator[list[int]]:
     """Count the images in each run of the tower."""
     tower = tower_of(learner.policy.network)
-    assert tower is not None
     runs: list[int] = []
     handle = tower.register_forward_hook(
         lambda module, args, kwargs, output: runs.append(len(kwargs["grid_thw"])), with_kwargs=True
@@ -129,18 +125,14 @@ def counting(learner: Learner) -> Iterator[list[int]]:
     handle.remove()
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "trained": {"vision": "trained"},
-    "lora checkpointing": {"lora": {"rank": 2}, "gradient_checkpointing": True},
-}
+CHECKPOINTING = {"lora": {"rank": 2}, "gradient_checkpointing": True}
 
 
-@pytest.mark.parametrize("variant", ["trained", pytest.param("lora checkpointing", marks=pytest.mark.extended)])
-def test_every_layout_equals_single_rows(model: Path, album: Album, variant: str) -> None:
-    plain = {**VARIANTS[variant], "gradient_checkpointing": False}
-    recipe = recipe_of(model, **VARIANTS[variant])
+@pytest.mark.parametrize("variant", [{"vision": "trained"}, pytest.param(CHECKPOINTING, marks=pytest.mark.extended)])
+def test_every_layout_equals_single_rows(model: Path, album: Album, variant: dict[str, Any]) -> None:
+    recipe = recipe_of(model, **variant)
     learner = learner_of(recipe, album)
-    alone = learner_of(recipe_of(model, **plain), album)
+    alone = learner_of(recipe_of(model, **{**variant, "gradient_checkpointing": False}), album)
     if recipe.model.lora:
         torch.manual_seed(1)
         with torch.no_grad():
@@ -151,7 +143,7 @@ def test_every_layout_equals_single_rows(model: Path, album: Album, variant: str
     rows = rows_of(album)
     expected = computed(alone, make_batches(rows, "padded", 1, vision=alone.vision)[0])
     names = set(expected[2])
-    assert any(".visual." in name for name in names) == (learner.vision is not None and "trained" in variant)
+    assert any(".visual." in name for name in names) == ("vision" in variant)
     for batching, budget in (("tree", 10_000), ("tree", 150), ("packed", 10_000), ("packed", 150), ("padded", 10_000)):
         (batch,) = make_batches(rows, batching, budget, vision=learner.vision)
         with counting(learner) as runs:
@@ -207,14 +199,12 @@ def test_critic_reference_and_sft_see_images(model: Path, album: Album) -> None:
         assert not torch.allclose(*(torch.as_tensor(given.streams[name]) for name in ("proximal", "reference")))
     row = album.row(album.text(4), album.image(80, 80, 5), album.text(4), 3)
     row.weights = [float(kept) for kept in row.mask]
-    example = training_row(row)
-    assert example is not None
-    (image,) = example.images
+    (image,) = training_row(row).images
     assert (image.length, image.offset) == (row.images[0].length, 4)
 
 
 def test_rows_that_cannot_be_seen_are_refused(model: Path, album: Album, tmp_path: Path) -> None:
-    rows = [row for row in (training_row(album.row(album.image(80, 80, 5), 3)),) if row is not None]
+    rows = [training_row(album.row(album.image(80, 80, 5), 3))]
     with pytest.raises(ValueError, match="reads only text"):
         make_batches(rows, "tree", 100)
     learner = learner_of(recipe_of(model), album)
@@ -297,9 +287,8 @@ def test_the_canary_sees_what_the_tower_learns(model: Path, album: Album) -> Non
     row = album.row(context[: spans[0].offset], (spans[0].digest, spans[0].grid))
     row.append_context(context[spans[0].offset + spans[0].length :])
     row.append_sampled([rows[0].candidates[0]], [0.0], [])
-    (alone,) = [made for made in (training_row(row),) if made is not None]
     learner.temperature = 1.0
-    (part,) = make_batches([alone], "padded", 1000, vision=learner.vision)[0].micro_batches
+    (part,) = make_batches([training_row(row)], "padded", 1000, vision=learner.vision)[0].micro_batches
     torch.testing.assert_close(float(learner._policy_pass(part)[0]), float(before[0, 0]), atol=1e-5, rtol=0)
     with torch.no_grad():
         for name, weight in learner.policy.named_parameters():
@@ -313,29 +302,19 @@ def test_the_canary_sees_what_the_tower_learns(model: Path, album: Album) -> Non
 def test_saved_groups_with_images_are_trained(model: Path, album: Album, tmp_path: Path) -> None:
     """Through the files of a run, whose images are beside its trajectories."""
     image, prompt = album.image(90, 90, 1), album.text(6)
+    rows = [album.row(prompt, image, album.text(2), 4, album.image(64, 64, number), 3) for number in range(4)]
     chains = [
-        Trajectory(
-            id=f"chain-{number}",
-            messages=[],
-            rows=[album.row(prompt, image, album.text(2), 4, album.image(64, 64, number), 3)],
-            outcome=Outcome.COMPLETED,
-            reward=float(number % 2),
-            turns=2,
-        )
-        for number in range(4)
+        Trajectory(f"chain-{number}", [], [row], Outcome.COMPLETED, float(number % 2), turns=2)
+        for number, row in enumerate(rows)
     ]
     folder = tmp_path / "trajectories"
     folder.mkdir()
     write_groups(folder / "train.jsonl", [Group("group", {}, chains)])
     recipe = recipe_of(model, batch_size=1, learning_rate=1e-3, loss={"mismatch": {"correction": "none"}})
     logged: list[dict[str, Any]] = []
-    train_rl(
-        recipe,
-        Accelerator(cpu=True),
-        Checkpoints(tmp_path / "checkpoints", AutoTokenizer.from_pretrained(model), recipe.train),
-        Services(logged.append, source=SavedGroups(folder, 1)),
-        images_beside(folder),
-    )
+    checkpoints = Checkpoints(tmp_path / "checkpoints", AutoTokenizer.from_pretrained(model), recipe.train)
+    services = Services(logged.append, source=SavedGroups(folder, 1))
+    train_rl(recipe, Accelerator(cpu=True), checkpoints, services, images_beside(folder))
     (step,) = logged
     assert step["grad_norm"] > 0
     assert (tmp_path / "checkpoints/step-000001/preprocessor_config.json").exists()

@@ -19,7 +19,8 @@ from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.ipc_sync import Buffer, IpcSync, parts, update_info
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from tests.conftest import embedded_server
-from tests.trainers.test_sync import disturb, sampled, scored
+from tests.trainers.scored import disturb
+from tests.trainers.test_sync import sampled, scored
 
 SMALL = 9000
 """A buffer that takes several parts, the largest weight being 8192 bytes."""
@@ -27,12 +28,12 @@ SMALL = 9000
 
 def give_first_weights(server: ServerControl, model_folder: Path) -> None:
     """Restore a server's first weights."""
-    server.post("/pause?mode=keep")
-    server.post("/start_weight_update")
-    server.post("/update_weights", {"update_info": {"path": str(model_folder / "model.safetensors")}})
-    server.post("/finish_weight_update", {"weight_version": "0"})
-    server.post("/reset_prefix_cache")
-    server.post("/resume")
+    for path, body in (
+        *(("/pause?mode=keep", {}), ("/start_weight_update", {})),
+        ("/update_weights", {"update_info": {"path": str(model_folder / "model.safetensors")}}),
+        *(("/finish_weight_update", {"weight_version": "0"}), ("/reset_prefix_cache", {}), ("/resume", {})),
+    ):
+        server.post(path, body)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,12 +160,8 @@ def test_what_cannot_work_is_refused_with_the_way_out(
 
 
 def test_parts_are_whole_weights_that_begin_where_their_dtype_can_be_read() -> None:
-    state = {
-        "a": torch.ones(3, dtype=torch.bfloat16),
-        "b": torch.ones(4),
-        "c": torch.ones(7, dtype=torch.int8),
-        "d": torch.tensor(2.0),
-    }
+    state = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(4)}
+    state |= {"c": torch.ones(7, dtype=torch.int8), "d": torch.tensor(2.0)}
     assert [[name for name, _ in part] for part in parts(state, 1000)] == [["b", "d", "a", "c"]]
     assert [[name for name, _ in part] for part in parts(state, 20)] == [["b", "d"], ["a", "c"]]
     assert [[name for name, _ in part] for part in parts(state, 16)] == [["b"], ["d", "a"], ["c"]]
@@ -201,10 +198,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
         ({**info, "names": "model.norm.weight"}, "must be lists of one length"),
         ({"names": names}, "the file backend takes"),
         ({**info, "ipc_handles_pickled": pickled({"GPU-2": ()})}, "for the memory of GPU-2, and the model is on cpu"),
-        (
-            {**info, "ipc_handles_pickled": pickled({"cpu": ("psm_none", 1)})},
-            "no shared memory psm_none on the server's",
-        ),
+        ({**info, "ipc_handles_pickled": pickled({"cpu": ("psm_none", 1)})}, "no shared memory psm_none on the server"),
         ({**info, "ipc_handles_pickled": pickled({"cpu": 3})}, r"3 is not \(name, bytes\)"),
         ({**info, "ipc_handles_pickled": "??"}, "cannot be read"),
     ]
@@ -242,10 +236,7 @@ def test_tied_weights_must_agree_wherever_they_come(policy: Policy) -> None:
     update = WeightUpdate(policy.network)
     embeddings = torch.ones(64, 32)
     for head, agrees in ((embeddings, True), (embeddings + 1, False)):
-        first, second = (
-            Packed({name: value})
-            for name, value in (("model.embed_tokens.weight", embeddings), ("lm_head.weight", head))
-        )
+        first, second = Packed({"model.embed_tokens.weight": embeddings}), Packed({"lm_head.weight": head})
         update.load(first.info)
         if agrees:
             update.load(second.info)

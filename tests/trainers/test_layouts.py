@@ -1,5 +1,6 @@
 """Servers' weight layouts: hand-made layouts of vLLM, whole and in slices, are proven; a wrong one is not."""
 
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -90,12 +91,9 @@ def test_experts(fused: bool, swapped: bool, count: int) -> None:
     first, second = (ups, gates) if swapped else (gates, ups)
     checksums = {}
     for rank in range(count):
-        worker = {
-            f"{MLP}.experts.routed_experts.w13_weight": torch.cat(
-                [split(w, rank, count, 1) for w in (first, second)], 1
-            ),
-            f"{MLP}.experts.routed_experts.w2_weight": split(downs, rank, count, 2),
-        }
+        halves = torch.cat([split(w, rank, count, 1) for w in (first, second)], 1)
+        stem = f"{MLP}.experts.routed_experts"
+        worker = {f"{stem}.w13_weight": halves, f"{stem}.w2_weight": split(downs, rank, count, 2)}
         checksums |= served(worker, f"dp0:pp0:pcp0:tp{rank}:")
     check(state, checksums)
 
@@ -120,8 +118,6 @@ def test_another_precision_and_the_checksums_of_vllm_without_the_plugin() -> Non
     state = attention()
     gate = {f"{MLP}.gate.e_score_correction_bias": torch.randn(8).bfloat16()}
     Content({**state, **gate}).check(served(stacked(state)) | served({n: w.float() for n, w in gate.items()}))
-    from hashlib import sha256
-
     vocabulary = {"model.embed_tokens.weight": torch.randn(100, HIDDEN)}
     filled = {"model.embed_tokens.weight": torch.cat([*vocabulary.values(), torch.zeros(28, HIDDEN)])}
     sums = {f"tp0:{n}": sha256(w.numpy().tobytes()).hexdigest() for n, w in {**stacked(state), **filled}.items()}

@@ -17,7 +17,7 @@ from agentfactory.trainers.update.losses import (
     token_weights,
     value_loss,
 )
-from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_limits, mismatch_weights
+from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
 
 pytestmark = pytest.mark.numbers
 
@@ -36,20 +36,40 @@ def of_ratios(config: LossConfig, ratios: Tensor, advantage: Tensor, sequence: T
     )
 
 
-def test_clipping_by_hand() -> None:
-    config = LossConfig(options={"clip_low": 0.2, "clip_high": 0.3})
-    terms, clipped = of_ratios(config, double(1.5, 1.5, 0.5, 0.5, 1.1), double(2, -2, 2, -2, 1))
-    # 1.3 x 2; -1.5 x 2; 0.5 x 2; -0.8 x 2; 1.1 x 1
-    assert terms.tolist() == pytest.approx([-2.6, 3.0, -1.0, 1.6, -1.1])
-    assert clipped.tolist() == [True, False, False, True, False]
+LOG3, LOG8 = math.log(3), math.log(8)
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+SOFT = {"positive_temperature": 1.0, "negative_temperature": 2.0}
 
 
-def test_dual_clip_by_hand() -> None:
-    """A ratio counts as at most 3 if the advantage is negative, and clip_high bounds it if it is positive."""
-    config = LossConfig(options={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})
-    terms, clipped = of_ratios(config, double(5, 5, 2, 0.5), double(-2, 2, -2, -2))
-    assert terms.tolist() == pytest.approx([6.0, -2.6, 4.0, 1.6])
-    assert clipped.tolist() == [True, True, False, True]
+@pytest.mark.parametrize(
+    ("config", "ratios", "advantages", "terms", "clipped"),
+    [
+        # 1.3 x 2; -1.5 x 2; 0.5 x 2; -0.8 x 2; 1.1 x 1
+        (
+            {"options": CLIP},
+            [1.5, 1.5, 0.5, 0.5, 1.1],
+            [2, -2, 2, -2, 1],
+            [-2.6, 3.0, -1.0, 1.6, -1.1],
+            [1, 0, 0, 1, 0],
+        ),
+        # a ratio counts as at most 3 if the advantage is negative, and clip_high bounds it if it is positive
+        ({"options": {**CLIP, "dual_clip": 3.0}}, [5, 5, 2, 0.5], [-2, 2, -2, -2], [6.0, -2.6, 4.0, 1.6], [1, 1, 0, 1]),
+        # weights 1/2 and, of 8, at most 5; log-probabilities -1 + log of the ratio
+        (
+            {"policy": "cispo", "options": {"clip_high": 4.0}},
+            *([0.5, 8, 8], [2, 1, -1], [1 + math.log(2), 5 * (1 - LOG8), -5 * (1 - LOG8)], [0, 1, 1]),
+        ),
+        # temperatures 1 and 2: 4 sigmoid(r - 1), 2 sigmoid(2 (r - 1)); sigmoid(log 3) = 3/4, sigmoid(2 log 3) = 9/10
+        ({"policy": "sapo", "options": SOFT}, [1, 1, 1 + LOG3, 1 + LOG3], [3, -3, 1, -1], [-6, 3, -3, 1.8], [0] * 4),
+        ({"policy": "reinforce"}, [1, math.e], [2, -3], [2, 0], [0, 0]),
+    ],
+)
+def test_policy_losses_by_hand(
+    config: Any, ratios: list[float], advantages: list[float], terms: list[float], clipped: list[int]
+) -> None:
+    found, stopped = of_ratios(LossConfig(**config), double(*ratios), double(*advantages))
+    assert found.tolist() == pytest.approx(terms)
+    assert stopped.tolist() == [bool(flag) for flag in clipped]
 
 
 def test_sequence_ratio_by_hand() -> None:
@@ -61,29 +81,6 @@ def test_sequence_ratio_by_hand() -> None:
     assert clipped.tolist() == [False, False, True, True]
     terms, clipped = of_ratios(config, double(2, 0.5, 4, 1), double(1, -3, -1, -1), sequence)
     assert terms.tolist() == pytest.approx([-1, 3, 2, 2])
-    assert not clipped.any()
-
-
-def test_clipped_weights_by_hand() -> None:
-    """Weights 1/2 and, of 8, at most 5; log-probabilities -1 + log of the ratio."""
-    config = LossConfig(policy="cispo", options={"clip_high": 4.0})
-    terms, clipped = of_ratios(config, double(0.5, 8, 8), double(2, 1, -1))
-    assert terms.tolist() == pytest.approx([1 + math.log(2), 5 * (1 - math.log(8)), -5 * (1 - math.log(8))])
-    assert clipped.tolist() == [False, True, True]
-
-
-def test_soft_gate_by_hand() -> None:
-    """Temperatures 1 and 2: 4 sigmoid(r - 1) and 2 sigmoid(2 (r - 1)), so 2 and 1 at r = 1."""
-    config = LossConfig(policy="sapo", options={"positive_temperature": 1.0, "negative_temperature": 2.0})
-    terms, clipped = of_ratios(config, double(1, 1, 1 + math.log(3), 1 + math.log(3)), double(3, -3, 1, -1))
-    # sigmoid(log 3) = 3/4, sigmoid(2 log 3) = 9/10
-    assert terms.tolist() == pytest.approx([-6, 3, -3, 1.8])
-    assert not clipped.any()
-
-
-def test_plain_policy_gradient_by_hand() -> None:
-    terms, clipped = of_ratios(LossConfig(policy="reinforce"), double(1, math.e), double(2, -3))
-    assert terms.tolist() == pytest.approx([2, 0])
     assert not clipped.any()
 
 
@@ -127,40 +124,29 @@ def mismatch(correction: str, **bounds: float) -> MismatchConfig:
 
 
 @pytest.mark.parametrize(
-    ("correction", "weights"),
+    ("correction", "bounds", "ratios", "weights"),
     [
-        ("none", [1, 1, 1, 1]),
-        ("token_truncate", [2.0, 0.25, 0.8, 1.5]),
-        ("token_mask", [0, 0, 0.8, 1.5]),
+        # of two rows
+        ("none", (0.5, 2.0), [4, 0.25, 0.8, 1.5], [1, 1, 1, 1]),
+        ("token_truncate", (0.5, 2.0), [4, 0.25, 0.8, 1.5], [2.0, 0.25, 0.8, 1.5]),
+        ("token_mask", (0.5, 2.0), [4, 0.25, 0.8, 1.5], [0, 0, 0.8, 1.5]),
         # 4 x 0.25 and 0.8 x 1.5
-        ("sequence_truncate", [1, 1, 1.2, 1.2]),
-        ("sequence_mask", [1, 1, 1.2, 1.2]),
-        ("geometric_mask", [1, 1, 1, 1]),
+        ("sequence_truncate", (0.5, 2.0), [4, 0.25, 0.8, 1.5], [1, 1, 1.2, 1.2]),
+        ("sequence_mask", (0.5, 2.0), [4, 0.25, 0.8, 1.5], [1, 1, 1.2, 1.2]),
+        ("geometric_mask", (0.5, 2.0), [4, 0.25, 0.8, 1.5], [1, 1, 1, 1]),
+        # 1.5 x 1; the square root of 1.5 is 1.22
+        ("sequence_truncate", (0.9, 1.23), [1.5, 1, 0.5, 1], [1.23, 1.23, 0.5, 0.5]),
+        ("sequence_mask", (0.9, 1.23), [1.5, 1, 0.5, 1], [0, 0, 0, 0]),
+        ("geometric_mask", (0.9, 1.23), [1.5, 1, 0.5, 1], [1, 1, 0, 0]),
     ],
 )
-def test_mismatch_weights_by_hand(correction: Any, weights: list[float]) -> None:
-    """Ratios 4, 1/4 | 4/5, 3/2 of two rows."""
-    log_ratio = double(4, 0.25, 0.8, 1.5).log().requires_grad_()
-    config = mismatch(correction, low=0.5, high=2.0)
-    given = mismatch_weights(config, log_ratio, torch.tensor([0, 0, 1, 1]))
+def test_mismatch_weights_by_hand(
+    correction: str, bounds: tuple[float, float], ratios: list[float], weights: list[float]
+) -> None:
+    config = mismatch(correction, low=bounds[0], high=bounds[1])
+    given, _ = mismatch_weights(config, double(*ratios).log().requires_grad_(), torch.tensor([0, 0, 1, 1]))
     assert given.tolist() == pytest.approx(weights)
     assert not given.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("correction", "weights"),
-    [
-        ("sequence_truncate", [1.15, 1.15, 1.15, 0.5]),
-        ("sequence_mask", [0, 0, 0, 0]),
-        # 1.5 ^ (1/3) = 1.1447
-        ("geometric_mask", [1, 1, 1, 0]),
-    ],
-)
-def test_mismatch_of_sequences_by_hand(correction: Any, weights: list[float]) -> None:
-    """Ratios 1.5, 1, 1 | 0.5 of two rows: products 1.5 and 0.5."""
-    config = mismatch(correction, low=0.9, high=1.15)
-    given = mismatch_weights(config, double(1.5, 1, 1, 0.5).log(), torch.tensor([0, 0, 0, 1]))
-    assert given.tolist() == pytest.approx(weights)
 
 
 def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
@@ -168,18 +154,17 @@ def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
     log_ratio = torch.tensor([float("inf"), 1e4, -1e4, 0.0])
     for correction, weights in [("token_truncate", [2, 2, 0, 1]), ("token_mask", [0, 0, 0, 1])]:
         config = MismatchConfig(correction=correction)
-        assert mismatch_weights(config, log_ratio, torch.arange(4)).tolist() == weights
+        assert mismatch_weights(config, log_ratio, torch.arange(4))[0].tolist() == weights
 
 
 @pytest.mark.parametrize(
-    "correction",
-    ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"],
+    "correction", ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 )
 def test_only_limited_tokens_count_as_corrected(correction: Any) -> None:
     """Ratios of 1 are within bounds that end at 1; ratios of 8 and 1/8 are not within [0.5, 1]."""
     config, rows = mismatch(correction, low=0.5, high=1.0), torch.arange(3)
-    assert not mismatch_limits(config, torch.zeros(3, dtype=torch.float64), rows).any()
-    limited = mismatch_limits(config, double(8, 1, 0.125).log(), rows).tolist()
+    assert not mismatch_weights(config, torch.zeros(3, dtype=torch.float64), rows)[1].any()
+    limited = mismatch_weights(config, double(8, 1, 0.125).log(), rows)[1].tolist()
     assert limited == ([False] * 3 if correction == "none" else [True, False, correction.endswith("mask")])
 
 

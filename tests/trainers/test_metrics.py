@@ -1,16 +1,16 @@
 """The table of metrics, and the metrics computed from groups."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
 from agentfactory.rollout.token_row import Row, Span
-from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.rollout.trajectory import Outcome
 from agentfactory.trainers.metrics import bounds_of_success, group_metrics
+from tests.trainers.conftest import make_groups
 
 
-def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
+def test_group_metrics_by_hand() -> None:
     groups = make_groups(2, 2)
     chains = [chain for group in groups for chain in group.trajectories]
     for chain, reward, success in zip(chains, [1.0, 3.0, 2.0, None], [1.0, 0.0, 1.0, 1.0], strict=True):
@@ -35,7 +35,7 @@ def test_group_metrics_by_hand(make_groups: Callable[..., list[Group]]) -> None:
     assert "staleness/mean" not in group_metrics(groups, Counter())
 
 
-def test_what_new_weights_make_servers_compute_again(make_groups: Callable[..., list[Group]]) -> None:
+def test_what_new_weights_make_servers_compute_again() -> None:
     """Within a turn and between two turns: everything before the change, once per change."""
     (group,) = make_groups(1, 2)
     changed, kept = (chain.rows for chain in group.trajectories)

@@ -117,8 +117,7 @@ def test_packing_cuts_after_the_weight_that_goes_beyond_the_buffer() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused() -> None:
     """vLLM names no kind of group; SGLang on a GPU joins NCCL's."""
+    fault = r"sync\.backend: nccl: the trainer has no CUDA device; use sync\.backend: file"
     for kind in ({}, {"process_group": "nccl"}):
-        with pytest.raises(
-            SyncError, match=r"sync\.backend: nccl: the trainer has no CUDA device; use sync\.backend: file"
-        ):
+        with pytest.raises(SyncError, match=fault):
             group_for([{"world_size": 1, **kind}])

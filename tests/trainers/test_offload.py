@@ -3,15 +3,15 @@
 The device is the CPU, too; offload copies from it as from a GPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedTokenizerFast
@@ -24,13 +24,9 @@ from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.offload import Offload, lock
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.saved_checkpoint import save_checkpoint
+from tests.trainers.conftest import Make, make_groups, on_cpu
 
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
-
-Settings = dict[str, Any]
-
-SETTINGS: dict[str, tuple[Settings | None, Settings]] = {
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "full": (None, {"loss": {"kl": {"coefficient": 0.1}}}),
     "two-adapters": ({"rank": 2}, {"algorithm": "ppo"}),
     "muon": (None, {"optimizer": {"name": "muon"}}),
@@ -59,25 +55,21 @@ def kept(learner: Learner) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", SETTINGS)
-def test_training_does_not_notice(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, name: str
-) -> None:
+def test_training_does_not_notice(make_recipe: Make, name: str) -> None:
     lora, train = SETTINGS[name]
     recipe = make_recipe(lora, steps=3, batch_size=2, learning_rate=1e-2, **train)
     batches = [make_groups(2, 3, seed) for seed in range(3)]
-    plain = Learner(recipe, accelerator)
+    plain = Learner(recipe, on_cpu())
     for batch in batches:
         step(plain, recipe, batch)
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     offload = Offload(learner)
     for batch in batches:
         offload.to_host()
         offload.to_device()
         step(learner, recipe, batch)
     offload.to_host()
-    expected, got = dict(kept(plain)), dict(kept(learner))
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    torch.testing.assert_close(dict(kept(learner)), dict(kept(plain)), atol=0, rtol=0)
 
 
 def memory(learner: Learner) -> dict[str, StorageWeakRef]:
@@ -96,12 +88,10 @@ def memory(learner: Learner) -> dict[str, StorageWeakRef]:
 
 
 @pytest.mark.parametrize("name", ["full", "two-adapters", "nf4"])
-def test_the_devices_memory_is_given_back(
-    make_recipe: Make, make_groups: MakeGroups, accelerator: Accelerator, name: str
-) -> None:
+def test_the_devices_memory_is_given_back(make_recipe: Make, name: str) -> None:
     lora, train = SETTINGS[name]
     recipe = make_recipe(lora, steps=9, batch_size=2, **train)
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     offload = Offload(learner)
     step(learner, recipe, make_groups(2, 3))
     device = memory(learner)
@@ -125,9 +115,9 @@ def addresses(learner: Learner) -> Iterator[tuple[str, int]]:
         yield from ((f"{number}: {name}", weight.data_ptr()) for name, weight in network.named_parameters())
 
 
-def test_what_lies_in_one_memory_stays_together(make_recipe: Make, accelerator: Accelerator) -> None:
+def test_what_lies_in_one_memory_stays_together(make_recipe: Make) -> None:
     """Tied weights, and views of one tensor, change together on both sides."""
-    learner = Learner(make_recipe(), accelerator)
+    learner = Learner(make_recipe(), on_cpu())
     network = learner.policy.network
     embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
     assert embeddings.weight is head.weight
@@ -145,14 +135,10 @@ def test_what_lies_in_one_memory_stays_together(make_recipe: Make, accelerator: 
 
 
 def test_an_offloaded_learner_can_be_saved(
-    make_recipe: Make,
-    make_groups: MakeGroups,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     recipe = make_recipe(steps=3, batch_size=2, learning_rate=1e-2)
-    learner = Learner(recipe, accelerator)
+    learner = Learner(recipe, on_cpu())
     step(learner, recipe, make_groups(2, 3))
     here = save_checkpoint(tmp_path / "here", 1, learner, tokenizer, {})
     offload = Offload(learner)
@@ -164,7 +150,7 @@ def test_an_offloaded_learner_can_be_saved(
     shards = [path / "training_state" / "__0_0.distcp" for path in (here, there)]
     assert shards[0].stat().st_size == shards[1].stat().st_size
     offload.to_device()
-    resumed = Learner(recipe, accelerator)
+    resumed = Learner(recipe, on_cpu())
     load_state(there, resumed)
     # loaded tensors are offloaded like trained ones
     offload_too = Offload(resumed)
@@ -172,15 +158,14 @@ def test_an_offloaded_learner_can_be_saved(
     offload_too.to_device()
     for one in (learner, resumed):
         step(one, recipe, make_groups(2, 3, seed=1))
-    assert all(torch.equal(value, dict(kept(resumed))[key]) for key, value in kept(learner))
+    torch.testing.assert_close(dict(kept(resumed)), dict(kept(learner)), atol=0, rtol=0)
 
 
 def test_memory_that_cannot_be_page_locked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next kernel would raise an ignored failure as its own."""
     errors = IntEnum("errors", {"success": 0, "memory_allocation": 2})
-    cudart = SimpleNamespace(
-        cudaError=errors, cudaGetErrorString=lambda error: error.name, cudaHostRegister=lambda *_: 2
-    )
+    name = attrgetter("name")
+    cudart = SimpleNamespace(cudaError=errors, cudaGetErrorString=name, cudaHostRegister=lambda *_: 2)
     monkeypatch.setattr(torch.cuda, "_cudart", cudart)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     with pytest.raises(torch.cuda.CudaError, match=r"memory_allocation \(2\)"):

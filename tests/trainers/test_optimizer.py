@@ -1,7 +1,6 @@
 """Optimisers and schedules compared with torch's and the libraries' own, on the same weights and gradients."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Adafactor
 
-from agentfactory.trainers.config import TrainConfig, TrainRecipe
+from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.critic import Role, make_actor_critic, role_of
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.update.optimizer import make_optimizer, make_schedule
+from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers
-
-Make = Callable[..., TrainRecipe]
 
 
 def updated(policy: Policy, optimizer: torch.optim.Optimizer, steps: int = 2) -> dict[str, Tensor]:
@@ -81,10 +79,8 @@ def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
         {"match": r"self_attn|\bnorm", "weight_decay": 0.3},
     ]
     optimizer = make_optimizer(policy, config("adamw", groups=groups))
-    settings = {}
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            settings[id(weight)] = (group["lr"], group["weight_decay"])
+    found = optimizer.param_groups
+    settings = {id(weight): (group["lr"], group["weight_decay"]) for group in found for weight in group["params"]}
     for name, weight in policy.named_parameters():
         plain = 0.1 if weight.ndim > 1 else 0.0
         expected = (0.01, plain)
@@ -98,13 +94,11 @@ def test_groups_get_settings_of_their_own(make_recipe: Make) -> None:
 
 def test_the_critics_weights_get_its_learning_rate(make_recipe: Make) -> None:
     for lora in (None, {"rank": 2}):
-        recipe = make_recipe(
-            lora=lora, algorithm="ppo", learning_rate=0.01, advantage={"options": {"critic_learning_rate": 0.02}}
-        )
+        options = {"options": {"critic_learning_rate": 0.02}}
+        recipe = make_recipe(lora=lora, algorithm="ppo", learning_rate=0.01, advantage=options)
         model = make_actor_critic(recipe, load_policy(recipe))
-        rates = {
-            id(w): group["lr"] for group in make_optimizer(model, recipe.train).param_groups for w in group["params"]
-        }
+        groups = make_optimizer(model, recipe.train).param_groups
+        rates = {id(weight): group["lr"] for group in groups for weight in group["params"]}
         trainable = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
         assert len(rates) == len(trainable)
         assert {role_of(name) for name, _ in trainable} == set(Role)
@@ -136,10 +130,8 @@ def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, name: str) -> No
 )
 def test_schedules(make_recipe: Make, settings: dict[str, Any], expected: list[float]) -> None:
     """Ten steps, two of them warm-up; every group follows, with its own rate. No step has a rate of 0."""
-    groups = [{"match": "embed", "learning_rate": 0.5}]
-    train = TrainConfig(
-        steps=10, learning_rate=0.01, warmup_steps=2, optimizer={"name": "muon", "groups": groups}, **settings
-    )
+    optimizer = {"name": "muon", "groups": [{"match": "embed", "learning_rate": 0.5}]}
+    train = TrainConfig(steps=10, learning_rate=0.01, warmup_steps=2, optimizer=optimizer, **settings)
     optimizer = make_optimizer(load_policy(make_recipe()), train)
     schedule = make_schedule(optimizer, train)
     peaks = [group["initial_lr"] for group in optimizer.param_groups]

@@ -1,46 +1,35 @@
 """QLoRA on the CPU, which bitsandbytes supports, too: it must equal an adapter on the dequantised base."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import AutoPeftModelForCausalLM, PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.commands.export_command import export
-from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Policy, load_policy
+from tests.trainers.conftest import Make, make_groups
 from tests.trainers.resumed import train_twice
+from tests.trainers.scored import IDS, score
 
 pytestmark = pytest.mark.numbers
 
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
 
 NF4 = {"rank": 4, "quantization": "nf4"}
-IDS = torch.arange(24).reshape(2, 12) % 60
-TARGETS = torch.tensor([3, 4, 9, 14, 23])
 
 
 @pytest.fixture(scope="module")
 def wide_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose rows have whole blocks of 64 weights, like real models'."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_folder, **sizes)).save_pretrained(folder)
     return folder
-
-
-def score(policy: Policy) -> Tensor:
-    return policy(IDS, TARGETS - 1, IDS.flatten()[TARGETS])[0]
 
 
 def dequantised(recipe: TrainRecipe, folder: Path) -> TrainRecipe:
@@ -103,34 +92,8 @@ def test_the_base_takes_four_bits_and_its_rounding_shows(make_recipe: Make) -> N
         assert 0.05 < (score(quantised) - score(plain)).abs().mean() < 2
 
 
-def test_an_adapter_goes_on_on_its_four_bit_base(
-    make_recipe: Make, wide_folder: Path, accelerator: Accelerator, tmp_path: Path
-) -> None:
-    recipe = make_recipe(lora=NF4)
-    recipe.model.path = str(wide_folder)
-    before = with_an_adapter_that_acts(load_policy(recipe))
-    before.save_adapter(tmp_path, dict(before.gather().stream()))
-    recipe = make_recipe(lora={**NF4, "from": str(tmp_path)}, loss={"kl": {"coefficient": 0.1}})
-    recipe.model.path = str(wide_folder)
-    policy = load_policy(recipe)
-    with torch.no_grad():
-        began = score(policy)
-        torch.testing.assert_close(began, score(before), atol=1e-6, rtol=0)
-        for weight in policy.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1)
-        assert (score(policy) - began).abs().max() > 0.01
-        reference = make_reference(recipe, policy, accelerator)
-        given = reference.logprobs(policy, IDS, TARGETS - 1, IDS.flatten()[TARGETS])
-    assert torch.equal(given, began)
-
-
 def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
-    make_recipe: Make,
-    make_groups: MakeGroups,
-    model_folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
+    make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """Run steps of PPO with a reference, so that two adapters, or none, act on one 4-bit base; resume and export."""
     course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}

@@ -1,12 +1,10 @@
 """The reference compared with plain transformers, and with the initial policy."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
@@ -15,63 +13,49 @@ from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, make_reference
 from agentfactory.trainers.networks.policy import load_policy
+from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
+from tests.trainers.scored import INPUTS, disturb, scores_of
 
 pytestmark = pytest.mark.numbers
 
-IDS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
-TARGETS = torch.tensor([3, 4, 9, 10, 12 + 5, 12 + 6, 12 + 7])
-INPUTS = (IDS, TARGETS - 1, IDS.flatten()[TARGETS])
 
-MakeRecipe = Callable[..., TrainRecipe]
-
-
-def make_model(recipe: TrainRecipe, accelerator: Accelerator, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
-    """A model, with or without a critic, and its reference; in float64 unless the recipe sets bfloat16."""
+def make_model(recipe: TrainRecipe, critic: bool = False) -> tuple[nn.Module, FrozenPolicy]:
     policy = load_policy(recipe)
     if recipe.model.dtype == "float32":
         in_float64(policy)
     model = make_actor_critic(recipe, policy) if critic else policy
-    return model, make_reference(recipe, policy, accelerator)
-
-
-def train(model: nn.Module) -> None:
-    """Change all trained weights."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
+    return model, make_reference(recipe, policy, on_cpu())
 
 
 def expected(folder: Path, temperature: float, attention: str = "sdpa") -> Tensor:
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     network = in_float64(network)
     with torch.no_grad():
-        scores = (network(IDS).logits / temperature).log_softmax(-1).flatten(0, 1)
-    return scores[INPUTS[1]].gather(-1, INPUTS[2][:, None]).squeeze(-1)
+        return scores_of(network, temperature)
 
 
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("lora", [None, {"rank": 3}])
 def test_reference_stays_what_the_policy_began_as(
-    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator, lora: dict[str, Any] | None, critic: bool
+    make_recipe: Make, model_folder: Path, lora: dict[str, Any] | None, critic: bool
 ) -> None:
-    model, reference = make_model(make_recipe(lora=lora), accelerator, critic)
+    model, reference = make_model(make_recipe(lora=lora), critic)
     role = (Role.POLICY,) if critic else ()
     first = reference.logprobs(model, *INPUTS, temperature=0.7)
     assert torch.equal(first, model(*role, *INPUTS, temperature=0.7)[0])
     assert_equal(first, expected(model_folder, 0.7))
-    train(model)
+    disturb(model, 1, size=0.3)
     assert not torch.allclose(first, model(*role, *INPUTS, temperature=0.7)[0], atol=1e-2)
     again = reference.logprobs(model, *INPUTS, temperature=0.7)
     assert torch.equal(again, first)
     assert not again.requires_grad
 
 
-def test_reference_leaves_both_adapters_as_they_were(make_recipe: MakeRecipe, accelerator: Accelerator) -> None:
-    model, reference = make_model(make_recipe(lora={"rank": 3}), accelerator, critic=True)
+def test_reference_leaves_both_adapters_as_they_were(make_recipe: Make) -> None:
+    model, reference = make_model(make_recipe(lora={"rank": 3}), critic=True)
     assert isinstance(model, ActorCritic)
-    train(model)
+    disturb(model, 1, size=0.3)
     values, (logprob, _) = model(Role.CRITIC, *INPUTS), model(Role.POLICY, *INPUTS)
     trained = [parameter.requires_grad for parameter in model.parameters()]
     for role, scores in ((Role.CRITIC, values), (Role.POLICY, logprob)):
@@ -82,12 +66,10 @@ def test_reference_leaves_both_adapters_as_they_were(make_recipe: MakeRecipe, ac
         assert torch.equal(again[0] if role == Role.POLICY else again, scores)
 
 
-def test_full_reference_has_the_models_dtype_and_is_not_trained(
-    make_recipe: MakeRecipe, model_folder: Path, accelerator: Accelerator
-) -> None:
+def test_full_reference_has_the_models_dtype_and_is_not_trained(make_recipe: Make, model_folder: Path) -> None:
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
-    model, reference = make_model(recipe, accelerator)
+    model, reference = make_model(recipe)
     frozen: Any = reference._frozen
     assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
@@ -99,7 +81,7 @@ def test_full_reference_has_the_models_dtype_and_is_not_trained(
 
 
 def test_reference_scores_as_the_policy_does(
-    make_recipe: MakeRecipe, tmp_path: Path, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+    make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     capped = Gemma2Config(
@@ -109,7 +91,7 @@ def test_reference_scores_as_the_policy_does(
     Gemma2ForCausalLM(capped).save_pretrained(tmp_path)
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
-    model, reference = make_model(recipe, accelerator)
+    model, reference = make_model(recipe)
     whole = reference.logprobs(model, *INPUTS)
     # only eager attention applies the soft cap on scores; its softmax is computed in float32
     torch.testing.assert_close(whole, expected(tmp_path, 1.0, "eager"), atol=1e-5, rtol=1e-5)

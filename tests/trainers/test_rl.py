@@ -2,12 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.inference.weight_versions import Published
@@ -24,34 +22,22 @@ from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import ServerControl
 from tests.saved_groups import write_groups
+from tests.trainers.conftest import Make, make_groups, on_cpu
 
 pytestmark = pytest.mark.numbers
-
-Make = Callable[..., TrainRecipe]
-MakeGroups = Callable[..., list[Group]]
-
-
-def save(groups: list[Group], path: Path) -> Path:
-    """Write a trajectories file."""
-    write_groups(path, groups)
-    return path
 
 
 def run(
     recipe: TrainRecipe, groups: list[Group], folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[TrainResult, list[dict[str, Any]]]:
-    """Train from saved groups; return the result and the logged records."""
     logged: list[dict[str, Any]] = []
-    source = SavedGroups(save(groups, folder / "groups.jsonl"), recipe.train.steps * recipe.train.batch_size)
-    accelerator = Accelerator(cpu=True)
+    write_groups(folder / "groups.jsonl", groups)
+    source = SavedGroups(folder / "groups.jsonl", recipe.train.steps * recipe.train.batch_size)
     checkpoints = Checkpoints(folder / "checkpoints", tokenizer, recipe.train)
-    result = train_rl(recipe, accelerator, checkpoints, Services(logged.append, source=source))
-    return result, logged
+    return train_rl(recipe, on_cpu(), checkpoints, Services(logged.append, source=source)), logged
 
 
-def test_from_saved_groups(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_from_saved_groups(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     recipe = make_recipe(steps=3, batch_size=2, updates_per_batch=2, learning_rate=1e-3, checkpoint_every=2)
     result, logged = run(recipe, make_groups(6, 4), tmp_path, tokenizer)
     assert [entry["step"] for entry in logged] == [1, 2, 3]
@@ -66,8 +52,6 @@ def test_from_saved_groups(
 
 
 class Evaluated(SavedGroups):
-    """Saved groups, and evaluations with a given success."""
-
     def __init__(self, path: Path, needed: int, success: list[float]) -> None:
         super().__init__(path, needed)
         self.success = iter(success)
@@ -77,41 +61,41 @@ class Evaluated(SavedGroups):
 
 
 def test_the_best_checkpoint_by_evaluation_is_kept(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     recipe = make_recipe(steps=6, batch_size=1, checkpoint_every=3)
     recipe.eval.every = 2
-    path = save(make_groups(6, 4), tmp_path / "groups.jsonl")
+    write_groups(path := tmp_path / "groups.jsonl", make_groups(6, 4))
     # before the first step it belongs to no checkpoint
     source = Evaluated(path, 6, [0.95, 0.5, 0.9, 0.2])
     checkpoints = Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train)
-    train_rl(recipe, Accelerator(cpu=True), checkpoints, Services(lambda metrics: None, source=source))
+    train_rl(recipe, on_cpu(), checkpoints, Services(lambda metrics: None, source=source))
     found = sorted((tmp_path / "checkpoints").iterdir())
     assert [int(path.name[-6:]) for path in found] == [3, 4, 6]
     best = find_best(found, recipe.train.keep_best)
-    assert best is not None
     assert (best.step, best.metric, best.value) == (4, "eval/sampled/success", 0.9)
     # a resumed run keeps the best value
     assert Checkpoints(tmp_path / "checkpoints", tokenizer, recipe.train, resume=best.path).train_state.best == 0.9
 
 
 def unlisted(names: set[str]) -> set[str]:
-    """Return the names that no entry of the table of metrics describes."""
     patterns = [re.compile(re.sub(r"<\w+>", ".+", metric.name)) for metric in METRICS]
     return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
 
 
-def test_too_few_saved_groups_are_refused(make_groups: MakeGroups, tmp_path: Path) -> None:
-    path = save(make_groups(3, 2), tmp_path / "groups.jsonl")
+def test_too_few_saved_groups_are_refused(tmp_path: Path) -> None:
+    write_groups(path := tmp_path / "groups.jsonl", make_groups(3, 2))
     with pytest.raises(ValueError, match=r"holds 3 groups, and train.steps x train.batch_size asks for 4"):
         SavedGroups(path, needed=4)
     with pytest.raises(ValueError, match=r"train.from_trajectories: .* does not exist"):
         SavedGroups(tmp_path / "none.jsonl", needed=1)
 
 
-def test_a_batch_without_trainable_chains_is_an_error(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+def test_values_that_are_not_finite_and_batches_without_trainable_chains_stop_the_run(
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        run(make_recipe(batch_size=1, steps=2, learning_rate=1e30), make_groups(2, 2), tmp_path, tokenizer)
     groups = make_groups(1, 2)
     for chain in groups[0].trajectories:
         chain.outcome, chain.reward = Outcome.INFERENCE_ERROR, None
@@ -119,18 +103,8 @@ def test_a_batch_without_trainable_chains_is_an_error(
         run(make_recipe(batch_size=1), groups, tmp_path, tokenizer)
 
 
-def test_values_that_are_not_finite_stop_the_run(
-    make_recipe: Make, make_groups: MakeGroups, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
-        run(make_recipe(batch_size=1, steps=2, learning_rate=1e30), make_groups(2, 2), tmp_path, tokenizer)
-
-
 class LiveSource:
-    """Single-turn chains, sampled from a server for each batch; rewards even tokens.
-
-    Each has its own seed: with random draws, all four chains would sometimes have the same reward, which gives no
-    gradient."""
+    """Single-turn chains, sampled from a server for each batch, each with its own seed; rewards even tokens."""
 
     def __init__(self, server: ServerControl, temperature: float, checkpoints: Path) -> None:
         self.server = server
@@ -181,7 +155,6 @@ class LiveSource:
 def test_live_tokens_are_scored_as_the_server_sampled_them(
     make_recipe: Make,
     tokenizer: PreTrainedTokenizerFast,
-    accelerator: Accelerator,
     server: ServerControl,
     tmp_path: Path,
     lora: dict[str, Any] | None,
@@ -197,18 +170,12 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     sync = LoraSync([server], tmp_path / "lora", "live-1-v", keep=2) if lora else file_sync
     logged: list[dict[str, Any]] = []
     canary = Canary([server], canary_rows(range(64), longest=63), "float32")
-    result = train_rl(
-        recipe,
-        accelerator,
-        Checkpoints(tmp_path, tokenizer, recipe.train),
-        Services(
-            logged.append,
-            lambda step, groups, credit: source.events.append(f"noted {step} {len(groups)} {len(credit)}"),
-            source,
-            sync,
-            canary,
-        ),
-    )
+
+    def note(step: int, groups: list[Group], credit: list[str]) -> None:
+        source.events.append(f"noted {step} {len(groups)} {len(credit)}")
+
+    checkpoints = Checkpoints(tmp_path, tokenizer, recipe.train)
+    result = train_rl(recipe, on_cpu(), checkpoints, Services(logged.append, note, source, sync, canary))
     steps = [entry for entry in logged if "loss" in entry]
     assert all(0 < entry["mismatch/max"] < 1e-4 for entry in steps)
     assert [entry["sync/provable"] for entry in steps] == [1.0] * 4
@@ -218,10 +185,8 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
     names = [f"{n} live-1-v{n}" if lora else f"{n} policy" for n in range(5)]
     assert source.events == [
         *(f"published {names[0]}", "evaluated"),
-        *("batch", f"published {names[1]}", "noted 1 2 2"),
-        *("batch", f"published {names[2]}", "noted 2 2 2"),
-        *("batch", f"published {names[3]}", "noted 3 2 2", "evaluated"),
-        *("batch", f"published {names[4]}", "noted 4 2 2", "evaluated"),
+        *(event for n in (1, 2) for event in ("batch", f"published {names[n]}", f"noted {n} 2 2")),
+        *(event for n in (3, 4) for event in ("batch", f"published {names[n]}", f"noted {n} 2 2", "evaluated")),
     ]
     # during training, at the latest at its end
     assert source.acknowledged == [f"v{version}-{number}" for version in range(4) for number in range(2)]
@@ -232,8 +197,6 @@ def test_live_tokens_are_scored_as_the_server_sampled_them(
 
 
 class LateSource(LiveSource):
-    """A source that repeatedly delivers samples of the first weights."""
-
     def next_batch(self, groups: int) -> list[Group]:
         self.first = getattr(self, "first", None) or super().next_batch(groups)
         return self.first
@@ -241,22 +204,13 @@ class LateSource(LiveSource):
 
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_token_that_is_too_old_is_refused(
-    make_recipe: Make,
-    tokenizer: PreTrainedTokenizerFast,
-    accelerator: Accelerator,
-    server: ServerControl,
-    tmp_path: Path,
-    k: int,
+    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, server: ServerControl, tmp_path: Path, k: int
 ) -> None:
     """The worker never delivers such a group; if it did, the group would not be trained."""
     recipe = make_recipe(steps=4, batch_size=2)
     recipe.rollout.max_staleness = k
     sync, logged = FileSync([server], tmp_path / "file"), []
+    services = Services(logged.append, source=LateSource(server, 1.0, tmp_path), sync=sync)
     with pytest.raises(ValueError, match=f"step {k + 2}: a token is {k + 1} versions old"):
-        train_rl(
-            recipe,
-            accelerator,
-            Checkpoints(tmp_path, tokenizer, recipe.train),
-            Services(logged.append, source=LateSource(server, temperature=1.0, checkpoints=tmp_path), sync=sync),
-        )
+        train_rl(recipe, on_cpu(), Checkpoints(tmp_path, tokenizer, recipe.train), services)
     assert [entry["staleness/max"] for entry in logged if "loss" in entry] == list(range(k + 1))

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,20 +28,10 @@ def test_three_ranks_send_what_none_of_them_holds(tmp_path: Path) -> None:
     network = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     state = {name: value for name, value in network.state_dict().items() if name != "lm_head.weight"}
     save_file({name: torch.zeros_like(value) for name, value in state.items()}, tmp_path / "zeros.safetensors")
-    engine, url = start_engine(
-        tmp_path / "model",
-        "--dtype",
-        "bfloat16",
-        "--max-num-seqs",
-        "1",
-        "--max-model-len",
-        "64",
-        log=tmp_path / "engine.log",
-    )
-    recipe = {
-        "model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"},
-        "train": {"steps": 1, "strategy": "fsdp2", "processes": 3},
-    }
+    flags = ("--dtype", "bfloat16", "--max-num-seqs", "1", "--max-model-len", "64")
+    engine, url = start_engine(tmp_path / "model", *flags, log=tmp_path / "engine.log")
+    recipe: dict[str, Any] = {"model": {"path": str(tmp_path / "model"), "dtype": "bfloat16"}}
+    recipe["train"] = {"steps": 1, "strategy": "fsdp2", "processes": 3}
     log = tmp_path / "ranks.log"
     try:
         with receiving(tmp_path / "zeros.safetensors") as receiver:
@@ -64,11 +55,6 @@ def test_three_ranks_send_what_none_of_them_holds(tmp_path: Path) -> None:
         for version in range(3):
             assert found[f"{name} {version}"]["bytes"] >= 1e6 * size
             assert found[f"{name} {version}"]["peak"] < 6 * largest < 0.6 * size
-
-
-def state_of(*shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {f"w{number}.weight": torch.randn(shape) for number, shape in enumerate(shapes)}
 
 
 def test_a_weight_is_held_until_the_layouts_that_need_it_are_digested() -> None:
@@ -95,15 +81,14 @@ def test_a_weight_is_held_until_the_layouts_that_need_it_are_digested() -> None:
 
 
 def test_weights_are_read_as_they_are_then_and_as_often_as_wanted_if_they_are_not_sharded() -> None:
-    state = state_of((3, 2), (4,))
+    state = {"w0.weight": torch.randn(3, 2), "w1.weight": torch.randn(4)}
     weights = Weights(state.items(), torch.bfloat16)
     assert not weights.sharded
     assert not weights.resident
     assert Weights(state.items()).resident
     assert weights.nbytes == 2 * (6 + 4)
-    assert {name: (value.shape, value.dtype) for name, value in weights.meta.items()} == {
-        name: (value.shape, torch.bfloat16) for name, value in state.items()
-    }
+    for name, value in weights.meta.items():
+        assert (value.shape, value.dtype) == (state[name].shape, torch.bfloat16)
     state["w0.weight"].fill_(math.pi)
     assert dict(weights.stream())["w0.weight"].eq(torch.tensor(math.pi).bfloat16()).all()
     assert [name for name, _ in weights.stream()] == list(weights) == list(state)

@@ -3,41 +3,38 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.batches.batch import TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.teachers.divergences import top_k_divergence
-from agentfactory.trainers.update.learner import Learner
-from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+from agentfactory.trainers.update.policy_update import update_metrics
 from tests.conftest import embedded_server
-from tests.trainers.conftest import VOCABULARY, make_groups, make_row
-from tests.trainers.float64 import in_float64
+from tests.trainers.conftest import VOCABULARY, Make, make_groups, make_row
+from tests.trainers.test_teachers import Recorded
+from tests.trainers.test_teachers import dense as at_temperature
 
 pytestmark = [pytest.mark.numbers, pytest.mark.processes]
 
 LONGEST = 90
+dense = partial(at_temperature, temperature=1.0)
 PLAIN: dict[str, Any] = {
     "algorithm": "distill",
     "token_budget": 200,
     "max_grad_norm": 1e9,
     "loss": {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}},
 }
-MakeRecipe = Callable[..., TrainRecipe]
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +66,6 @@ def graded(recipe: TrainRecipe, groups: list[Group]) -> list[Group]:
     return [decode_group(one.line, one.record) for one in encoded]
 
 
-def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
-    """A network in float64, and its logits for the targets of each row."""
-    network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    logits = []
-    for row in rows:
-        whole = network(torch.from_numpy(row.token_ids)[None], use_cache=False).logits[0]
-        logits.append(whole[torch.from_numpy(row.targets) - 1])
-    return network, logits
-
-
 def chains() -> list[Group]:
     """Chains of several turns, some with several rows, with a row that begins with a sampled token, and one that has
     none."""
@@ -92,36 +79,26 @@ def chains() -> list[Group]:
 
 @pytest.mark.parametrize(
     ("kind", "count", "batching"),
-    [
-        ("sampled", None, "tree"),
-        ("reverse_kl", 5, "packed"),
-        ("jensen_shannon", VOCABULARY, "padded"),
-    ],
+    [("sampled", None, "tree"), ("reverse_kl", 5, "packed"), ("jensen_shannon", VOCABULARY, "padded")],
 )
 def test_grades_and_updates_equal_a_dense_forward_pass(
-    make_recipe: MakeRecipe,
+    make_recipe: Make,
     model_folder: Path,
     teacher_folder: Path,
     teacher_url: str,
-    accelerator: Accelerator,
     kind: str,
     count: int | None,
     batching: str,
 ) -> None:
-    recipe = with_url(
-        make_recipe(**PLAIN, batching=batching), teacher_url, divergence=kind, top_k=count, coefficient=0.8
-    )
+    settings = {"divergence": kind, "top_k": count, "coefficient": 0.8}
+    recipe = with_url(make_recipe(**PLAIN, batching=batching), teacher_url, **settings)
     assert needed_scores(recipe) == []
     credit = Credit(graded(recipe, chains()), recipe)
     rows = credit.assign(credit.rows).rows
-    learner = Learner(recipe, accelerator)
+    done = Recorded(recipe, rows, temperature=1.0)
     # the trainer loads no teacher
-    assert learner.networks == [learner.model]
-    learner.optimizer.step = learner.optimizer.zero_grad = lambda: None
-    batch = learner.deal(rows)
-    done = update_policy(learner, batch, recipe).updates[0]
-    metrics = update_metrics([done], batch)
-
+    assert done.learner.networks == [done.learner.model]
+    metrics = update_metrics([done.update], done.batch)
     network, policy = dense(model_folder, rows)
     with torch.no_grad():
         teacher = dense(teacher_folder, rows)[1]
@@ -146,21 +123,18 @@ def test_grades_and_updates_equal_a_dense_forward_pass(
             exact = top_k_divergence(kind, policy[number], best.indices, best.values)  # type: ignore[arg-type]
             kls.append(exact.detach())
             terms.append(0.8 * exact)
-    loss_by_hand = torch.cat(terms).sum() / batch.tokens
+    loss_by_hand = torch.cat(terms).sum() / done.batch.tokens
     loss_by_hand.backward()
     kl = torch.cat(kls).mean().item()
     assert metrics["teacher/kl"] == pytest.approx(kl, abs=2e-5)
     assert abs(kl) > 0.1
     assert metrics["loss"] == pytest.approx(loss_by_hand.item(), abs=2e-5)
     expected = {name: weight.grad for name, weight in network.named_parameters()}
-    found = {name: w.grad for name, w in learner.policy.network.named_parameters() if w.grad is not None}
-    assert found.keys() == expected.keys()
     assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient.double(), expected[name], atol=5e-5, rtol=1e-3)
+    torch.testing.assert_close(done.gradients, expected, atol=5e-5, rtol=1e-3)
 
 
-def test_rows_without_grades_are_refused(make_recipe: MakeRecipe) -> None:
+def test_rows_without_grades_are_refused(make_recipe: Make) -> None:
     recipe = with_url(make_recipe(algorithm="distill"), "http://127.0.0.1:1")
     with pytest.raises(SettingError, match=r"teacher\.url: a row of \d+ sampled tokens has no grades"):
         Credit(make_groups(1, 1), recipe)

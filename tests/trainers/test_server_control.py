@@ -2,13 +2,11 @@
 
 import socket
 import time
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync import server_control
 from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.canary import Canary
@@ -39,28 +37,22 @@ def test_a_missing_route_names_the_switch_that_turns_it_on(server: ServerControl
 
 
 class Sleeper:
-    """A sync whose only server answers from the third request on."""
-
     def __init__(self, answers_from: int) -> None:
         self.answers_from = answers_from
         self.asked = 0
 
-    def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
-        return self.restore("any")
-
-    def restore(self, url: str) -> SyncReport:
+    def restore(self, *_: Any) -> SyncReport:
         self.asked += 1
         if self.asked < self.answers_from:
             NOWHERE.get("/health")
         return REPORT
 
-    def close(self) -> None:
-        """Do nothing: nothing was written."""
+    push = restore
 
 
 @pytest.mark.slow
-def test_a_version_waits_for_a_server_as_long_as_the_recipe_says(make_recipe: Callable[..., TrainRecipe]) -> None:
-    policy = load_policy(make_recipe())
+def test_a_version_waits_for_a_server_as_long_as_the_recipe_says() -> None:
+    policy: Any = None
     sleeper = Sleeper(answers_from=3)
     assert RetryingSync(sleeper, CANARY, retry_seconds=30.0).push(3, policy, {}) is REPORT
     assert sleeper.asked == 3

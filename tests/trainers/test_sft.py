@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,21 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.token_row import Row
-from agentfactory.rollout.trajectory import Group, Outcome
+from agentfactory.rollout.trajectory import Outcome
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.sft import _shuffled, conversation_rows, saved_rows, train_sft
 from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.networks.network import load_network
 from tests.saved_groups import write_groups
+from tests.trainers.conftest import Make, make_groups, make_row
 
 pytestmark = pytest.mark.numbers
-
-Make = Callable[..., TrainRecipe]
 
 
 def run(
     recipe: TrainRecipe, rows: list[Row], folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Train; return the last checkpoint and the logged records."""
     logged: list[dict[str, Any]] = []
     checkpoints = Checkpoints(folder, tokenizer, recipe.train)
     result = train_sft(recipe, Accelerator(cpu=True), checkpoints, rows=rows, log=logged.append)
@@ -78,7 +75,7 @@ def test_learns_its_rows(make_recipe: Make, tokenizer: PreTrainedTokenizerFast, 
     assert given[0].tolist() == ids
 
 
-def test_epochs_are_whole_and_depend_on_the_seed(make_row: Callable[..., Row]) -> None:
+def test_epochs_are_whole_and_depend_on_the_seed() -> None:
     rng = random.Random(0)
     rows = [make_row(rng) for _ in range(5)]
     taken = [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=1), 10)]
@@ -89,9 +86,7 @@ def test_epochs_are_whole_and_depend_on_the_seed(make_row: Callable[..., Row]) -
     assert taken != [tuple(row.token_ids) for row in islice(_shuffled(rows, seed=2), 10)]
 
 
-def test_saved_rows_are_those_of_whole_chains_that_did_well(
-    make_groups: Callable[..., list[Group]], tmp_path: Path
-) -> None:
+def test_saved_rows_are_those_of_whole_chains_that_did_well(tmp_path: Path) -> None:
     (group,) = make_groups(1, 5)
     for chain, reward in zip(group.trajectories, [0.2, 0.7, None, 0.9, 1.0], strict=True):
         chain.reward = reward
@@ -129,26 +124,22 @@ def test_conversations_become_weighted_rows(tmp_path: Path, caplog: pytest.LogCa
         {"role": "assistant", "content": "See you"},
     ]
     (row,) = conversation_rows([{"messages": messages}], renderer)
-    assert row.weights is not None
-    trained = {
-        weight: tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == weight])
-        for weight in (2.0, 1.0)
-    }
+    given = list(zip(row.token_ids, row.weights, strict=True))
+    trained = {weight: tokenizer.decode([t for t, w in given if w == weight]) for weight in (2.0, 1.0, 0.5)}
+    assert "Bye" in trained.pop(0.5)
     assert trained == {2.0: "Hi there<|im_end|>", 1.0: "See you<|im_end|>"}
-    assert "Bye" in tokenizer.decode([t for t, w in zip(row.token_ids, row.weights, strict=True) if w == 0.5])
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
-    with pytest.raises(ValueError, match=r"data\.path: row 1: tools\.0: got .*, which is not in the OpenAI format"):
-        conversation_rows([{"messages": messages, "tools": [{"tool": "move"}]}], renderer)
     thinking = [messages[0], {**messages[1], "reasoning_content": "I greet."}]
     with pytest.raises(ValueError, match=r"data\.path: row 2: message 1: the chat template does not render its reason"):
         conversation_rows([{"messages": messages}, {"messages": thinking}], renderer)
     conversation_rows([{"messages": [messages[0], {**thinking[1], "weight": 0}]}], renderer)
     called = {"function": {"name": "move", "arguments": {"x": None}}}
+    nothing = {"role": "assistant", "content": "", "tool_calls": [called], "weight": 0}
     others = [
         {"messages": messages, "system": "Be brief.", "id": None},
         {"messages": [messages[0], {**messages[1], "weight": 0}], "source": "web"},
-        {"messages": [messages[0], {"role": "assistant", "content": "", "tool_calls": [called], "weight": 0}]},
+        {"messages": [messages[0], nothing]},
     ]
     caplog.clear()
     conversation_rows(others, renderer)
@@ -163,9 +154,9 @@ def test_rows_that_change_the_positions_of_others_are_refused_first(
     make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """SFT has no bound of its own; chains have one."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     config = json.loads((model_folder / "config.json").read_text())
-    config |= {"max_position_embeddings": 8}
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config |= {"max_position_embeddings": 8, "rope_parameters": rope}
     folder = shutil.copytree(model_folder, tmp_path / "dynamic")
     (folder / "config.json").write_text(json.dumps(config))
     recipe = make_recipe(algorithm="sft", batch_size=2)

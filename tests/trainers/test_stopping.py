@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from agentfactory.base.processes import supervised
 from agentfactory.trainers.loop.stopping import Stop, name_of
+from tests.trainers.conftest import on_cpu
 
 pytestmark = pytest.mark.processes
 
@@ -22,7 +23,6 @@ Seconds = dict[int, float]
 
 
 def loop(folder: Path, accelerator: Accelerator, waits: Seconds, works: Seconds) -> str:
-    """Run three steps; write a file at each event."""
     stop = Stop()
     stop.listen(accelerator, (folder / "heard").touch)
     for step in range(3):
@@ -45,7 +45,7 @@ def loop(folder: Path, accelerator: Accelerator, waits: Seconds, works: Seconds)
 
 
 @pytest.fixture
-def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
+def signalled(tmp_path: Path) -> Signalled:
     """Return the loop's result in a separate process after a signal at an event, and its exit status."""
 
     def run(event: str, number: signal.Signals, waits: Seconds, works: Seconds, times: int = 1) -> tuple[str, int]:
@@ -53,7 +53,7 @@ def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
         if child == 0:
             status = 1
             try:
-                (tmp_path / "said").write_text(loop(tmp_path, accelerator, waits, works))
+                (tmp_path / "said").write_text(loop(tmp_path, on_cpu(), waits, works))
                 status = 0
             except supervised.Signalled as error:
                 status = error.status
@@ -72,36 +72,44 @@ def signalled(tmp_path: Path, accelerator: Accelerator) -> Signalled:
     return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_wait_is_cut_short(signalled: Signalled, tmp_path: Path, number: signal.Signals) -> None:
-    told = signalled("waits-1", number, waits={1: 60.0}, works={})
-    assert told == (f"step 1, given None, stopped by {number.name}", 0)
-    assert name_of(number) == {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
-    assert (tmp_path / "heard").exists()
-    assert (tmp_path / "worked-0").exists()
-    assert not (tmp_path / "works-1").exists()
+TERM, INT = signal.SIGTERM, signal.SIGINT
 
 
-def test_work_is_finished(signalled: Signalled, tmp_path: Path) -> None:
-    told = signalled("works-1", signal.SIGTERM, waits={}, works={1: 2.0})
-    assert told == ("step 2, given None, stopped by SIGTERM", 0)
-    assert (tmp_path / "worked-1").exists()
-    assert not (tmp_path / "works-2").exists()
+@pytest.mark.parametrize(
+    ("event", "number", "waits", "works", "times", "told", "done", "undone"),
+    [
+        # a wait is cut short
+        ("waits-1", TERM, {1: 60.0}, {}, 1, ("step 1, given None, stopped by SIGTERM", 0), "heard worked-0", "works-1"),
+        ("waits-1", INT, {1: 60.0}, {}, 1, ("step 1, given None, stopped by SIGINT", 0), "heard worked-0", "works-1"),
+        # work is finished
+        ("works-1", TERM, {}, {1: 2.0}, 1, ("step 2, given None, stopped by SIGTERM", 0), "worked-1", "works-2"),
+        # a second signal ends it at once
+        ("works-0", TERM, {}, {0: 60.0}, 2, ("", 143), "heard", "worked-0"),
+        # before the first step there is nothing to finish
+        ("waits-0", TERM, {0: 60.0}, {}, 1, ("", 143), "waits-0", "heard"),
+    ],
+)
+def test_a_signal(
+    signalled: Signalled,
+    tmp_path: Path,
+    event: str,
+    number: signal.Signals,
+    waits: Seconds,
+    works: Seconds,
+    times: int,
+    told: tuple[str, int],
+    done: str,
+    undone: str,
+) -> None:
+    assert signalled(event, number, waits, works, times) == told
+    assert all((tmp_path / name).exists() for name in done.split())
+    assert not (tmp_path / undone).exists()
 
 
-def test_a_second_signal_ends_it_at_once(signalled: Signalled, tmp_path: Path) -> None:
-    assert signalled("works-0", signal.SIGTERM, waits={}, works={0: 60.0}, times=2) == ("", 143)
-    assert not (tmp_path / "worked-0").exists()
-
-
-def test_before_the_first_step_there_is_nothing_to_finish(signalled: Signalled, tmp_path: Path) -> None:
-    assert signalled("waits-0", signal.SIGTERM, waits={0: 60.0}, works={}) == ("", 143)
-    assert not (tmp_path / "heard").exists()
-
-
-def test_nothing_stops_what_does_not_listen(accelerator: Accelerator) -> None:
+def test_nothing_stops_what_does_not_listen() -> None:
+    assert [name_of(number) for number in (INT, TERM)] == ["Ctrl-C", "SIGTERM"]
     before = signal.getsignal(signal.SIGTERM)
     stop = Stop()
     assert stop.wait_for(lambda: 3) == 3
-    assert not stop.agreed(accelerator)
+    assert not stop.agreed(on_cpu())
     assert signal.getsignal(signal.SIGTERM) == before

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.gkd import GKDTrainer
@@ -19,13 +17,14 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.text.tokenizer import tokens_missing
 from agentfactory.trainers.batches.batch import Batch, TrainingRow
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.loop.token_advantages import needed_scores
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
 from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
 from agentfactory.trainers.update.learner import Learner, Terms, Update
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
-from tests.trainers.conftest import VOCABULARY
+from tests.trainers.conftest import VOCABULARY, Make, on_cpu
 from tests.trainers.float64 import in_float64, never_through_float32
 from tests.trainers.launched_teachers import TEMPERATURE, exercise, make_rows
 from tests.trainers.ranks import on_ranks
@@ -33,11 +32,9 @@ from tests.trainers.ranks import on_ranks
 pytestmark = pytest.mark.numbers
 
 EXACT = {"reverse_kl": {}, "forward_kl": {}, "jensen_shannon": {"beta": 0.3}}
-MakeRecipe = Callable[..., TrainRecipe]
 
 
 def teaching(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
-    """Return the recipe with these settings of its teacher."""
     data = recipe.model_dump(mode="json", by_alias=True) | {"teacher": teacher}
     data["rollout"]["temperature"] = TEMPERATURE
     return TrainRecipe.model_validate_json(json.dumps(data), strict=True)
@@ -48,7 +45,6 @@ def with_teacher(recipe: TrainRecipe, folder: Path, **teacher: Any) -> TrainReci
 
 
 def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """The definition, as sums of probabilities."""
     p, q = policy.softmax(-1), teacher.softmax(-1)
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -62,29 +58,36 @@ def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Te
     return beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
 
 
-@pytest.mark.parametrize("kind", EXACT)
-def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
+def draw() -> tuple[Tensor, Tensor]:
+    """Logits of policy and teacher."""
     generator = torch.Generator().manual_seed(0)
     policy, teacher = (3 * torch.randn(7, 50, generator=generator, dtype=torch.float64) for _ in range(2))
-    policy.requires_grad_()
+    return policy.requires_grad_(), teacher
+
+
+def same_with_gradients(policy: Tensor, *values: Tensor) -> None:
+    for other in values[1:]:
+        torch.testing.assert_close(values[0], other, atol=1e-9, rtol=0)
+        gradients = [torch.autograd.grad(v.sum(), policy, retain_graph=True)[0] for v in (values[0], other)]
+        torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
+    policy, teacher = draw()
     beta = EXACT[kind].get("beta", 0.5)
     ours = divergence(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)  # type: ignore[arg-type]
     hand = by_hand(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)
     in_trl = {"reverse_kl": 1.0, "forward_kl": 0.0, "jensen_shannon": beta}[kind]
     trl = GKDTrainer.generalized_jsd_loss(policy, teacher, None, in_trl, TEMPERATURE, reduction="sum")
     assert bool((ours > 0.1).all())
-    torch.testing.assert_close(ours, hand, atol=1e-9, rtol=0)
-    torch.testing.assert_close(ours.sum(), trl, atol=1e-9, rtol=0)
-    gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (ours, hand, trl)]
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-9, rtol=0)
-    torch.testing.assert_close(gradients[0], gradients[2], atol=1e-9, rtol=0)
+    same_with_gradients(policy, ours, hand)
+    same_with_gradients(policy, ours.sum(), trl)
 
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    policy, teacher = (3 * torch.randn(7, 50, generator=generator, dtype=torch.float64) for _ in range(2))
-    policy.requires_grad_()
+    policy, teacher = draw()
     beta = EXACT[kind].get("beta", 0.5)
     found = top_k(teacher, 5)
     tokens = found[:, 0].long()
@@ -96,7 +99,7 @@ def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: st
         return torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1).log()
 
     hand = by_hand(kind, merged(policy), merged(teacher), beta)
-    torch.testing.assert_close(ours, hand, atol=1e-9, rtol=0)
+    same_with_gradients(policy, ours, hand)
     exact = divergence(kind, policy, teacher, beta)  # type: ignore[arg-type]
     assert bool((ours < exact).all())
     assert bool((ours > 0.01).all())
@@ -104,11 +107,7 @@ def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: st
     for k in (50, 60):
         found = top_k(teacher, k)
         whole = top_k_divergence(kind, policy, found[:, 0].long(), found[:, 1], beta)  # type: ignore[arg-type]
-        torch.testing.assert_close(whole, exact, atol=1e-9, rtol=0)
-        gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (whole, exact)]
-        torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
-    gradients = [torch.autograd.grad(value.sum(), policy, retain_graph=True)[0] for value in (ours, hand)]
-    torch.testing.assert_close(*gradients, atol=1e-9, rtol=0)
+        same_with_gradients(policy, whole, exact)
 
 
 def test_tokens_outside_the_policys_vocabulary_belong_to_the_rest() -> None:
@@ -129,12 +128,12 @@ def test_tokens_outside_the_policys_vocabulary_belong_to_the_rest() -> None:
 class Recorded:
     """An update that keeps its gradients and changes no weight, with the recipe's networks in float64."""
 
-    def __init__(self, recipe: TrainRecipe, accelerator: Accelerator, rows: list[TrainingRow]) -> None:
-        self.learner = Learner(recipe, accelerator, TEMPERATURE)
+    def __init__(self, recipe: TrainRecipe, rows: list[TrainingRow], temperature: float = TEMPERATURE) -> None:
+        self.learner = Learner(recipe, on_cpu(), temperature)
         for network in self.learner.networks:
             in_float64(network)
         self.learner.optimizer.step = self.learner.optimizer.zero_grad = lambda: None
-        names = [] if recipe.teacher is None or recipe.teacher.stream is None else [recipe.teacher.stream]
+        names = needed_scores(recipe)
         self.rows = self.learner.score(rows, names) if names else rows
         self.batch: Batch = self.learner.deal(self.rows)
         report = self.learner._report
@@ -150,18 +149,16 @@ class Recorded:
         self.gradients = {name: weight.grad for name, weight in trained if weight.grad is not None}
 
 
-def dense(folder: Path, rows: list[TrainingRow]) -> tuple[Any, list[Tensor]]:
-    """Return a network in float64, and its logits for the targets of each row, divided by the temperature."""
+def dense(folder: Path, rows: list[TrainingRow], temperature: float = TEMPERATURE) -> tuple[Any, list[Tensor]]:
     network: Any = in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     logits = []
     for row in rows:
         whole = network(torch.from_numpy(row.token_ids)[None], use_cache=False).logits[0]
-        logits.append(whole[torch.from_numpy(row.targets) - 1] / TEMPERATURE)
+        logits.append(whole[torch.from_numpy(row.targets) - 1] / temperature)
     return network, logits
 
 
 def as_stored(values: np.ndarray) -> Tensor:
-    """Round values as a micro-batch does."""
     return torch.from_numpy(values.astype(np.float32).astype(np.float64))
 
 
@@ -205,10 +202,8 @@ def check_by_hand(
     tolerance = 1e-9 if count is None else 1e-6
     torch.testing.assert_close(done.loss, loss.detach(), atol=tolerance, rtol=0)
     expected_gradients = {name: weight.grad for name, weight in network.named_parameters()}
-    assert done.gradients.keys() == expected_gradients.keys()
     assert max(float(value.abs().max()) for value in expected_gradients.values()) > 1e-2
-    for name, gradient in done.gradients.items():
-        torch.testing.assert_close(gradient, expected_gradients[name], atol=tolerance, rtol=0)
+    torch.testing.assert_close(done.gradients, expected_gradients, atol=tolerance, rtol=0)
     reported = update_metrics([done.update], done.batch)["teacher/kl"]
     assert reported == pytest.approx(float(torch.cat(kls).mean()), abs=1e-5)
     assert abs(reported) > 1e-2
@@ -225,10 +220,9 @@ PLAIN = {"behaviour_kl": 0.0, "mismatch": {"correction": "none"}}
     ],
 )
 def test_an_update_equals_a_dense_forward_pass(
-    make_recipe: MakeRecipe,
+    make_recipe: Make,
     model_folder: Path,
     teacher_folder: Path,
-    accelerator: Accelerator,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     count: int | None,
@@ -251,7 +245,7 @@ def test_an_update_equals_a_dense_forward_pass(
             row.streams["most"] = np.where(left_out, 0.0, bounds)
             row.streams["least"] = np.where(left_out, 0.0, -np.inf)
     with never_through_float32():
-        done = Recorded(recipe, accelerator, rows)
+        done = Recorded(recipe, rows)
         with torch.no_grad():
             teacher = dense(teacher_folder, rows)[1]
         check_by_hand(done, model_folder, [*teacher], kind, count, **options)
@@ -259,12 +253,7 @@ def test_an_update_equals_a_dense_forward_pass(
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "sampled"])
 def test_the_base_of_an_adapter_teaches_without_further_weights(
-    make_recipe: MakeRecipe,
-    model_folder: Path,
-    teacher_folder: Path,
-    accelerator: Accelerator,
-    kind: str,
-    tmp_path: Path,
+    make_recipe: Make, model_folder: Path, teacher_folder: Path, kind: str, tmp_path: Path
 ) -> None:
     """It grades as a copy of the base does, also after the adapter has changed."""
     copy = tmp_path / "copy"
@@ -272,7 +261,7 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
     found = []
     for folder in (model_folder, copy):
         recipe = with_teacher(make_recipe(lora={"rank": 4}, loss=PLAIN), folder, divergence=kind)
-        learner = Learner(recipe, accelerator, TEMPERATURE)
+        learner = Learner(recipe, on_cpu(), TEMPERATURE)
         assert len(learner.networks) == (1 if folder == model_folder else 2)
         for network in learner.networks:
             in_float64(network)
@@ -281,9 +270,8 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
         results = []
         for _ in range(2):
             scored = learner.score(rows, ["teacher"]) if kind == "sampled" else rows
-            batch = learner.deal(
-                [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in scored]
-            )
+            blank = [replace(row, streams=row.streams | {"advantage": row.targets * 0.0}) for row in scored]
+            batch = learner.deal(blank)
             update = update_policy(learner, batch, recipe).updates
             results.append((update_metrics(update, batch)["teacher/kl"], update[0].grad_norm))
             generator = torch.Generator().manual_seed(3)
@@ -301,12 +289,7 @@ def test_the_base_of_an_adapter_teaches_without_further_weights(
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_processes_equal_one(
-    make_recipe: MakeRecipe,
-    teacher_folder: Path,
-    model_folder: Path,
-    accelerator: Accelerator,
-    tmp_path: Path,
-    strategy: str,
+    make_recipe: Make, teacher_folder: Path, model_folder: Path, tmp_path: Path, strategy: str
 ) -> None:
     """Also with more in the teacher's context, where it is the policy itself."""
     cases: list[tuple[Any, dict[str, Any]]] = [
@@ -322,7 +305,7 @@ def test_two_processes_equal_one(
         for strategies, made in (({}, one), ({"strategy": strategy, "processes": 2}, several)):
             recipe = make_recipe(lora=lora, loss=PLAIN, token_budget=70, max_grad_norm=1e9, **strategies)
             made.append(teaching(recipe, **teacher))
-    expected = [exercise(recipe, accelerator) for recipe in one]
+    expected = [exercise(recipe, on_cpu()) for recipe in one]
     for given, wanted in zip(on_ranks(exercise, several, tmp_path, strategy)[0], expected, strict=True):
         assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
@@ -336,19 +319,17 @@ def test_other_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) ->
     assert tokens_missing(tokenizer, longer, "strong") == {}
     assert tokens_missing(longer, tokenizer, "strong") == {VOCABULARY: "<think>"}
     other.add_tokens(["<reason>"])
-    with pytest.raises(
-        SettingError, match=r"teacher\.model: strong has another tokenizer: token 64 is '<reason>' there"
-    ):
+    with pytest.raises(SettingError, match=r"teacher\.model: strong has another tokenizer: token 64 is '<reason>'"):
         tokens_missing(longer, other, "strong")
 
 
 def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
-    make_recipe: MakeRecipe, model_folder: Path, teacher_folder: Path, accelerator: Accelerator
+    make_recipe: Make, model_folder: Path, teacher_folder: Path
 ) -> None:
     recipe = with_teacher(make_recipe(), teacher_folder)
     assert recipe.teacher is not None
     policy = load_policy(recipe)
-    frozen = make_teacher(recipe, policy, accelerator)._frozen
+    frozen = make_teacher(recipe, policy, on_cpu())._frozen
     teacher = Teacher(recipe.teacher, frozen, VOCABULARY, {7: "<think>"})
     ids = torch.tensor([[3, 4, 5, 6]])
     places = torch.tensor([1, 2])
@@ -358,6 +339,6 @@ def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(
     # the policy's own rows beyond the teacher's are no tokens of it
     wide = with_teacher(make_recipe(), model_folder)
     wide = wide.model_copy(update={"model": wide.model.model_copy(update={"path": str(teacher_folder)})})
-    padded = make_teacher(wide, load_policy(wide), accelerator)
+    padded = make_teacher(wide, load_policy(wide), on_cpu())
     with pytest.raises(SettingError, match=r"\(64\)"):
         padded.logprobs(policy, ids, places, torch.tensor([5, 64]))

@@ -67,7 +67,6 @@ def test_rows_share_a_line_under_a_soft_cap() -> None:
 
 
 def deviation(network: Any, rows: list[list[int]], batching: Batching) -> float:
-    """Return the largest deviation of the trainer's log-probabilities from those of each row alone."""
     expected = [scores_alone(network, row) for row in rows]
     policy = Policy(network, torch.float32, batching)
     given = [TrainingRow(row, list(range(1, len(row))), {"weight": [1.0] * (len(row) - 1)}) for row in rows]
@@ -104,7 +103,6 @@ def test_every_layout_of_every_family_is_exact_or_refused(family: str) -> None:
 
 
 def refusal(network: Any, batching: Batching) -> SettingError | None:
-    """Return the error if the trainer refuses the network or the layout."""
     try:
         check_head(network)
         assert resolve_batching(network, TrainConfig(steps=1, batching=batching)) == batching
@@ -115,10 +113,7 @@ def refusal(network: Any, batching: Batching) -> SettingError | None:
 
 def test_networks_that_fail_are_refused_by_name() -> None:
     for check, words in (
-        (
-            check_head,
-            r"model\.path: LlamaForCausalLM fails in a first forward pass: ZeroDivisionError: division",
-        ),
+        (check_head, r"model\.path: LlamaForCausalLM fails in a first forward pass: ZeroDivisionError: division"),
         (
             lambda network: resolve_batching(network, TrainConfig(steps=1, batching="packed")),
             "packed would be wrong: LlamaForCausalLM fails on rows that share a line: ZeroDivisionError",
@@ -157,10 +152,7 @@ def test_positions_that_depend_on_the_longest_row_of_a_pass(kind: str) -> None:
     [
         ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 9}, ("su", 9)),
         ({"max_position_embeddings": 7, "rope_scaling": {"rope_type": "dynamic"}}, ("dynamic", 7)),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}, "max_position_embeddings": 5},
-            ("longrope", 5),
-        ),
+        ({"rope_parameters": {"full": {"rope_type": "longrope"}}, "max_position_embeddings": 5}, ("longrope", 5)),
         ({"text_config": {"max_position_embeddings": 7, "rope_scaling": {"type": "dynamic"}}}, ("dynamic", 7)),
         ({"rope_scaling": None, "max_position_embeddings": 7}, None),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, None),

@@ -1,15 +1,12 @@
 """Tokens that a network cannot tell from others, and the training of their rows beside an adapter."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +17,7 @@ from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import make_reference
-from agentfactory.trainers.networks.lora import adapters_off, rows_of, with_trained_rows
+from agentfactory.trainers.networks.lora import adapters_off, rows_of
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike
 from agentfactory.trainers.sync.canary import canary_rows, with_tokens
@@ -30,20 +27,9 @@ from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.conftest import embedded_server
 from tests.saved_checkpoint import save_checkpoint
-from tests.saved_groups import write_groups
-from tests.trainers.conftest import make_groups, make_row
+from tests.trainers.conftest import make_row, on_cpu
 from tests.trainers.float64 import assert_equal, in_float64
-from tests.trainers.test_accelerator import TWO_PROCESSES, launch, run_alone
-from tests.untrained_tokens import (
-    CLOSE,
-    KINDS,
-    OPEN,
-    change,
-    make_needs,
-    make_untrained,
-    push_versions,
-    recipe_of,
-)
+from tests.untrained_tokens import CLOSE, KINDS, OPEN, change, make_needs, make_untrained, push_versions, recipe_of
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +46,6 @@ def dead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def trained(model: Path, needs: TokenNeeds) -> Policy:
-    """A policy with an adapter and rows that are not their initial values."""
     return change(load_policy(recipe_of(model), needs=needs), 1).eval()
 
 
@@ -70,35 +55,30 @@ def ids_with(needs: TokenNeeds) -> Tensor:
     return ids
 
 
+PLACES = torch.tensor([3, 7, 9, 15, 23])
+
+
 def score(policy: Policy, ids: Tensor) -> Tensor:
-    places = torch.tensor([3, 7, 9, 15, 23])
-    return policy(ids, places - 1, ids.flatten()[places])[0]
+    return policy(ids, PLACES - 1, ids.flatten()[PLACES])[0]
 
 
 def logprobs(network: Any, ids: Tensor) -> Tensor:
-    places = torch.tensor([3, 7, 9, 15, 23])
-    chosen = network(ids).logits.flatten(0, 1)[places - 1].log_softmax(-1)
-    return chosen.gather(-1, ids.flatten()[places, None]).squeeze(-1)
+    chosen = network(ids).logits.flatten(0, 1)[PLACES - 1].log_softmax(-1)
+    return chosen.gather(-1, ids.flatten()[PLACES, None]).squeeze(-1)
 
 
-# --- finding ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(dead: Path, needs: TokenNeeds) -> None:
-    with pytest.raises(ValueError, match="trainable_tokens: missing, but the network cannot tell") as refused:
+def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(
+    dead: Path, needs: TokenNeeds, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = rf"cannot tell {OPEN} \({needs.tokens.written[OPEN]}\), {CLOSE} \(.* from 43 other tokens .* equal to 0\.00"
+    fix = r"model\.lora\.trainable_tokens=auto; or write calls without these tokens: rollout\.parser=json"
+    with pytest.raises(ValueError, match=f"trainable_tokens: missing, but the network {named}.*{fix}"):
         load_policy(recipe_of(dead, None), needs=needs)
-    told = str(refused.value)
-    assert f"{OPEN} ({needs.tokens.written[OPEN]}), {CLOSE} (" in told
-    assert "from 43 other tokens such as" in told
-    assert "rows of the head are equal to 0.00" in told
-    assert "model.lora.trainable_tokens=auto; or write calls without these tokens: rollout.parser=json" in told
     with pytest.raises(ValueError, match=rf"got '{OPEN}', but the network cannot tell {CLOSE} "):
         load_policy(recipe_of(dead, [OPEN]), needs=needs)
     with pytest.raises(ValueError, match="got '<call>', which is no token of the vocabulary"):
         load_policy(recipe_of(dead, ["<call>"]), needs=needs)
-
-
-def test_full_training_is_warned(dead: Path, needs: TokenNeeds, caplog: pytest.LogCaptureFixture) -> None:
+    # where all weights are trained, it is a warning
     load_policy(recipe_of(dead, lora=False), needs=needs)
     (notice,) = [notice for record in caplog.records if (notice := notice_of(record))]
     assert f"the network cannot tell {OPEN}" in notice.text
@@ -132,18 +112,13 @@ def test_a_dead_token_that_ends_turns_asks_for_another_template(tmp_path: Path, 
         load_policy(recipe_of(tmp_path, None), needs=needs)
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
-
 def test_initial_rows_are_told_apart(dead: Path, needs: TokenNeeds) -> None:
     policy = load_policy(recipe_of(dead), needs=needs)
     tags = [needs.tokens.written[OPEN], needs.tokens.written[CLOSE]]
     assert sorted(policy.trained_tokens) == sorted(tags)
     for _, layer in rows_of(policy.network):
         assert find_alike("", layer.get_merged_weights(["default"]), tags) == {}
-
-
-def test_an_explicit_token_that_is_trained_begins_with_its_own_row(dead: Path, needs: TokenNeeds) -> None:
+    # an explicit token that was trained begins with its own row
     policy = load_policy(recipe_of(dead, [OPEN, CLOSE, "<think>"]), needs=needs)
     token = needs.tokenizer.convert_tokens_to_ids("<think>")
     for _, layer in rows_of(policy.network):
@@ -195,9 +170,6 @@ def test_a_critic_has_rows_of_its_own(dead: Path, needs: TokenNeeds) -> None:
     assert all(name.endswith(".critic") for name in named)
 
 
-# --- written, served, exported ---------------------------------------------------------------------------------------
-
-
 def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
     policy, ids = trained(dead, needs), ids_with(needs)
     expected = score(policy, ids)
@@ -211,36 +183,25 @@ def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: Tok
     torch.testing.assert_close(logprobs(merged, ids), expected, atol=1e-4, rtol=0)
 
 
-def test_rows_are_read_back_from_what_is_written(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
-    policy = trained(dead, needs)
-    state = policy.gather()
-    file = policy.save_adapter(tmp_path, state)
-    read = with_trained_rows(policy.network, load_file(file))
-    assert read.keys() == state.keys()
-    for name, value in state.items():
-        torch.testing.assert_close(read[name], value, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("quantization", [None, pytest.param("nf4", marks=pytest.mark.extended)])
 def test_a_learner_trains_the_rows_and_is_restored(
-    dead: Path, needs: TokenNeeds, accelerator: Accelerator, tmp_path: Path, quantization: str | None
+    dead: Path, needs: TokenNeeds, tmp_path: Path, quantization: str | None
 ) -> None:
     recipe = recipe_of(dead, quantization=quantization, learning_rate=1e-2)
-    learner = Learner(recipe, accelerator, needs=needs)
+    learner = Learner(recipe, on_cpu(), needs=needs)
     before = {name: value.clone() for name, value in learner.policy.gather().items()}
     rng = random.Random(0)
     rows = [make_row(rng) for _ in range(4)]
     for row in rows:
         row.token_ids[-2:] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
         row.mask[-2:] = 1, 1
-    made = [found for row in rows if (found := training_row(row, 1.0)) is not None]
-    update_policy(learner, learner.deal(made), recipe)
+    update_policy(learner, learner.deal([training_row(row, 1.0) for row in rows]), recipe)
     learner.end_step()
     after = learner.policy.gather()
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert [name for name in changed if name.endswith("trainable_tokens_delta")]
     path = save_checkpoint(tmp_path, 1, learner, needs.tokenizer, {})
-    again = Learner(recipe, accelerator, needs=needs)
+    again = Learner(recipe, on_cpu(), needs=needs)
     load_state(path, again)
     for name, value in again.policy.gather().items():
         assert torch.equal(value, after[name]), name
@@ -282,31 +243,7 @@ def test_the_canary_sees_the_rows() -> None:
     assert with_tokens(rows[0], [], 0) == rows[0]
 
 
-@pytest.mark.processes
-@pytest.mark.numbers
-@pytest.mark.extended
-def test_two_processes_train_rows_as_one_does(needs: TokenNeeds, tmp_path: Path) -> None:
-    groups = make_groups(6, 3)
-    for row in (row for group in groups for chain in group.trajectories for row in chain.rows):
-        row.token_ids[-3:-1] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
-    write_groups(tmp_path / "groups.jsonl", groups)
-    model, loss = make_untrained("tied", tmp_path / "model", needs), {"kl": {"coefficient": 0.1}}
-    course = {"steps": 2, "batch_size": 3, "learning_rate": 1e-2, "token_budget": 70, "loss": loss}
-    arguments = []
-    for how in ({}, {"strategy": "fsdp2", "processes": 2}):
-        recipe = recipe_of(model, **course, **how).model_dump(mode="json")
-        arguments.append([json.dumps([recipe]), str(tmp_path / "groups.jsonl"), str(tmp_path / f"of {len(how)}")])
-    run_alone(arguments[0], tmp_path / "log", on_cpu=True)
-    launch(TWO_PROCESSES["fsdp2"], arguments[1], cpu_by_environment=True)
-    one, two = (load_file(tmp_path / f"of {n}" / "0/step-000002/adapter_model.safetensors") for n in (0, 2))
-    rows = [name for name in one if name.endswith(("lora_embedding_B", "lm_head.lora_A.weight"))]
-    assert len(rows) == 2
-    assert all(one[name].abs().max() > 0.01 for name in rows)
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
-
-
-def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path, accelerator: Accelerator) -> None:
+def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
     before, ids = trained(dead, needs), ids_with(needs)
     before.save_adapter(tmp_path, before.gather())
     recipe = recipe_of(dead, loss={"kl": {"coefficient": 0.1}})
@@ -314,9 +251,8 @@ def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: 
     recipe.model.lora.from_ = str(tmp_path)
     policy = load_policy(recipe, needs=needs).eval()
     torch.testing.assert_close(score(policy, ids), score(before, ids), atol=1e-5, rtol=0)
-    reference = make_reference(recipe, policy, accelerator)
-    places = torch.tensor([3, 7, 9, 15, 23])
-    inputs = (ids, places - 1, ids.flatten()[places])
+    reference = make_reference(recipe, policy, on_cpu())
+    inputs = (ids, PLACES - 1, ids.flatten()[PLACES])
     began = reference.logprobs(policy, *inputs)
     assert torch.equal(began, score(policy, ids)), "the KL divergence of the first step is exactly 0"
     change(policy, 2)
@@ -338,6 +274,3 @@ def test_pushed_rows_are_proven(kind: str, needs: TokenNeeds, tmp_path: Path) ->
         for number, lost in enumerate(["lm_head", "embed_tokens"]):
             with pytest.raises(SyncError, match=r"it does not have these rows|from the trainer's at the start"):
                 push_versions(model, needs, url, tmp_path / f"lost{number}", lost)
-
-
-# --- a real model ----------------------------------------------------------------------------------------------------

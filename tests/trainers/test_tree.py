@@ -24,7 +24,6 @@ BATCHINGS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
 
 def training(ids: list[int], targets: list[int], tag: float = 1.0) -> TrainingRow:
-    """Return a row whose tokens all have the advantage `tag`."""
     values = {"behaviour": -1.0, "advantage": tag, "weight": 1.0, "mixed": 0.0}
     return TrainingRow(ids, targets, {name: [value] * len(targets) for name, value in values.items()})
 
@@ -34,12 +33,8 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def group(rng: random.Random, prompt: int, answers: list[int]) -> list[TrainingRow]:
-    """Return answers to one prompt."""
-    start = tokens(rng, prompt)
-    return [
-        training(start + tokens(rng, length), list(range(prompt, prompt + length)), rng.gauss(0, 1))
-        for length in answers
-    ]
+    start, ends = tokens(rng, prompt), [prompt + length for length in answers]
+    return [training(start + tokens(rng, end - prompt), list(range(prompt, end)), rng.gauss(0, 1)) for end in ends]
 
 
 def rows_per_turn(rng: random.Random, turns: int, prompt: int = 20) -> list[TrainingRow]:
@@ -65,7 +60,6 @@ def sight(part: MicroBatch) -> torch.Tensor:
 
 
 def _words(drawn: list[int]) -> list[int]:
-    """Return words of eight tokens each, so that sharing them is worth a branch."""
     return [8 * word + place for word in drawn for place in range(8)]
 
 
@@ -129,20 +123,16 @@ def test_a_tree_holds_each_shared_token_once(drawn: list[tuple[list[int], list[i
             assert tree.positions[path].tolist() == list(range(len(path)))
 
 
-def test_answers_to_one_prompt_are_one_line() -> None:
+def test_answers_to_one_prompt_are_one_line_and_a_row_per_turn_a_plain_one() -> None:
     rows = group(random.Random(0), 512, [64] * 8)
     (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
     # the last token of an answer predicts nothing
     assert part.ids.shape == (1, 512 + 8 * 63)
     assert part.ends is not None
-
-
-def test_a_row_per_turn_becomes_one_plain_line() -> None:
     rows = rows_per_turn(random.Random(0), turns=8)
     (part,) = make_batches(rows, "tree", 16384)[0].micro_batches
     assert part.ids.tolist() == [rows[-1].token_ids[:-1]]
-    assert part.positions is None
-    assert part.ends is None
+    assert part.positions is part.ends is None
 
 
 def test_what_shares_too_little_is_padded() -> None:
@@ -156,13 +146,10 @@ def test_what_shares_too_little_is_padded() -> None:
     assert len(make_batches(longer, "tree", 4000)[0].micro_batches) == 1
 
 
-@pytest.mark.parametrize(("budget", "sizes"), [(179, [140, 160, 160]), (180, [180, 180])])
-def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt(budget: int, sizes: list[int]) -> None:
+def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt_but_a_chain_is_not() -> None:
     rows = group(random.Random(0), 100, [21] * 8)
-    assert sorted(len(tree.ids) for tree in merge(input_ids(rows), budget)) == sizes
-
-
-def test_a_chain_over_the_budget_is_still_one_line() -> None:
+    for budget, sizes in ((179, [140, 160, 160]), (180, [180, 180])):
+        assert sorted(len(tree.ids) for tree in merge(input_ids(rows), budget)) == sizes
     rows = rows_per_turn(random.Random(0), turns=8)
     (tree,) = merge(input_ids(rows), token_budget=50)
     assert len(tree.ids) == len(rows[-1].token_ids) - 1
@@ -195,22 +182,14 @@ def test_lines_are_full() -> None:
 
 def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": width // 8,
-        "intermediate_size": 3 * width,
-        "tie_word_embeddings": True,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 3 * width}
+    sizes |= {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": width // 8}
     network = Qwen3ForCausalLM(Qwen3Config(**sizes)) if family == "qwen3" else LlamaForCausalLM(LlamaConfig(**sizes))
     return in_float64(Policy(network, torch.float64).train())
 
 
 def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
-    """Return the gradient of the mean over tokens of advantage x log-probability."""
     policy.zero_grad()
     for part in batch.micro_batches:
         logprob, _ = policy(part.ids, part.sources, part.labels, part.positions, part.ends)
@@ -219,7 +198,6 @@ def gradient(policy: Policy, batch: Batch) -> torch.Tensor:
 
 
 def distance(policy: Policy, rows: list[TrainingRow], batching: Batching, budget: int = 16384) -> float:
-    """Return |gradient - padded gradient| / |padded gradient|, in the 2-norm over all weights."""
     expected = gradient(policy, make_batches(rows, "padded", 16384)[0])
     found = gradient(policy, make_batches(rows, batching, budget)[0])
     return float((found - expected).norm() / expected.norm())

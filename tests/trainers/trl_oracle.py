@@ -33,7 +33,6 @@ class Chains:
 
     @classmethod
     def random(cls, count: int, spread: float = 0.3, seed: int = 0) -> "Chains":
-        """Return ragged chains of several turns, whose log-probabilities differ between roles by about `spread`."""
         rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
         masks = [[1] * rng.randint(1, 4) for _ in range(count)]
         for mask in masks:
@@ -55,11 +54,9 @@ class Chains:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the number of sampled tokens of each chain."""
         return [sum(mask) for mask in self.masks]
 
     def at_sampled(self, table: Table) -> Float[Tensor, "targets"]:
-        """Return the numbers at sampled tokens, chain by chain."""
         return torch.cat([table[i, : len(mask)][torch.tensor(mask) > 0] for i, mask in enumerate(self.masks)])
 
 
@@ -107,19 +104,15 @@ class GrpoOracle(_Recorded, GRPOTrainer):
         return _score(self)
 
     def loss(self, scored: dict[str, Any]) -> Float[Tensor, ""]:
-        """Return the loss with the current log-probabilities."""
         self.current_gradient_accumulation_steps = 1
         self.model.train()
         return self._compute_loss(self.model, scored)
 
 
 class RlooOracle(_Recorded, RLOOTrainer):
-    """TRL's RLOOTrainer on recorded chains, all of one step."""
-
     with_tools = False
 
     def score(self) -> dict[str, Any]:
-        """Return advantages, among others."""
         return _score(self)
 
 
@@ -129,7 +122,6 @@ def _score(trainer: Any) -> dict[str, Any]:
 
 
 def make_oracle(kind: type, folder: Path, output: Path, chains: Chains, group_size: int, **settings: Any) -> Any:
-    """Create an oracle for `chains`; `settings` are TRL's, by their names."""
     oracle = make_trainer(kind, folder, output, len(chains.masks), group_size, **settings)
     oracle.chains = chains
     return oracle

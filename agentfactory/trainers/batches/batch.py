@@ -23,13 +23,11 @@ Batching = Literal["padded", "packed", "tree"]
 class TrainingRow:
     """One token sequence, with the values that the loss needs for each trained token, as arrays on the host.
 
-    `targets` are positions in `token_ids`, ascending and at least 1 (the first token has no context that could predict
-    it). `streams` have one value per target: always `behaviour` (the server's log-probability), `advantage`, `weight`
-    and `mixed` (1 if the token's cached context may be from older weights, see trajectory.Span, else 0), and others as
-    the algorithm needs them. Values at masked positions are not stored, so they are never read. `images` are the images
+    `targets` are positions in `token_ids`, ascending and at least 1. `streams` have one value per target: always
+    `behaviour` (the server's log-probability), `advantage`, `weight` and `mixed` (1 if the token's cached context may
+    be from older weights, see trajectory.Span, else 0), and others as the algorithm needs them. `images` are those
     before the last target, in order. `in_context` is the row with which a teacher grades this one, with the same
-    targets after a longer prompt (Row.teacher_prompt).
-    """
+    targets after a longer prompt."""
 
     token_ids: Int[np.ndarray, "tokens"]
     targets: Int[np.ndarray, "targets"]
@@ -40,9 +38,7 @@ class TrainingRow:
 
 def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
     """Return the trained part of a rollout's row, with the same advantage for every token; None if no token is trained.
-
-    Tokens after the last trained one are left out: attention is causal, so they change nothing.
-    """
+    Tokens after the last trained one are left out: attention is causal, so they change nothing."""
     for name in ("mask", "logprobs", "weights"):
         stream = getattr(row, name)
         if stream is not None and len(stream) != len(row.token_ids):
@@ -68,8 +64,8 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
 
 
 def only_targets(row: TrainingRow, kept: np.ndarray) -> TrainingRow | None:
-    """Return the row with the targets for which `kept`, along its targets, is true; None if there are none. Its tokens
-    stay, as context, up to the last target."""
+    """Return the row with the targets where `kept` is true, or None if there are none; earlier tokens stay as
+    context."""
     if not kept.any():
         return None
     targets = row.targets[kept]
@@ -98,12 +94,10 @@ def _in_context(row: Row, targets: Int[np.ndarray, "targets"]) -> TrainingRow:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward and backward pass: a block of token lines, and streams along their targets.
+    """The input of one forward and backward pass: a block of token lines, and streams along their targets, row by row.
 
-    A line contains a row, padded on the right, or trees of rows end to end (see packing); in that case it is the only
-    line. Targets are ordered row by row. Tokens that only keep a process in step with the others have weight 0; all
-    others have a positive weight.
-    """
+    A line contains a row, padded on the right, or, as the only line, trees of rows end to end (see packing). Tokens
+    that only keep a process in step with the others have weight 0; all others have a positive weight."""
 
     ids: Int[Tensor, "batch length"]
     positions: Int[Tensor, "1 length"] | None
@@ -121,8 +115,7 @@ class MicroBatch:
     images: tuple[ImageSpan, ...] = ()
     """The images in the lines, in order; offsets are relative to their rows."""
     rotary: Int[Tensor, "3 batch length"] | None = None
-    """Rotary positions in time, height and width. None means the positions in the rows: without images, or if the model
-    numbers tokens consecutively."""
+    """Rotary positions in time, height and width; None means the positions in the rows."""
     in_step_with_images: bool = False
     """True if any micro-batch of the step has images, on any process."""
 
@@ -140,8 +133,7 @@ class Batch:
 
     micro_batches: list[MicroBatch]
     normaliser: float
-    """Divisor of the losses. It is the same for all processes, so that neither micro-batching nor the number of
-    processes changes the result."""
+    """Divisor of the losses, the same for all processes."""
     tokens: int
     """Number of trained tokens in all processes."""
 
@@ -157,13 +149,12 @@ def make_batches(
     """Divide rows into one batch per process, with at most `token_budget` tokens, padding included, per micro-batch.
 
     `batching` is the content of a line of tokens: a row (padded), rows end to end (packed), or trees of rows in which
-    common prefixes appear once (tree). All give the same log-probabilities. Rows are never cut; a row longer than the
-    budget is processed alone. Processes get equal work; those with fewer micro-batches get additional ones of weight
-    zero. `normaliser` defaults to the sum of the weights. `vision` belongs to a model that accepts images.
+    common prefixes appear once (tree). Rows are never cut; a row longer than the budget is processed alone. Processes
+    get equal work; those with fewer micro-batches get additional ones of weight zero. `normaliser` defaults to the sum
+    of the weights. `vision` belongs to a model that accepts images.
 
     Raises ValueError if there is no row, rows differ in their streams, the normaliser is not positive, or rows have
-    images that the model does not accept.
-    """
+    images that the model does not accept."""
     if not rows:
         raise ValueError("there is no row to train on")
     names = list(rows[0].streams)
@@ -258,8 +249,7 @@ def _micro_batch(
 
 
 def _idle(row: TrainingRow, seen: bool) -> MicroBatch:
-    """Return a micro-batch that contributes nothing, but keeps a process in step with the others: their collective
-    calls must match."""
+    """Return a micro-batch without effect: the processes' collective calls must match."""
     zero = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
         ids=zero[None],

@@ -23,10 +23,8 @@ class Images:
     inputs: Inputs
     """Pixels, and the network's other inputs for images."""
     counts: tuple[int, ...]
-    """Each image's number of features."""
     places: tuple[int, ...]
-    """Index of the image at each image position of the input, row by row; empty if the image is only encoded to keep a
-    process in step with others."""
+    """Index of the image at each image position of the input, row by row; empty for an image without a position."""
     rotary: Int[Tensor, "3 batch length"] | None
     """Rotary positions of the input's tokens; None if it has no images, or the model numbers tokens consecutively."""
 
@@ -36,18 +34,17 @@ KEPT_BYTES = 256 * 2**20
 
 
 class ImageLoader:
-    """A loader of images for micro-batches from a run's store."""
+    """A loader of images for micro-batches from the ImageStore in `folder`; None if no row has images."""
 
     def __init__(self, model: str, vision: Vision, folder: Path | None) -> None:
-        """`folder` is the store's folder; None if no row has images."""
         self._maker = PixelMaker(model, vision)
         self._vision = vision
         self._store = ImageStore(folder) if folder is not None else None
         self._kept: ByteCache[str, Inputs] = ByteCache(KEPT_BYTES)
 
     def load(self, spans: Sequence[ImageSpan], rotary: Tensor | None, device: torch.device) -> Images:
-        """Return the images of `spans`, in the order of a micro-batch's lines. Raises ValueError if one is not stored,
-        or its size does not match its tokens."""
+        """Return the images of `spans`, line by line. Raises ValueError if one is not stored, or does not match its
+        tokens."""
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
         read = [self._read(digest, grid) for digest, grid in grids.items()]
@@ -61,8 +58,7 @@ class ImageLoader:
         return self.load(spans, rotary, device) if spans else None
 
     def blank(self, device: torch.device) -> Images:
-        """Return a small image without a position in the input, for processes without images: they must also make the
-        vision tower's collective calls."""
+        """Return a small image without a position, for processes without images: they take part in collective calls."""
         grid = self._vision.smallest()
         return self._images([self._maker.make(self._vision.blank(grid))], [grid], (), None, device)
 
@@ -79,7 +75,6 @@ class ImageLoader:
         return Images(inputs, counts, places, None if rotary is None else rotary.to(device))
 
     def _read(self, digest: str, grid: Grid) -> Inputs:
-        """Return the network's inputs for one image."""
         kept = self._kept.get(digest)
         if kept is not None:
             return kept
@@ -94,8 +89,8 @@ class ImageLoader:
 
 
 def images_beside(saved: Path) -> Path:
-    """Return the image folder of saved groups, a file or a folder of files: in the run's folder if the groups are in
-    its `trajectories`, else beside the file."""
+    """Return the image folder of saved groups: in the run's folder if they are in its `trajectories`, else beside
+    them."""
     folder = saved if saved.is_dir() else saved.parent
     return (folder.parent if folder.name == "trajectories" else folder) / "images"
 
@@ -103,8 +98,8 @@ def images_beside(saved: Path) -> Path:
 def merge_keys(
     rows: Sequence[Int[np.ndarray, "tokens"]], images: Sequence[Sequence[ImageSpan]]
 ) -> list[Int[np.ndarray, "tokens"]]:
-    """Return keys that replace each row's ids in comparisons of prefixes: image tokens have the same id in every image,
-    so their key is their image's number, below 0."""
+    """Return keys that replace each row's ids in comparisons of prefixes: an image token's key is its image's number,
+    below 0, since its id is the same in every image."""
     numbers: dict[str, int] = {}
     keys = []
     for ids, spans in zip(rows, images, strict=True):

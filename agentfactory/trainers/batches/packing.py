@@ -1,9 +1,8 @@
 """Packing: rows with common prefixes become trees; trees are assigned to processes and fill lines of a token budget.
 
-A tree lists its tokens in preorder: each token precedes its descendants, which are contiguous. So token i attends to
-token j (an ancestor of i, or i itself) if j <= i < ends[j]: one number per token defines the attention mask. This also
-holds for trees placed end to end in one line. A single row is a tree, too.
-"""
+A tree lists its tokens in preorder, so a token's descendants are contiguous, and token i attends to token j (an
+ancestor of i, or i itself) if j <= i < ends[j]: one number per token defines the attention mask, also of trees placed
+end to end in one line. A single row is a tree, too."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -46,7 +45,6 @@ class Tree:
 
     @property
     def cost(self) -> float:
-        """Estimate of the work, in tokens."""
         return float(len(self.ids) + self.positions.sum() / PAIRS_PER_TOKEN)
 
 
@@ -81,10 +79,9 @@ def _shared(one: Ids, other: Ids) -> int:
 def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
     """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost.
 
-    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order; tokens that rows of
-    two trees share are computed in both. A row longer than the budget is in a tree with only its own prefixes. With
-    several `processes`, trees are cut smaller if the busiest process then finishes sooner.
-    """
+    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order. A row longer than
+    the budget is in a tree with only its own prefixes. With several `processes`, trees are cut smaller if the busiest
+    process then finishes sooner."""
     # by bytes: any order of tokens works if it is the same everywhere
     order = sorted(range(len(rows)), key=lambda number: rows[number].tobytes())
     lengths = np.array([len(rows[number]) for number in order])
@@ -118,13 +115,11 @@ def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
 
 
 def _work(lengths: Ids) -> Float[np.ndarray, "rows"]:
-    """Return the estimated cost of rows alone, in tokens."""
     return lengths + lengths * (lengths - 1) / 2 / PAIRS_PER_TOKEN
 
 
 def _fork(lengths: Ids) -> Float[np.ndarray, "rows"]:
-    """Return the additional cost, in tokens, of computing branches of these lengths separately from their shared
-    prefix."""
+    """Return the additional cost, in tokens, of computing branches of these lengths apart from their prefix."""
     return BRANCH_TOKENS + lengths * np.minimum(lengths, RUN_LENGTH) / 2 / PAIRS_PER_TOKEN
 
 

@@ -1,6 +1,4 @@
-"""The checkpoints of a run: schedule, pruning, and resuming. They are folders that transformers, peft, the server and
-the next stage load unchanged, and from which training resumes exactly.
-"""
+"""The checkpoints of a run: schedule, pruning, and resuming."""
 
 import logging
 import re
@@ -15,16 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.text.load_renderer import FormatTokens
-from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    AUTO,
-    ONLY_BEST,
-    checkpoints,
-    figure,
-    find_best,
-    metric_names,
-    prune,
-    read_info,
-)
+from agentfactory.trainers.checkpoints import checkpoint_folder
 from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.token_rows import TokenNeeds
@@ -42,7 +31,6 @@ class TrainState:
     step: int = 0
     """Number of finished steps; also the version of the weights."""
     seconds: float = 0.0
-    """Time spent in these steps."""
     trained: set[str] = field(default_factory=set)
     """Ids of all groups that were trained (rank 0)."""
     groups: list[str] = field(default_factory=list)
@@ -50,15 +38,13 @@ class TrainState:
     labels: dict[str, int] = field(default_factory=dict)
     """The servers' labels of the versions; see agentfactory.rollout.inference.weight_versions.WeightVersions."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last step."""
     before: dict[str, float] = field(default_factory=dict)
     """Evaluation of the initial weights."""
     after: dict[str, float] = field(default_factory=dict)
     """The latest evaluation."""
     evaluated: int | None = None
-    """The step of the latest evaluation."""
     best: float | None = None
-    """The highest evaluation of the metric that `train.keep_best` names, since the first step."""
+    """The highest evaluation of the metric that `train.keep_best` names."""
 
     def finish(self, step: int, groups: list[str], seconds: float) -> None:
         """Note that `step` is finished and has trained `groups`."""
@@ -92,8 +78,7 @@ class TrainState:
 
 
 def compact(ids: Iterable[str]) -> list[list[str]]:
-    """Compact ids to ranges [first, last] of ids that differ only in a number at their end, which increases without a
-    gap."""
+    """Compact ids to ranges [first, last] of ids that differ only in a number at their end, without a gap."""
     ranges: list[list[str]] = []
     after: str | None = None
     for prefix, digits in sorted(map(_split, ids), key=lambda parts: (parts[0], len(parts[1]), parts[1])):
@@ -120,7 +105,6 @@ def expand(ranges: list[list[str]]) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split `name` into the part before the number at its end, and the number."""
     match = _NUMBERED.fullmatch(name)
     return (match[1], match[2]) if match else (name, "")
 
@@ -132,8 +116,7 @@ class Checkpoints:
     """The checkpoints of a training loop, to save to and to resume from. Every process has one.
 
     A step waits for a copy of the learner, but not for its writing. A checkpoint counts once it is durable: then `path`
-    names it, and `take_groups` returns its groups.
-    """
+    names it, and `take_groups` returns its groups."""
 
     def __init__(
         self,
@@ -146,7 +129,7 @@ class Checkpoints:
     ) -> None:
         """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
         records their lengths, so that a resumed run can truncate them. `resume` is the checkpoint to continue from."""
-        self.train_state = TrainState.from_json(read_info(resume)) if resume else TrainState()
+        self.train_state = TrainState.from_json(checkpoint_folder.read_info(resume)) if resume else TrainState()
         self.path = resume
         """The newest checkpoint known to be durable."""
         self.saved_step = self.train_state.step
@@ -167,8 +150,7 @@ class Checkpoints:
         self._info["renderer"] = renderer
 
     def token_needs(self, accelerator: Accelerator) -> TokenNeeds | None:
-        """Return, in all ranks, the tokens that rank 0's renderer needs; None if it is unknown. Every process calls
-        it."""
+        """Return, in all ranks, the tokens that rank 0's renderer needs; None if unknown. Every process calls it."""
         found = of_rank_0(accelerator, FormatTokens.of_info(self._info.get("renderer", {})))
         return None if found is None else TokenNeeds(found, self._tokenizer)
 
@@ -178,14 +160,14 @@ class Checkpoints:
         return step == self._train.steps or (every > 0 and step % every == 0)
 
     def is_best(self, accelerator: Accelerator) -> bool:
-        """Return, in all ranks, rank 0's decision whether the last finished step was evaluated and is the best so far
-        by `train.keep_best`. Every process calls it."""
-        is_best = False
-        if accelerator.is_main_process and self.train_state.evaluated == self.train_state.step > 0:
-            names = [name for name in metric_names(self._train.keep_best) if name in self.train_state.after]
-            value = figure(self.train_state.after, names[0]) if names else None
-            if value is not None and (self.train_state.best is None or value > self.train_state.best):
-                self.train_state.best, is_best = value, True
+        """Return, in all ranks, whether the last finished step was evaluated and is the best so far by
+        `train.keep_best`. Every process calls it."""
+        is_best, state = False, self.train_state
+        if accelerator.is_main_process and state.evaluated == state.step > 0:
+            names = [name for name in checkpoint_folder.metric_names(self._train.keep_best) if name in state.after]
+            value = checkpoint_folder.figure(state.after, names[0]) if names else None
+            if value is not None and (state.best is None or value > state.best):
+                state.best, is_best = value, True
         return of_rank_0(accelerator, is_best)
 
     def restore(self, learner: Learner) -> None:
@@ -195,19 +177,18 @@ class Checkpoints:
 
     def save(self, learner: Learner, only_best: bool = False) -> None:
         """Copy the learner, and write a checkpoint of the last finished step in the background; then delete checkpoints
-        that the recipe does not keep. Every process calls it; waits for the previous checkpoint, and raises its error.
+        that the recipe does not keep. With `only_best`, it is kept as long as it is the best.
 
-        With `only_best`, the checkpoint is kept as long as it is the best.
-
-        Raises ValueError if train.keep_best names a metric that the run does not have.
-        """
+        Every process calls it; waits for the previous checkpoint, and raises its error. Raises SettingError if
+        train.keep_best names a metric that the run does not have."""
         self.wait()
         main, step = learner.accelerator.is_main_process, self.train_state.step
         info: dict[str, Any] = {}
         files = self._files() if main else {}
         if main:
             sizes = {name: file.stat().st_size for name, file in files.items()}
-            info = {**self._info, **self.train_state.to_json(), "files": sizes, ONLY_BEST: only_best}
+            info = {**self._info, **self.train_state.to_json(), "files": sizes}
+            info[checkpoint_folder.ONLY_BEST] = only_best
         self._writer.begin(step, learner, info, files.values(), self._prune)
         self._in_writing = self.train_state.take_groups()
         self.saved_step = step
@@ -215,17 +196,13 @@ class Checkpoints:
             self._check_keep_best()
 
     def poll(self, accelerator: Accelerator) -> None:
-        """Check, without waiting, whether the checkpoint has become durable. Every process calls it. Raises, in all
-        processes, the error of writing it: DiskError if the disk is full."""
-        if not self._writer.is_writing:
-            return
+        """Check, without waiting, whether the checkpoint is durable; raise as `wait` does. Every process calls it."""
         # all processes note it, or raise its error, at the same step
-        if of_rank_0(accelerator, self._writer.is_done):
+        if self._writer.is_writing and of_rank_0(accelerator, self._writer.is_done):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is durable. Raises, in all processes, the error of writing
-        it."""
+        """Wait until the checkpoint is durable. Raises, in all processes, the error of writing it."""
         if self._writer.is_writing:
             self.path = self._writer.wait()
             self._durable += self._in_writing
@@ -251,15 +228,16 @@ class Checkpoints:
             self._writer.close()
 
     def _prune(self) -> None:
-        best = find_best(checkpoints(self._folder), self._train.keep_best)
-        prune(self._folder, self._train.keep_last, best.path if best else None)
+        found = checkpoint_folder.checkpoints(self._folder)
+        best = checkpoint_folder.find_best(found, self._train.keep_best)
+        checkpoint_folder.prune(self._folder, self._train.keep_last, best.path if best else None)
 
     def _check_keep_best(self) -> None:
         wanted, train_state = self._train.keep_best, self.train_state
-        if wanted == AUTO:
+        if wanted is None or wanted == checkpoint_folder.AUTO:
             return
         known = {*train_state.metrics, *train_state.after}
-        not_yet = train_state.evaluated is None and wanted is not None and wanted.startswith("eval/")
-        if wanted is not None and wanted not in known and not not_yet:
+        not_yet = train_state.evaluated is None and wanted.startswith("eval/")
+        if wanted not in known and not not_yet:
             problem = f"the run has no metric {wanted!r}"
             raise SettingError("train.keep_best", problem, f"name one of {', '.join(sorted(known))}")

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentfactory.base.files import untrusted_files
 from agentfactory.base.files.disk import set_usual_modes, writing
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    check_tree,
-    entries_of,
-    open_file,
-    read_json,
-    refused,
-)
 from agentfactory.base.messages import is_finite_number
 
 INFO = "trainer_state.json"
@@ -47,21 +40,21 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(folder: Path, within: Path | None = None) -> list[Path]:
-    """Return the checkpoints in `folder`, in the order of their steps; links below the folder `within` are not
-    followed. Raises RefusedFileError if `folder` or one of them is not a folder."""
+    """Return the checkpoints in `folder`, in the order of their steps; links below `within` are not followed. Raises
+    RefusedFileError if `folder` or one of them is not a folder."""
     found = []
-    for name, kind in entries_of(folder, within or folder).items():
+    for name, kind in untrusted_files.entries_of(folder, within or folder).items():
         if _NAME.fullmatch(name):
             if kind != stat.S_IFDIR:
-                raise refused(folder / name, kind)
+                raise untrusted_files.refused(folder / name, kind)
             found.append(folder / name)
     return sorted(found, key=step_of)
 
 
 def read_info(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """Return the contents of `trainer_state.json`; links below the folder `within` (None: in the checkpoint) are not
-    followed. Raises OSError or ValueError if it cannot be read."""
-    return read_json(path / INFO, within or path)
+    """Return the contents of `trainer_state.json`; links below `within` (None: in the checkpoint) are not followed.
+    Raises OSError or ValueError if it cannot be read."""
+    return untrusted_files.read_json(path / INFO, within or path)
 
 
 def partial_path(path: Path) -> Path:
@@ -72,11 +65,10 @@ def partial_path(path: Path) -> Path:
 @contextmanager
 def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator[Path]:
     """Yield a temporary folder, `partial_path`, for a checkpoint; afterwards add digests, make it durable, and rename
-    it to `path`.
+    it to `path`. After an error nothing is left.
 
-    `digests` are, by then, the known digests of some files, by their names within the folder; they are not recomputed.
-    Raises FileExistsError if `path` already exists, and DiskError if the disk is full. After an error nothing is left.
-    """
+    `digests` are, by then, the known digests of some files, by their names within the folder. Raises FileExistsError if
+    `path` already exists, and DiskError if the disk is full."""
     if path.exists():
         raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
     aside = partial_path(path)
@@ -109,13 +101,13 @@ def verify(path: Path) -> list[str]:
     """Compare every file that was written with its digest; return their names. Raises DamagedCheckpointError, also if
     the folder holds anything but files and folders."""
     try:
-        digests = read_json(path / DIGESTS, path)
+        digests = untrusted_files.read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} cannot be read ({error})") from None
     if not digests:
         raise DamagedCheckpointError(f"{path} is damaged: {DIGESTS} lists no files")
     try:
-        check_tree(path, path)
+        untrusted_files.check_tree(path, path)
         for name, expected in digests.items():
             if digest(path / name, path) != expected:
                 raise DamagedCheckpointError(f"{path} is damaged: {name} does not match its digest (sha256)")
@@ -140,8 +132,8 @@ def newest_whole(paths: list[Path]) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
-    """Delete all checkpoints except the `keep_last` newest (None: all) and the `best` one, and also leftovers of
-    killed runs. A checkpoint that was written only because it was the best is deleted once it no longer is."""
+    """Delete leftovers of killed runs, and all checkpoints except the `keep_last` newest (None: all) and the `best`
+    one. A checkpoint that was written only because it was the best is deleted once it no longer is."""
     for left in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.deleted")]:
         shutil.rmtree(left)
     found = checkpoints(folder)
@@ -157,7 +149,7 @@ def prune(folder: Path, keep_last: int | None, best: Path | None) -> None:
 
 def digest(file: Path, within: Path | None = None) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal. Links below the folder `within` are not followed."""
-    with open_file(file, within) as content:
+    with untrusted_files.open_file(file, within) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
@@ -186,14 +178,13 @@ class BestCheckpoint:
 
 
 def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | None = None) -> BestCheckpoint | None:
-    """Return the checkpoint with the highest value (of several, the newest); `metric` is the value of
-    `train.keep_best`. None if no checkpoint has a finite value; only checkpoints of steps that measured the metric have
-    one. Links below the folder `within` (None: in the checkpoint) are not followed: they raise RefusedFileError."""
+    """Return the checkpoint with the highest value (of several, the newest) of `metric`, a value of `train.keep_best`;
+    None if none has a finite one. Links below `within` (None: in the checkpoint) raise RefusedFileError."""
     measured = {}
     for path in checkpoints:
         try:
             measured[path] = read_info(path, within)["metrics"]
-        except RefusedFileError:
+        except untrusted_files.RefusedFileError:
             raise
         except (OSError, ValueError, LookupError):
             continue  # deleted in the meantime, or written by another program
@@ -216,7 +207,6 @@ def metric_names(wanted: str | None) -> tuple[str, ...]:
 
 
 def figure(figures: Any, name: str) -> float | None:
-    """Return the finite number called `name`, else None. NaN is excluded: no comparison with it is true, so the maximum
-    would depend on the order."""
+    """Return the finite number called `name`, else None: with NaN, the maximum would depend on the order."""
     value = figures.get(name) if isinstance(figures, Mapping) else None
     return value if is_finite_number(value) else None

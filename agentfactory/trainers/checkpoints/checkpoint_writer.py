@@ -16,15 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentfactory.base.files.disk import DiskError, writing
 from agentfactory.rollout.images.families import copy_processor
-from agentfactory.trainers.checkpoints.checkpoint_folder import (
-    INFO,
-    checkpoint_path,
-    digest,
-    files_of,
-    flush,
-    partial_path,
-    written_aside,
-)
+from agentfactory.trainers.checkpoints import checkpoint_folder
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.accelerator import PATIENCE
@@ -37,16 +29,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Copy:
-    """A process's data for a checkpoint, copied when the checkpoint was begun."""
+    """A process's data for a checkpoint, copied when it was begun. `weights` is the served model, and `files` must be
+    durable before the checkpoint (both on rank 0)."""
 
     path: Path
     part: Part
     policy: Policy
     weights: dict[str, Tensor]
-    """The served model (rank 0)."""
     info: dict[str, Any]
     files: list[Path]
-    """Files that must be durable before the checkpoint (rank 0)."""
 
 
 class CheckpointWriter:
@@ -56,8 +47,7 @@ class CheckpointWriter:
     A checkpoint is a folder step-000080 (for step 80): the model in the transformers format in the policy's dtype, or
     the adapter in peft's, the tokenizer with its chat template, `trainer_state.json`, the learner's state, and the
     digests of all files. Rank 0 writes it, except for other ranks' parts of the state. Each process writes in a thread;
-    the threads agree through a process group of their own, because their collective calls must not mix with others.
-    """
+    the threads agree through a process group of their own, because their collective calls must not mix with others."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """`tokenizer` is not changed while checkpoints are written."""
@@ -91,11 +81,10 @@ class CheckpointWriter:
         """Copy the learner and write the checkpoint of `step` in the background, after the previous one is written.
 
         On rank 0, `info` (JSON) goes to `trainer_state.json`, `files` are made durable before the checkpoint, and
-        `after` is called in the background once it is durable. Raises the error of the previous one, and
-        FileExistsError if the checkpoint already exists.
-        """
+        `after` is called once it is durable. Raises the error of the previous one, and FileExistsError if the
+        checkpoint exists."""
         self.wait()
-        path = checkpoint_path(self._folder, step)
+        path = checkpoint_folder.checkpoint_path(self._folder, step)
         if path.exists():
             raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
         part, weights = part_of(learner), learner.policy.gather()
@@ -113,7 +102,7 @@ class CheckpointWriter:
 
     def wait(self) -> Path | None:
         """Wait until the begun checkpoint is durable; return its path, or None if there is none. Raises, in all
-        processes, the error of writing it: DiskError if the disk is full; then nothing of it is left."""
+        processes, the error of writing it (DiskError), after which nothing of it is left."""
         if self._writing is None:
             return None
         try:
@@ -131,12 +120,12 @@ class CheckpointWriter:
     # ---- in the background
 
     def _write(self, copy: _Copy, after: Callable[[], None]) -> Path:
-        aside, digests = partial_path(copy.path), dict[str, str]()
+        aside, digests = checkpoint_folder.partial_path(copy.path), dict[str, str]()
         with ExitStack() as stack, writing(copy.path):
 
             def open_folder() -> None:
                 if self._rank == 0:
-                    stack.enter_context(written_aside(copy.path, digests))
+                    stack.enter_context(checkpoint_folder.written_aside(copy.path, digests))
 
             def end() -> None:
                 # rank 0 gives the folder its name
@@ -154,14 +143,14 @@ class CheckpointWriter:
     def _fill(self, aside: Path, copy: _Copy) -> dict[str, str]:
         """Write all but the state (rank 0), or compute the digests of this process's part of the state (others)."""
         if self._rank != 0:
-            own = f"{TRAINING_STATE}/{prefix(self._rank)}"
-            return {name: digest(aside / name) for name in files_of(aside) if name.startswith(own)}
+            own, names = f"{TRAINING_STATE}/{prefix(self._rank)}", checkpoint_folder.files_of(aside)
+            return {name: checkpoint_folder.digest(aside / name) for name in names if name.startswith(own)}
         _write_model(aside, copy.policy, copy.weights)
         self._tokenizer.save_pretrained(aside)
         text = json.dumps(copy.info, indent=2, ensure_ascii=False)
-        (aside / INFO).write_text(text + "\n", encoding="utf-8")
+        (aside / checkpoint_folder.INFO).write_text(text + "\n", encoding="utf-8")
         for file in copy.files:
-            flush(file)
+            checkpoint_folder.flush(file)
         # the digests of rank 0's files are computed with the rest
         return {}
 
@@ -203,7 +192,6 @@ def _write_model(folder: Path, policy: Policy, weights: dict[str, Tensor]) -> No
 
 
 def _resharded(local: Tensor, like: DTensor) -> DTensor:
-    """Return a sharded tensor like `like`, but with `local` as its local tensor."""
     inner, context = like.__tensor_flatten__()
     parts = {name: getattr(like, name) for name in inner} | {"_local_tensor": local}
     return DTensor.__tensor_unflatten__(parts, context, like.size(), like.stride())

@@ -5,9 +5,8 @@ without a reward (None: it broke) is not part of a baseline, and its advantage i
 
 Then the estimators (`train.advantage.estimator`). One that takes `rewards` (of one group's chains), and perhaps
 `batch_rewards` (of all chains), returns one advantage per chain, which all its tokens get. One that takes `groups` (the
-chains of the whole batch by group) returns a list per chain with an advantage per sampled token; with a critic, also
-the critic's target returns, in the same shape.
-"""
+batch's chains by group) returns a list per chain with an advantage per sampled token; with a critic, also the critic's
+target returns."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -58,12 +57,9 @@ def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
 
 
 def raft_advantages(rewards: Sequence[float | None]) -> list[float]:
-    """Select the group's best chains: A_i is 1 for the highest reward, and 0 for others (rejection sampling: Dong et
-    al., 2023, RAFT, arXiv:2304.06767, which selects one). The gradient at the start of an update is that of
-    fine-tuning on the selected chains.
-
-    All advantages are 0 if all rewards are equal: nothing was selected. Raises ValueError if a reward is not finite.
-    """
+    """Select the group's best chains: A_i is 1 for the highest reward, and 0 for others, or for all if all are equal
+    (rejection sampling: Dong et al., 2023, RAFT, arXiv:2304.06767, which selects one). The first gradient of an update
+    is that of fine-tuning on the selected chains. Raises ValueError if a reward is not finite."""
     known = _compared(rewards)
     return [float(reward == max(known)) if known else 0.0 for reward in rewards]
 
@@ -73,11 +69,9 @@ def process_advantages(
 ) -> list[list[float]]:
     """Compute turn advantages from turn rewards (process supervision: DeepSeekMath, arXiv:2402.03300, section 4.1.3).
 
-    The rewards of all turns in the group are normalised together, like chain rewards in `grpo_advantages`; a turn's
-    advantage is the sum of the normalised rewards from that turn on. `turn_rewards` has one list per chain, empty for a
-    broken chain; the result has the same shape. With scale "batch", `batch_std` is over the rewards of all turns of the
-    batch.
-    """
+    The rewards of all turns in the group are normalised together, like chain rewards in `grpo_advantages` (`batch_std`
+    is over the batch's turns); a turn's advantage is the sum of the normalised rewards from that turn on. Argument and
+    result have one list per chain, empty for a broken chain."""
     normalised = iter(grpo_advantages([reward for chain in turn_rewards for reward in chain], scale, batch_std))
     return [returns([next(normalised) for _ in chain]) for chain in turn_rewards]
 
@@ -88,11 +82,9 @@ def step_advantages(
     """Compute the advantages of turns among turns that begin in the same state (Feng et al., 2025, GiGPO,
     arXiv:2505.10978, equation 7).
 
-    The turns of a group with equal anchors are a step group. Their returns are normalised like chain rewards in
-    `grpo_advantages`: by mean and standard deviation, or by the mean alone (scale "none"). A turn without an anchor, or
-    alone with its anchor, has advantage 0. Both arguments have one list per chain, with an entry per turn; the result
-    has the same shape. Raises ValueError if they differ in shape.
-    """
+    The returns of a group's turns with equal anchors are normalised like chain rewards in `grpo_advantages`. A turn
+    without an anchor, or alone with its anchor, has advantage 0. Arguments and result have one list per chain, with an
+    entry per turn. Raises ValueError if they differ in shape."""
     if [len(chain) for chain in turn_returns] != [len(chain) for chain in anchors]:
         raise ValueError("each turn needs a return and an anchor, which may be None")
     result = [[0.0] * len(chain) for chain in turn_returns]
@@ -104,8 +96,7 @@ def step_advantages(
 
 
 def step_groups(anchors: Sequence[Sequence[str | None]]) -> list[list[tuple[int, int]]]:
-    """Group turns, each as (chain, turn), by their anchors. `anchors` has one list per chain, with an entry per
-    turn."""
+    """Group turns, each as (chain, turn), by their anchors, one list per chain with an entry per turn."""
     members: dict[str, list[tuple[int, int]]] = {}
     for chain, of_chain in enumerate(anchors):
         for turn, anchor in enumerate(of_chain):
@@ -210,7 +201,6 @@ class ChainRewards:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
         return len(self.token_rewards)
 
     @property
@@ -250,8 +240,8 @@ def reinforce_pp_baseline(groups: Groups) -> PerToken:
 
 def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> PerToken:
     """Compute group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equations 3, 5 and 8): the chain's
-    advantage in its group, from the sum of its rewards, plus `step_weight` times the turn's advantage among turns that
-    begin in the same state (step_advantages), from its return, discounted by `gamma` per turn."""
+    advantage in its group, from the sum of its rewards, plus `step_weight` times the turn's in step_advantages, from
+    its return, discounted by `gamma` per turn."""
     advantages: PerToken = []
     for group in groups:
         whole = grpo_advantages([chain.reward + sum(chain.turn_rewards) for chain in group], scale)
@@ -327,10 +317,7 @@ class Estimator:
         return self._function.function in _COMPARES_TURNS
 
     def __call__(self, groups: Groups) -> tuple[PerToken, PerToken]:
-        """Return advantages per token, and the critic's target returns (empty without a critic).
-
-        Raises SettingError if the function returned something else.
-        """
+        """Return advantages per token, and the critic's target returns or an empty list. Raises SettingError."""
         if self._judges_chains:
             batch = [chain.reward for group in groups for chain in group]
             # turn rewards are scaled like the chains'
@@ -341,10 +328,7 @@ class Estimator:
             # our own functions may also return a critic's returns
             return found if isinstance(found, tuple) else (found, [])
         chains = [chain for group in groups for chain in group]
-        try:
-            advantages = [[float(value) for value in chain] for chain in found]
-        except (TypeError, ValueError, OverflowError):
-            advantages = []
+        advantages = _floats(found)
         if [len(values) for values in advantages] != [chain.tokens for chain in chains]:
             problem = f"{self._name} returned {short(found)}"
             fix = "return one flat list: for each chain of all groups in turn, a list of ChainRewards.tokens numbers"
@@ -353,14 +337,19 @@ class Estimator:
 
     def _of_group(self, batch_rewards: Sequence[float], rewards: Sequence[float]) -> list[float]:
         found = self._function(rewards=rewards, batch_rewards=batch_rewards)
-        try:
-            numbers = [float(value) for value in found]
-        except (TypeError, ValueError, OverflowError):
-            numbers = []
+        numbers: list[float] = next(iter(_floats([found])), [])
         if len(numbers) != len(rewards):
             problem = f"{self._name} returned {short(found)} for a group of {len(rewards)} chains"
             raise SettingError(_FIELD, problem, "return one number for each of rewards")
         return numbers
+
+
+def _floats(lists: Any) -> PerToken:
+    """Return lists of numbers as floats; none if a user's function returned anything else."""
+    try:
+        return [[float(value) for value in numbers] for numbers in lists]
+    except (TypeError, ValueError, OverflowError):
+        return []
 
 
 def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale: Scale) -> PerToken:
@@ -378,7 +367,6 @@ def spread(groups: Groups, estimate: Callable[[list[float]], list[float]], scale
 
 
 def _by_token(chain: ChainRewards, advantage: float, by_turn: Sequence[float]) -> list[float]:
-    """Return the chain's advantage for each token, plus that of its turn if turns have any."""
     tokens = [advantage] * chain.tokens
     if by_turn:
         for (start, end), added in zip(chain.turn_spans, by_turn, strict=True):

@@ -15,14 +15,14 @@ Anchors = Literal["environment", "observation"]
 
 
 def turn_anchors(trajectory: Trajectory, kind: Anchors) -> list[str | None]:
-    """Return an anchor for each turn, or an empty list if there are none: the environment's anchors, or digests of the
-    observation before each turn."""
+    """Return an anchor for each turn (the environment's, or a digest of the observation before it), or an empty
+    list."""
     return list(trajectory.anchors) if kind == "environment" else _observed(trajectory)
 
 
 def _observed(trajectory: Trajectory) -> list[str | None]:
-    """Return digests of the messages between one turn and the next. A malformed turn changes nothing: the turn after it
-    keeps its anchor, and the error message is ignored. None for turns without new messages, as after a summary."""
+    """Return digests of the messages between one turn and the next, None if there are none, as after a summary. A
+    malformed turn changes nothing: the turn after it keeps its anchor, and the error message is ignored."""
     if not trajectory.turns:
         return []
     messages = trajectory.messages
@@ -43,7 +43,7 @@ def _observed(trajectory: Trajectory) -> list[str | None]:
 
 def step_metrics(groups: Groups) -> dict[str, float]:
     """Return the share of a batch's turns that are compared with others, and the mean size of their step groups. If no
-    turn has an anchor, warn the user: `gigpo` is then the same as `grpo`."""
+    turn has an anchor, warn that `gigpo` is then the same as `grpo`."""
     anchored = turns = 0
     sizes: list[int] = []
     for group in groups:

@@ -14,38 +14,34 @@ from agentfactory.rollout.evaluation.rules import EQUAL_STEPS, UNREADABLE, UNREA
 from agentfactory.trainers.config import Symptom
 
 Figures = Mapping[str, Any]
-"""A step's line of metrics.jsonl."""
 
 WINDOW = 20
 """Number of previous steps that the current one is compared with."""
 SETTLED = 4
-"""Number of steps needed before there is anything to compare with."""
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
 MISMATCH_FACTOR, MISMATCH_LEAST, MISMATCH_STEPS = 20.0, 0.1, 3
-"""Symptom: KL(server || trainer) this many times above the median and above this many nats, for this many steps, while
-success is no better than usual."""
+"""Symptom: KL(server || trainer) this many times its median and this many nats, over this many steps, while success is
+no better than usual."""
 SUCCESS_STEPS, SUCCESS_LEAST = 4, 0.2
 """Symptom: success, averaged over this many steps, is below half of its best average, which was at least this high; or
 it is 0, and its best was at least a quarter of this. Tasks without success use the reward, if it fell by more than its
 standard deviation."""
 CHANCE_FACTOR = 3.5
 """Success, the share of unreadable turns and the logarithm of the entropy may differ by this many times their usual
-change from a step to the next: a step has few tasks, and they are not all equally hard."""
+change from a step to the next: a step has few tasks, which are not equally hard."""
 UNSTABLE_FALL, UNSTABLE_LEAST, UNSTABLE_ENTROPY = 0.25, 0.1, 1.5
-"""Symptom: success, averaged over SUCCESS_STEPS, is below its best by this share of the best and at least by this much,
-while entropy is this many times its value at the best. The best may be that of the initial weights on held-out
-tasks."""
+"""Symptom: success, averaged over SUCCESS_STEPS, is below its best (or that of the initial weights) by this share of
+the best and at least by this much, while entropy is this many times its value at the best."""
 CALLS_FALL = 0.5
 """Symptom: the calls of a chain are below this share of their best, while success is UNSTABLE_LEAST below its best.
-Turns that were cut at rollout.max_tokens count as unreadable only if the calls have fallen so far: calls that are too
-long are no lost format."""
+Turns cut at rollout.max_tokens count as unreadable only then: calls that are too long are no lost format."""
 LATE_CHAINS, LATE_TOKENS, LATE_SUCCESS = 0.05, 0.2, 0.25
 """Symptom: over SUCCESS_STEPS, this share of the chains was cancelled at the staleness bound, or this share of the
 sampled tokens was too old to train, or the cancelled chains are more than this share of those that succeeded."""
 CAUSE_RISE = 0.1
-"""Malformed or cut turns are the likely cause if their share of the turns has risen by this much; of a run that learns
-nothing, if they are most turns."""
+"""Malformed or cut turns are the cause if their share has risen by this much; without any learning, if they are
+most."""
 PAGE = "docs/troubleshooting.md, 'A run that dies'"
 _PAGES = {
     Symptom.UNSTABLE: "docs/choosing-hyperparameters.md (Choosing hyperparameters), 'Reward falls'",
@@ -66,8 +62,8 @@ def ordered_by(recipe: RolloutRecipe) -> str | None:
 @dataclass
 class Health:
     """The health of a run, judged by each step's metrics in order. Each symptom is reported once, and again only after
-    it was gone. `alike`: the tasks of all steps come from the same distribution (see `ordered_by`), so that success
-    that falls is a sign of trouble."""
+    it was gone. `alike`: all steps have tasks of one distribution (see `ordered_by`), so success that falls is a
+    sign."""
 
     alike: bool = True
     _steps: deque[Figures] = field(default_factory=lambda: deque(maxlen=WINDOW + SUCCESS_STEPS))
@@ -87,8 +83,7 @@ class Health:
     _told: set[Symptom] = field(default_factory=set)
 
     def note(self, figures: Figures) -> list[Finding]:
-        """Check one line of metrics.jsonl and return new findings, whose topics are symptoms. Lines of evaluations are
-        ignored."""
+        """Check one line of metrics.jsonl and return new findings, whose topics are symptoms; skip evaluations."""
         if figures.get("step") == 0:
             self._before = figures.get("eval/sampled/success", 0.0)
         if "grad_norm" not in figures or "groups/equal_rewards" not in figures:
@@ -227,7 +222,6 @@ class Health:
         return {_MALFORMED: malformed / turns, _CUT: cut / turns, _UNREADABLE: unreadable / turns}
 
     def _cause(self, symptom: Symptom, figures: Figures) -> str:
-        """Return the most likely cause, judging by the metrics."""
         turns, last = figures.get("turns", 0.0), self._steps[-1]
         if symptom is Symptom.LATE_CHAINS:
             return "fix: a higher rollout.max_staleness, or rollout.late_chains=wait"
@@ -259,25 +253,22 @@ class Health:
         return f"{self._steps[-1][share]:.0%}, and {self._least[share]:.0%} before"
 
     def _recent(self, name: str) -> float | None:
-        """Return the mean of a metric over the last SUCCESS_STEPS steps; None if there are fewer."""
         values = [step[name] for step in list(self._steps)[-SUCCESS_STEPS:] if name in step]
         return fmean(values) if len(values) == SUCCESS_STEPS else None
 
     def _chance(self, name: str) -> float:
-        """Return by how much a metric may differ by chance, judging by its changes from step to step. The largest of
-        them is left out: it may be the one to detect."""
+        """Return by how much a metric may differ by chance: by its changes between steps, without the largest, the
+        suspect."""
         values = [step[name] for step in self._steps if name in step]
         changes = sorted((after - before) ** 2 for before, after in pairwise(values))[:-1]
         return CHANCE_FACTOR * sqrt(fmean(changes)) if changes else 0.0
 
     def _usual(self, name: str) -> float | None:
-        """Return the median of a metric over earlier steps, including steps with signs of trouble, so that a lasting
-        change becomes the usual value."""
+        """Return the median of a metric over earlier steps, also those with signs: a lasting change becomes usual."""
         values = [step[name] for step in list(self._steps)[-WINDOW - 1 : -1] if name in step]
         return median(values) if len(values) >= SETTLED else None
 
     def _no_better(self, figures: Figures) -> bool:
-        """Return whether success, or the reward, is at most its usual value."""
         name = _goal(figures)
         usual = self._usual(name)
         return usual is None or figures[name] <= usual

@@ -72,8 +72,7 @@ class SavedGroups:
     """Groups from trajectories files, in order, each once: for training without a worker or server."""
 
     def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
-        """`needed` groups are read in all; the first `skip` were already trained. Raises ValueError if `path` contains
-        fewer, or a line that is not a group."""
+        """`needed` groups are read in all, the first `skip` were trained. Raises SettingError if `path` has fewer."""
         held = sum(1 for _ in read_saved(path))
         if held < needed:
             problem = f"{path} holds {held} groups, and train.steps x train.batch_size asks for {needed}"
@@ -125,9 +124,7 @@ class TrainResult:
     after: dict[str, float]
     """Evaluation of the last weights."""
     evaluated: int | None
-    """The step that `after` belongs to."""
     stopped: Signals | Symptom | None
-    """The reason for stopping before the last step."""
 
     @classmethod
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
@@ -138,21 +135,17 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Services:
-    """Everything that the loop uses besides the policy. Every process has `canary`, `turns` and `stop`; the others
-    are used on rank 0 only."""
+    """The loop's services. Every process has `canary`, `turns` and `stop`; the others are used on rank 0 only."""
 
     log: Log
     note: Note | None = None
     source: GroupSource | None = None
-    """None on ranks other than 0."""
     sync: WeightSync | None = None
     """None if there is no server to update."""
     canary: Canary | None = None
-    """Proves that the servers use the weights that `sync` has pushed."""
     turns: Turns = field(default_factory=Turns)
     """Gives the trainer's device to a server between turns."""
     stop: Stop = field(default_factory=Stop)
-    """Ends the run after the current step."""
 
 
 def train_rl(
@@ -163,11 +156,10 @@ def train_rl(
     images: Path | None = None,
 ) -> TrainResult:
     """Run steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
-    weights.
+    weights. Version 0 is the initial weights; step k ends with version k.
 
     Every process calls it. `checkpoints` contains the state to continue from. `images` is the folder of the chains'
-    images. Version 0 is the initial weights; step k ends with version k.
-    """
+    images."""
     with services.turns.training():
         needs = checkpoints.token_needs(accelerator)
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)
@@ -182,7 +174,7 @@ def train_rl(
         for step in range(checkpoints.train_state.step + 1, recipe.train.steps + 1):
             if not loop.step(step):
                 break
-        loop.save_what_is_left()
+        loop.save_remaining()
     return TrainResult.of(checkpoints, services.stop)
 
 
@@ -196,38 +188,33 @@ class _Learned:
     before: list[dict[str, np.ndarray]]
     """Per row, its streams of PolicyUpdate.before (rank 0)."""
     expected: Scores | None
-    """The scores of the canary's contexts with the new weights."""
     learning_rate: float
     seconds: float
 
 
+@dataclass
 class _Loop:
     """The parts of a step, in the order in which `step` calls them."""
 
-    def __init__(
-        self,
-        recipe: TrainRecipe,
-        accelerator: Accelerator,
-        checkpoints: Checkpoints,
-        learner: Learner,
-        services: Services,
-    ) -> None:
-        self.recipe = recipe
-        self.accelerator = accelerator
-        self.checkpoints = checkpoints
-        self.state = checkpoints.train_state
-        self.learner = learner
-        self.log, self.note = services.log, services.note
+    recipe: TrainRecipe
+    accelerator: Accelerator
+    checkpoints: Checkpoints
+    learner: Learner
+    services: Services
+
+    def __post_init__(self) -> None:
+        services = self.services
+        self.state = self.checkpoints.train_state
         self.source, self.sync, self.canary = services.source, services.sync, services.canary
         self.turns, self.stop = services.turns, services.stop
-        self.scores = needed_scores(recipe)
+        self.scores = needed_scores(self.recipe)
         self.versions = WeightVersions(self.state.labels)
 
     def begin(self, expected: Scores | None) -> None:
         """Publish and evaluate the weights that the run continues from."""
         synced = {**self.publish(self.state.step, expected), **self.turns.take_seconds()}
         if synced and self.state.step == 0:
-            self.log({"step": 0, "version": 0, **synced})
+            self.services.log({"step": 0, "version": 0, **synced})
         self.evaluate(self.state.step)
 
     def step(self, step: int) -> bool:
@@ -247,10 +234,9 @@ class _Loop:
         with self.turns.training():
             learned = self.update(step, credit)
         synced = self.publish(step, learned.expected)
-        if self.note is not None and self.accelerator.is_main_process:
+        if self.services.note is not None and self.accelerator.is_main_process:
             # chains already run on the new weights
-            told = credit.lines(step, learned.credited.rows, learned.before)
-            self.note(step, groups, told)
+            self.services.note(step, groups, credit.lines(step, learned.credited.rows, learned.before))
         seconds = time.perf_counter() - started
         self.state.finish(step, [group.id for group in groups], seconds)
         if self.accelerator.is_main_process:
@@ -318,17 +304,15 @@ class _Loop:
         return self.canary.trainer_scores(learner.policy, learner.policy_forward, learner.images)
 
     def publish(self, version: int, expected: Scores | None) -> dict[str, float]:
-        """Push the weights to the servers. Return metrics of the sync; empty if there was none. Every process calls
-        it."""
+        """Push the weights to the servers; return metrics, empty if there was no sync. Every process calls it."""
         state = self.learner.policy.gather()
         sync, source = self.sync, self.source
         if sync is None or source is None:
             state.finish()
             return {}
         started = time.perf_counter()
-        pushed = self.stop.wait_for(
-            lambda: push_proven(sync, self.canary, version, self.learner.policy, state, expected)
-        )
+        push = partial(push_proven, sync, self.canary, version, self.learner.policy, state, expected)
+        pushed = self.stop.wait_for(push)
         # the other processes wait until all weights are gathered, even if a backend has not read them all
         state.finish()
         if pushed is None:
@@ -355,29 +339,23 @@ class _Loop:
     ) -> None:
         """Log the step's metrics (rank 0)."""
         rows, proximal = learned.credited.rows, [streams["proximal"] for streams in learned.before]
-        mismatches: dict[str, float] = {}
-        rollout = self.recipe.rollout
+        rollout, further = self.recipe.rollout, dict[str, float]()
         trained = Counter({age: count for age, count in ages.items() if age <= rollout.max_staleness})
-        late = {}
         if ages and rollout.late_chains is LateChains.BASELINE:
-            late = {"staleness/untrained": 1 - trained.total() / ages.total()}
-        graded = {}
+            further["staleness/untrained"] = 1 - trained.total() / ages.total()
         if self.recipe.teacher is not None and self.recipe.teacher.context is not None:
-            graded = {"teacher/graded": fmean(row.in_context is not None for row in rows)}
+            further["teacher/graded"] = fmean(row.in_context is not None for row in rows)
         if proximal:
-            versions = self.versions
-            age = (lambda label: versions.age(label, step - 1)) if self.sync else None
-            mismatches = mismatch_by_kind(rows, credit.sources, proximal, age)
+            age = partial(self.versions.age, version=step - 1) if self.sync else None
+            further |= mismatch_by_kind(rows, credit.sources, proximal, age)
         self.state.metrics = {
             "step": step,
             "version": step,
             **group_metrics(groups, trained, [part.name for part in self.recipe.parts() if part.name]),
-            **late,
             **(self.source.figures() if self.source else {}),
             **learned.credited.metrics,
             **update_metrics(learned.updates, learned.batch),
-            **graded,
-            **mismatches,
+            **further,
             "learning_rate": learned.learning_rate,
             "tokens": learned.batch.tokens,
             "tokens_per_second": learned.batch.tokens / seconds,
@@ -389,7 +367,7 @@ class _Loop:
             **synced,
         }
         self.state.metrics |= bounds_of_success(self.state.metrics)
-        self.log(self.state.metrics)
+        self.services.log(self.state.metrics)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate if an evaluation is due and not yet done; return whether one is due at this step."""
@@ -402,7 +380,7 @@ class _Loop:
         if metrics is not None:
             self.state.note_evaluation(step, metrics)
         if metrics:
-            self.log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
+            self.services.log({"step": step, **metrics, "seconds/eval": time.perf_counter() - started})
         return True
 
     def save(self, only_best: bool = False) -> None:
@@ -416,9 +394,8 @@ class _Loop:
         if self.source and groups:
             self.source.acknowledge(groups)
 
-    def save_what_is_left(self) -> None:
-        """Save the steps since the last checkpoint, for example after a signal between two checkpoints, and wait until
-        it is durable."""
+    def save_remaining(self) -> None:
+        """Save the steps since the last checkpoint, as after a signal, and wait until they are durable."""
         if self.state.step > self.checkpoints.saved_step:
             self.save()
         self.checkpoints.wait()

@@ -37,8 +37,7 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
     message's `weight` is the loss weight of its tokens, by default 1 for assistant messages and 0 for others.
 
     Raises SettingError with the row's number if it is not such a conversation, or if the chat template or the tool-call
-    format cannot render it. Notifies the user of what is not learned.
-    """
+    format cannot render it. Notifies the user of what is not learned."""
     rows = []
     for number, task in enumerate(tasks, 1):
         messages, specs = conversation_of(task, number)
@@ -54,7 +53,6 @@ def conversation_rows(tasks: list[dict[str, Any]], renderer: Renderer) -> list[R
 
 
 def _tell_unlearned(tasks: list[dict[str, Any]], rows: list[Row]) -> None:
-    """Notify the user of columns and rows from which nothing is learned, and of nulls that no tool can explain."""
     unread = sorted({name for task in tasks for name, value in task.items() if value not in (None, "", [], {})} - _READ)
     if unread:
         text = f"data: sft reads the columns {', '.join(sorted(_READ))}, and not {', '.join(unread)}"
@@ -69,7 +67,7 @@ def _tell_unlearned(tasks: list[dict[str, Any]], rows: list[Row]) -> None:
 
 def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
     """Return the rows of all chains of a trajectories file that did not fail and have at least `min_reward`, if given
-    (rejection sampling). Raises ValueError if none is left."""
+    (rejection sampling). Raises SettingError if none is left."""
     ended = [c for group in read_saved(path) for c in group.trajectories if not c.outcome.failed]
     chosen = [c for c in ended if min_reward is None or (c.reward is not None and c.reward >= min_reward)]
     if not chosen:
@@ -93,9 +91,7 @@ def train_sft(
     """Run steps up to `recipe.train.steps`, each of `batch_size` rows, in shuffled epochs. The loss is the weighted
     negative log-likelihood of the rows' tokens, as a mean over the weights of the step's tokens.
 
-    Every process calls it; only rank 0's `rows` and `log` are used. `checkpoints`, `stop` and `images` as in
-    `train_rl`.
-    """
+    Every process calls it; only rank 0's `rows` and `log` are used. The rest is as in `train_rl`."""
     train = recipe.train
     main = accelerator.is_main_process
     stop = stop or Stop()

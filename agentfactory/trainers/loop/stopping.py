@@ -73,8 +73,7 @@ class Stop:
         self._asked = self._asked or symptom
 
     def wait_for(self, call: Callable[[], Result]) -> Result | None:
-        """Return the result of `call`, or None if a signal has arrived or arrives meanwhile. For calls that wait for
-        other processes and whose result does not matter once the run stops."""
+        """Return the result of `call`, which waits for other processes, or None at a signal."""
         try:
             self._waiting = True
             try:

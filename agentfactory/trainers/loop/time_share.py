@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -44,8 +45,7 @@ class TimeShare(Turns):
 
     `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
     the server stays asleep: `waking` wakes it around the update of its weights. A turn that ends with an error offloads
-    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt.
-    """
+    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt."""
 
     server_sleeps = True
 
@@ -57,9 +57,8 @@ class TimeShare(Turns):
         stop: Stop | None = None,
         moves: bool | None = None,
     ) -> None:
-        """`device` is the trainer's. If the server does not answer the request to sleep, wait for `retry_seconds` or
-        until `stop` receives a signal. `moves`: whether the learner is copied to and from the device (default: true
-        unless it is the CPU)."""
+        """While the server does not answer, wait for `retry_seconds` or until `stop` receives a signal. `moves`:
+        whether the learner is copied to and from the trainer's `device` (default: unless it is the CPU)."""
         self._server = server
         self._device = device
         self._retry_seconds = retry_seconds
@@ -114,13 +113,13 @@ class TimeShare(Turns):
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
 
+@dataclass
 class _WakingSync:
     """A WeightSync to a sleeping server: it wakes the weights before their update, the KV cache afterwards."""
 
-    def __init__(self, sync: WeightSync, server: ServerControl, timed: Callable[[str], AbstractContextManager[None]]):
-        self._sync = sync
-        self._server = server
-        self._timed = timed
+    _sync: WeightSync
+    _server: ServerControl
+    _timed: Callable[[str], AbstractContextManager[None]]
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """Push to the awake weights. Also raises SyncError if the server does not wake up."""

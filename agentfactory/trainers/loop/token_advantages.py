@@ -36,26 +36,22 @@ class Credited:
 
 @dataclass
 class _Chain:
-    """A chain that has a reward. A chain with a masked outcome is included in baselines but not trained: it has no
-    rows."""
+    """A chain that has a reward. One with a masked outcome is in baselines but not trained: it has no rows."""
 
     id: str
     reward: float
     limit: int
     """The source's max_total_tokens."""
     turn_rewards: list[float]
-    """Empty if the reward gives none."""
     ends: list[int]
     """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
     malformed: list[int]
-    """Malformed turns, whose advantages are bounded."""
     rows: list[TrainingRow]
     places: list[int]
     """Indices of these rows in the trajectory; rows without sampled tokens are not trained."""
     sources: list[Row]
     """The trajectory's rows that `rows` were made from."""
     anchors: list[str | None]
-    """Per turn; empty if unknown."""
 
     @property
     def tokens(self) -> int:
@@ -81,7 +77,7 @@ class Credit:
         self._names = [group.source for group in groups]
         self._groups = [
             [
-                _chain(t, policy is OutcomePolicy.KEEP, recipe, limit, self._estimator.compares_turns, fresh)
+                self._chain(t, policy is OutcomePolicy.KEEP, limit, fresh)
                 for t in group.trajectories
                 if (policy := _use(t, recipe))
             ]
@@ -92,6 +88,37 @@ class Credit:
     def _estimator(self) -> Estimator:
         # loaded only where there are groups: on rank 0
         return Estimator(self._recipe.train.advantage)
+
+    def _chain(
+        self, trajectory: Trajectory, trained: bool, limit: int, fresh: Callable[[Row], np.ndarray] | None
+    ) -> _Chain:
+        recipe, rows, reward = self._recipe, trajectory.rows, trajectory.reward
+        assert reward is not None
+        if (overlong := recipe.train.overlong) is not None:
+            # of several rows (a template that rewrites history, rollout.context), the last one fills the context
+            length = len(rows[-1].token_ids) if rows else 0
+            reward += overlong_penalty(length, limit, overlong.buffer, overlong.penalty)
+        made = {place: row for place, row in enumerate(map(training_row, rows)) if row} if trained else {}
+        if recipe.teacher is not None and recipe.teacher.url is not None:
+            made = {place: with_grades(row, rows[place], recipe.teacher) for place, row in made.items()}
+        counted = [np.asarray(row.mask, dtype=bool) for row in rows]
+        if fresh is not None:
+            may = [fresh(row) for row in rows]
+            counted = [mask & kept for mask, kept in zip(counted, may, strict=True)]
+            left = {place: only_targets(row, may[place][row.targets]) for place, row in made.items()}
+            made = {place: row for place, row in left.items() if row}
+        advantage = recipe.train.advantage
+        malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
+        anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
+        ends: list[int] = []
+        if trajectory.turn_rewards is not None or malformed or anchors or self._estimator.compares_turns:
+            # without context to predict it from, the first token of a row is not trained: see training_row
+            spans = trajectory.turn_spans()
+            lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in spans]
+            ends = list(accumulate(lengths))
+        credited = [*made.values()], [*made], [rows[place] for place in made]
+        turn_rewards = trajectory.turn_rewards or []
+        return _Chain(trajectory.id, reward, limit, turn_rewards, ends, malformed, *credited, anchors)
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -109,12 +136,12 @@ class Credit:
         return {chain.id: chain.reward for chain in self._chains()}
 
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
-        """Add advantages and weights to `rows`: the property's rows, with the streams of `needed_scores`.
+        """Add advantages and weights (by `train.loss.normaliser`) to `rows`: the property's, with the streams of
+        `needed_scores`.
 
-        Weights follow `train.loss.normaliser`. Advantages are bounded in malformed turns, and 0 for tokens whose
-        entropy is below the batch's quantile (`train.loss.top_entropy`). The bounds are streams too, `least` and
-        `most`, if a sampled teacher is still to be subtracted.
-        """
+        Advantages are bounded in malformed turns, and 0 for tokens whose entropy is below the batch's quantile
+        (`train.loss.top_entropy`). The bounds are streams too, `least` and `most`, if a sampled teacher is still to be
+        subtracted."""
         remaining = iter(rows)
         chains = self._chains()
         for chain in chains:
@@ -165,8 +192,7 @@ class Credit:
         return [chain for group in self._groups for chain in group]
 
     def _advantages(self) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
-        """Return, per chain and sampled token, the advantages and the critic's target returns (empty without a critic);
-        and metrics."""
+        """Return, per chain and token, the advantages and the critic's target returns (or nothing), and metrics."""
         chains = self._chains()
         costs, metrics = self._costs(chains)
         has_critic = self._recipe.train.has_critic
@@ -193,7 +219,6 @@ class Credit:
         return advantages, targets, metrics
 
     def _estimated(self, groups: list[list[ChainRewards]]) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the estimator's results for all groups, or for those of each source alone (per_source)."""
         if not self._recipe.train.advantage.per_source:
             return self._estimator(groups)
         found: dict[int, tuple[list[float], list[float]]] = {}
@@ -234,8 +259,8 @@ class Credit:
 
 
 _SAME_ENTROPY = 1e-3
-"""Tolerance in nats within which entropies count as equal. For equal tokens after equal contexts, such as the first
-ones of a group's chains, they differ by rounding, which depends on how the rows were batched."""
+"""Tolerance in nats within which entropies count as equal: for equal tokens after equal contexts they differ by
+rounding, which depends on how the rows were batched."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -263,56 +288,12 @@ def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
     return policy if used and trajectory.reward is not None else None
 
 
-def _chain(
-    trajectory: Trajectory,
-    trained: bool,
-    recipe: TrainRecipe,
-    limit: int,
-    compares_turns: bool,
-    fresh: Callable[[Row], np.ndarray] | None,
-) -> _Chain:
-    assert trajectory.reward is not None
-    reward = trajectory.reward
-    overlong = recipe.train.overlong
-    if overlong is not None:
-        # a chain may have several rows (a template that rewrites history, rollout.context): the last one fills the
-        # context
-        length = len(trajectory.rows[-1].token_ids) if trajectory.rows else 0
-        reward += overlong_penalty(length, limit, overlong.buffer, overlong.penalty)
-    made = [(row, place) for place, row in enumerate(map(training_row, trajectory.rows)) if row] if trained else []
-    if recipe.teacher is not None and recipe.teacher.url is not None:
-        made = [(with_grades(row, trajectory.rows[place], recipe.teacher), place) for row, place in made]
-    counted = [np.asarray(row.mask, dtype=bool) for row in trajectory.rows]
-    if fresh is not None:
-        may = [fresh(row) for row in trajectory.rows]
-        counted = [mask & kept for mask, kept in zip(counted, may, strict=True)]
-        left = [(only_targets(row, may[place][row.targets]), place) for row, place in made]
-        made = [(row, place) for row, place in left if row]
-    rows, places = [row for row, _ in made], [place for _, place in made]
-    sources = [trajectory.rows[place] for place in places]
-    advantage = recipe.train.advantage
-    malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
-    anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
-    ends: list[int] = []
-    if trajectory.turn_rewards is not None or malformed or anchors or compares_turns:
-        spans = trajectory.turn_spans()
-        # without context to predict it from, the first token of a row is not trained: see training_row
-        lengths = [int(np.count_nonzero(counted[row][max(start, 1) : end])) for row, start, end in spans]
-        ends = list(accumulate(lengths))
-    return _Chain(
-        trajectory.id, reward, limit, trajectory.turn_rewards or [], ends, malformed, rows, places, sources, anchors
-    )
-
-
 def _blame_malformed_turns(
     chains: Sequence[_Chain], advantages: Sequence[np.ndarray], most: Sequence[np.ndarray]
 ) -> None:
-    """Bound the advantages of tokens in malformed turns by minus the root mean square of the group's advantages: set
-    these tokens' `most`.
-
-    A malformed turn never helps a chain to succeed; rewarding it would make the format drift. A bound of 0 is not
-    enough: if chains with such a turn do well, chains without one are below average.
-    """
+    """Bound the advantages of tokens in malformed turns (their `most`) by minus the root mean square of the group's
+    advantages. A malformed turn never helps a chain to succeed; rewarding it would make the format drift. A bound of 0
+    is not enough: if chains with such a turn do well, chains without one are below average."""
     if not any(chain.malformed for chain in chains):
         return
     bound = -math.sqrt(fmean([value**2 for chain in advantages for value in chain.tolist()] or [0.0]))
@@ -323,7 +304,6 @@ def _blame_malformed_turns(
 
 
 def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the credit of one trained row, for `Credit.lines`. NaN becomes null."""
     streams = {"advantage": row.streams["advantage"]} | before
     kept = {name: values for name, values in streams.items() if not np.isnan(values).all()}
     noted = {name: values.astype(np.float64).round(6).tolist() for name, values in kept.items()}
@@ -331,7 +311,6 @@ def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:
-    """Give each row its part of a chain's streams."""
     done, start = [], 0
     for row in rows:
         end = start + len(row.targets)

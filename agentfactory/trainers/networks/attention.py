@@ -1,5 +1,4 @@
-"""Attention without a dense mask, for lines whose tokens do not attend to everything before them (see packing): by runs
-on transformers' sdpa, by blocks on FlexAttention."""
+"""Attention without a dense mask, for lines whose tokens do not attend to everything before them (see packing)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,7 @@ class Runs:
     """The runs of a line, in order. A separate object, so that torch.compile does not trace into it."""
 
     def __init__(self, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype) -> None:
-        """`positions` and `ends` as in MicroBatch; `dtype` is that of queries and keys."""
+        # `positions` and `ends` as in MicroBatch
         places, last = positions[0].cpu().numpy(), ends[0].cpu().numpy()
         line = np.arange(len(places))
         # in preorder the next token is a child of the previous one, or begins another branch, which is not deeper
@@ -60,8 +59,7 @@ class Runs:
         # a run attends to some runs completely, and to others up to the branch of the run or of one that it attends to
         forks = [seen[-1:] + 1 for seen in context]
         cuts = np.unique(np.concatenate([starts, *forks, line[-1:] + 1]))
-        self.pieces: list[int] = np.diff(cuts).tolist()
-        """Lengths of the pieces of the line."""
+        self.pieces: list[int] = np.diff(cuts).tolist()  # lengths
         self.all: list[Run] = []
         piece_of = np.repeat(np.arange(len(self.pieces)), self.pieces)
         for start, end, seen in zip(starts, [*starts[1:], len(line)], context, strict=True):
@@ -82,13 +80,9 @@ def attention_by_runs(
     runs: Runs | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
-    """Attention function for transformers; without `runs` it is transformers' own sdpa.
-
-    Work and memory grow with the number of attended pairs of tokens; with a dense mask they grow with all pairs. Scores
-    with a soft cap are computed without torch's kernel, which does not support it; transformers' sdpa would ignore it.
-
-    Raises SettingError for attention sinks and selected keys, which torch's kernel does not support either.
-    """
+    """Attention function for transformers, which without `runs` is transformers' own sdpa. Work and memory grow with
+    the attended pairs of tokens. Raises SettingError for attention sinks and selected keys, which torch cannot
+    compute."""
     for name, ignored in IGNORED.items():
         if options.get(name) is not None:
             raise SettingError("train.attention", f"sdpa would ignore the model's {ignored} ({name})", "use eager")
@@ -117,39 +111,23 @@ def _each_run(
     return torch.cat(parts, dim=1)
 
 
-def _masked(
-    query: Float[Tensor, "1 heads run width"],
-    key: Float[Tensor, "1 groups seen width"],
-    value: Float[Tensor, "1 groups seen width"],
-    mask: Float[Tensor, "1 1 run seen"],
-    options: dict[str, Any],
-) -> Float[Tensor, "1 run heads width"]:
-    """Apply sdpa with a mask. Groups take the place of lines, so that the heads of a group share its keys: transformers
-    would copy the keys for each head, because few of torch's kernels support both a mask and groups."""
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """Apply sdpa with a mask. Groups take the place of lines: their heads share keys, which transformers would copy."""
     _, heads, length, _ = query.shape
     groups = key.shape[1]
     grouped = query.reshape(groups, heads // groups, length, -1)
     seen, known = (tensor.transpose(0, 1).expand(-1, heads // groups, -1, -1) for tensor in (key, value))
-    found = nn.functional.scaled_dot_product_attention(
-        grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling")
-    )
+    attend = nn.functional.scaled_dot_product_attention
+    found = attend(grouped, seen, known, mask, options.get("dropout", 0.0), scale=options.get("scaling"))
     return found.reshape(1, heads, length, -1).transpose(1, 2)
 
 
 def _capped(
-    module: nn.Module,
-    query: Float[Tensor, "batch heads length width"],
-    key: Float[Tensor, "batch groups seen width"],
-    value: Float[Tensor, "batch groups seen width"],
-    mask: Tensor | None,
-    *,
-    softcap: float,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
-    """Attend with the scores softcap * tanh(score / softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). Without
-    a mask, the last query attends to all keys, and earlier ones causally."""
+    """Attend with the scores softcap * tanh(score / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118), which no
+    kernel of torch supports. Without a mask, the last query attends to all keys, and earlier ones causally."""
+    softcap, scaling = options["softcap"], options.get("scaling")
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -159,7 +137,7 @@ def _capped(
         mask = torch.ones(length, seen, dtype=torch.bool, device=scores.device).tril(seen - length)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     shares = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    shares = nn.functional.dropout(shares.to(query.dtype), dropout, module.training)
+    shares = nn.functional.dropout(shares.to(query.dtype), options.get("dropout", 0.0), module.training)
     return (shares @ value).transpose(1, 2).contiguous(), None
 
 
@@ -175,9 +153,8 @@ def attention_by_blocks(
     attention_mask: BlockMask,
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], Tensor | None]:
-    """Attention function for transformers. Under autocast it computes in autocast's precision, as sdpa does: rotary
-    embeddings return float32 queries and keys, and FlexAttention's backward pass refuses to mix precisions. autocast
-    supports FlexAttention only from torch 2.13 on, and only its forward pass."""
+    """Attention function for transformers, under autocast in autocast's precision, as sdpa: rotary embeddings return
+    float32, and FlexAttention's backward pass refuses to mix precisions, which torch's autocast does not cover."""
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -188,33 +165,27 @@ def attention_by_blocks(
 AttentionInterface.register(BY_BLOCKS, attention_by_blocks)
 AttentionMaskInterface.register(BY_BLOCKS, flex_attention_mask)
 
-_OURS = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}
-
 
 def selects_keys(network: PreTrainedModel) -> bool:
-    """Return whether each query attends to only some keys, selected by an indexer, as in DeepSeek-V3.2
-    (https://arxiv.org/abs/2512.02556)."""
+    """Return whether each query attends to only some keys, as in DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556)."""
     config = network.config.get_text_config()
     return any(getattr(config, name, None) for name in SELECTIONS)
 
 
 def use_ours(network: PreTrainedModel) -> None:
-    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS: they are equivalent, but also
-    accept `attention_arguments`.
-
-    Networks that select keys keep transformers' own: they mask other keys only if the name is "sdpa" or "eager"."""
-    if not selects_keys(network) and (ours := _OURS.get(network.config._attn_implementation)):
+    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS, which also accept
+    `attention_arguments`. Networks that select keys keep transformers' own: they mask other keys only if the name is
+    "sdpa" or "eager"."""
+    ours = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}.get(network.config._attn_implementation)
+    if ours and not selects_keys(network):
         network.set_attn_implementation(ours)
 
 
 def whole_blocks(
     ids: Int[Tensor, "batch length"], positions: Int[Tensor, "1 length"] | None, ends: Int[Tensor, "1 length"] | None
 ) -> tuple[Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"], Int[Tensor, "batch blocks"]]:
-    """Return ids, positions and ends padded to whole blocks with tokens that no other token attends to. Positions and
-    ends default to those of lines that attend causally.
-
-    torch compiles FlexAttention once for all lengths that are whole blocks, and separately for others.
-    """
+    """Return ids, positions and ends (default: of lines that attend causally) padded to whole blocks with tokens that
+    no other token attends to: torch compiles FlexAttention once for all such lengths."""
     length = ids.shape[1]
     place = torch.arange(length + -length % BLOCK, device=ids.device)[None]
     if positions is None or ends is None:
@@ -230,11 +201,8 @@ def whole_blocks(
 
 
 def block_mask(ends: Int[Tensor, "batch length"]) -> BlockMask:
-    """Return the mask of FlexAttention for lines of whole blocks. It skips blocks that no token attends to, and
-    evaluates no mask within blocks that are visible completely.
-
-    It depends only on the smallest and largest end in each block, so no mask of length x length is made.
-    """
+    """Return the mask of FlexAttention for lines of whole blocks, from the smallest and largest end in each block: no
+    mask of length x length is made, and blocks that no token attends to are skipped."""
     batch, length = ends.shape
 
     def visible(line: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -261,9 +229,7 @@ def attention_arguments(
     kind: str, positions: Int[Tensor, "1 length"], ends: Int[Tensor, "1 length"], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the arguments that describe a line to the attention implementation `kind`; `dtype` is that of queries and
-    keys.
-
-    FlashAttention gets none: it separates rows placed end to end by their positions, and does not support trees."""
+    keys. FlashAttention gets none: it separates rows by their positions, and does not support trees."""
     if kind == BY_RUNS:
         # without a four-dimensional mask, transformers would make a dense one from the positions; with this one, a
         # network that ignores the runs attends to everything, which `resolve_batching` detects
@@ -272,6 +238,4 @@ def attention_arguments(
         return {"attention_mask": block_mask(ends)}
     if kind.startswith("flash_attention"):
         return {}
-    raise SettingError(
-        "train.attention", f"{kind} does not support rows that share a line", "use sdpa or flex_attention"
-    )
+    raise SettingError("train.attention", f"{kind} does not support rows that share a line", "use sdpa")

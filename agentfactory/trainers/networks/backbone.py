@@ -1,5 +1,4 @@
-"""The network of a policy, a critic or a reference: it computes hidden states with every attention implementation. And
-which row layouts are exact for a network: padded, packed or tree."""
+"""The network of a policy, a critic or a reference, and which row layouts are exact for it: padded, packed or tree."""
 
 import inspect
 import logging
@@ -18,14 +17,7 @@ from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.batches.packing import grow
 from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.networks.attention import (
-    BY_BLOCKS,
-    BY_RUNS,
-    attention_arguments,
-    selects_keys,
-    use_ours,
-    whole_blocks,
-)
+from agentfactory.trainers.networks import attention
 from agentfactory.trainers.networks.lora import has_adapter
 from agentfactory.trainers.networks.network import body_of, decoder_layers
 from agentfactory.trainers.networks.vision_tower import is_rotary, tower_is_trained
@@ -42,7 +34,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        use_ours(self.network)
+        attention.use_ours(self.network)
 
     @property
     def network(self) -> Any:
@@ -60,8 +52,7 @@ class Backbone(nn.Module):
         return sorted({type(layer).__name__ for layer in decoder_layers(self.network)})
 
     def train(self, mode: bool = True) -> Self:
-        """Switch only the adapter's dropout: a network's own dropout would make the trainer's log-probabilities differ
-        from the server's."""
+        """Switch only the adapter's dropout: another one would make log-probabilities differ from the server's."""
         super().train(False)
         self.training = mode
         for name, module in self.named_modules():
@@ -79,22 +70,19 @@ class Backbone(nn.Module):
         """Return the network's hidden state of each token, before any head.
 
         `positions` and `ends` define which tokens attend to each other in a line of several rows or a tree, as in
-        MicroBatch. Without them lines count from 0 and attend causally, which is exact for rows padded on the right.
-        `images` are the images in the lines.
-        """
+        MicroBatch. Without them lines count from 0 and attend causally. `images` are the images in the lines."""
         arguments: dict[str, Any] = {}
         length, kind = ids.shape[1], self.network.config._attn_implementation
-        if kind == BY_BLOCKS:
-            ids, positions, ends = whole_blocks(ids, positions, ends)
+        if kind == attention.BY_BLOCKS:
+            ids, positions, ends = attention.whole_blocks(ids, positions, ends)
         if positions is not None and ends is not None:
-            arguments = attention_arguments(kind, positions, ends, self.dtype)
+            arguments = attention.attention_arguments(kind, positions, ends, self.dtype)
         places = positions
         if is_rotary(self.network.config):
             places = _rotary(positions, images.rotary if images is not None else None)
         # each weight is used once, so autocast copies in self.dtype would only take up memory until the pass ends,
         # which gradient checkpointing and fsdp2 are meant to avoid
-        lower = self.dtype.itemsize < 4
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=lower, cache_enabled=False):
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype.itemsize < 4, cache_enabled=False):
             features = self._features(images) if images is not None else []
             if images is not None and images.places:
                 arguments |= encoder_outputs(self.network, [features[number] for number in images.places])
@@ -113,8 +101,8 @@ class Backbone(nn.Module):
 def _rotary(
     positions: Int[Tensor, "1 length"] | None, rotary: Int[Tensor, "3 batch shorter"] | None
 ) -> Int[Tensor, "streams batch length"] | None:
-    """Return the position ids of a multimodal network: in time, height and width. If rows share a line, the positions
-    in the rows come first, from which FlashAttention separates rows. None if lines count from 0."""
+    """Return position ids in time, height and width, or None if lines count from 0. If rows share a line, the positions
+    in the rows come first, from which FlashAttention separates rows."""
     if rotary is None:
         return None if positions is None else positions.expand(4, *positions.shape)
     if positions is None:
@@ -128,12 +116,10 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool = True) -> Batching:
-    """Return `train.batching`; for "auto", tree if it is exact for this network, else padded. The choice is logged.
+    """Return `train.batching`; for "auto", tree if it is exact for this network, else padded.
 
     Call it while the network has transformers' choice of attention: `train.attention` may run only on a GPU. Without
-    `measure` the network's own declaration is trusted and no weight is read. Raises ValueError if the requested layout
-    would change the network's results.
-    """
+    `measure` no weight is read. Raises SettingError if the requested layout would change the network's results."""
     if train.batching == "padded":
         return "padded"
     asked: Batching = "tree" if train.batching == "auto" else train.batching
@@ -144,33 +130,34 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
     return asked if reason is None else "padded"
 
 
-def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, measure: bool) -> str | None:
-    """Return the reason why rows that share a line would get other results than alone; None if they would not."""
+def _why_inexact(network: PreTrainedModel, batching: Batching, asked: str, measure: bool) -> str | None:
+    """Return the reason why rows that share a line would get other results than alone, or None."""
     config: Any = network.config.get_text_config()
+    name = type(network).__name__
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         # networks older than layer_types
         kinds = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
     others = sorted(set(kinds) - {"full_attention"})
     if others:
-        return f"{type(network).__name__} has layers of {', '.join(others)}; only full_attention is exact"
-    if selects_keys(network):
-        return f"{type(network).__name__} selects keys per query"
+        return f"{name} has layers of {', '.join(others)}; only full_attention is exact"
+    if attention.selects_keys(network):
+        return f"{name} selects keys per query"
     takes = inspect.signature(body_of(network).forward).parameters
     if "position_ids" not in takes or getattr(config, "alibi", False):
-        return f"{type(network).__name__} does not accept position_ids"
+        return f"{name} does not accept position_ids"
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in takes.values()):
-        return f"{type(network).__name__} passes no arguments to its attention"
-    use_ours(network)
-    kind = network.config._attn_implementation if attention in ("auto", "sdpa") else attention
-    if kind not in (BY_RUNS, "flex_attention") and not (batching == "packed" and kind.startswith("flash_attention")):
-        if attention in ("auto", "sdpa"):
-            return f"{type(network).__name__} does not use transformers' attention interface"
+        return f"{name} passes no arguments to its attention"
+    attention.use_ours(network)
+    kind = network.config._attn_implementation if asked in ("auto", "sdpa") else asked
+    packs = batching == "packed" and kind.startswith("flash_attention")
+    if kind not in (attention.BY_RUNS, "flex_attention") and not packs:
+        if asked in ("auto", "sdpa"):
+            return f"{name} does not use transformers' attention interface"
         return f"train.attention={kind} does not support {batching} rows; use sdpa or flex_attention"
     if not measure:
         return None
     # a network's own declaration is not enough: some accept the arguments and do not use them
-    name = type(network).__name__
     try:
         error = _error(network, batching)
     except (MemoryError, torch.OutOfMemoryError):
@@ -185,8 +172,7 @@ def _why_inexact(network: PreTrainedModel, batching: Batching, attention: str, m
 
 @torch.no_grad()
 def _error(network: PreTrainedModel, batching: Batching) -> float:
-    """Return the largest deviation of the hidden states of a line's rows from those of the rows alone, as a share of
-    the largest value."""
+    """Return the largest deviation of a line's hidden states from those of the rows alone, relative to the largest."""
     network.eval()
     backbone, rows = Backbone(network, network.dtype), proof_rows(network)
     alone = torch.cat([backbone.hidden(row[None])[0] for row in rows])
@@ -202,8 +188,8 @@ def _error(network: PreTrainedModel, batching: Batching) -> float:
 
 
 def proof_rows(network: PreTrainedModel) -> list[Tensor]:
-    """Return rows of several lengths, in lexicographic order, with common prefixes. The longest exceeds the lengths at
-    which the network computes differently, as far as a proof at the start can."""
+    """Return rows with common prefixes, in lexicographic order. The longest exceeds the lengths at which the network
+    computes differently, as far as a proof at the start can."""
     config = network.config.get_text_config()
     fields = config.to_dict()
     limit, reach = position_limit(fields), getattr(config, "max_position_embeddings", None)

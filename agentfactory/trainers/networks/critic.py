@@ -1,8 +1,8 @@
 """The critic: state values for GAE, learned in one model with the policy."""
 
 import copy
-from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +37,7 @@ class Critic(nn.Module):
     """A scalar head in float32, and the network below it unless it uses the policy's base."""
 
     def __init__(self, width: int, backbone: Backbone | None) -> None:
-        """`width` is the size of the hidden states; `backbone` is None if the critic is an adapter on the policy's
-        base."""
+        """`width` is the size of the hidden states; `backbone` is None for an adapter on the policy's base."""
         super().__init__()
         self.backbone = backbone
         # zero: the first values are 0, so the first advantages are those of the returns alone. A vector, not a matrix
@@ -53,9 +52,8 @@ class Critic(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as children of one module, which accelerate prepares. A training step runs each role's forward
-    and backward pass separately: with adapters both share one base, the forward pass switches the adapter in use, and
-    gradient checkpointing recomputes activations in the backward pass."""
+    """Policy and critic as children of one module, which accelerate prepares. Each role's forward and backward pass run
+    separately: with adapters both share one base, and the forward pass switches the adapter in use."""
 
     def __init__(self, policy: Policy, critic: Critic) -> None:
         super().__init__()
@@ -68,11 +66,10 @@ class ActorCritic(nn.Module):
         return self.policy._no_split_modules
 
     def forward(self, role: Role, *inputs: Any, **named: Any) -> tuple[Float[Tensor, "targets"], ...] | Tensor:
-        """For the policy, return the result of `Policy.forward` with these inputs. For the critic, return the value of
-        the state in which each label is sampled: no other position has a value.
+        """For the policy, return the result of `Policy.forward`; for the critic, the value of the state in which each
+        label is sampled.
 
-        A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between.
-        """
+        A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between."""
         if role == Role.POLICY:
             return tuple(map(self._guarded, self.policy(*inputs, **named)))
         return self._guarded(self._values(*inputs))
@@ -87,37 +84,31 @@ class ActorCritic(nn.Module):
         return values
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
-        """Return the weights that a role trains, so that each role's gradient can be clipped separately."""
+        """Return the weights that a role trains."""
         return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
 
     def _guarded(self, output: Tensor) -> Tensor:
-        """Return `output` with a backward pass that fails unless the adapter of its forward pass is active."""
         model = self.policy.model
         if has_adapter(model) and output.requires_grad:
-            output.register_hook(_same_adapter(model, model.active_adapter))
+            output.register_hook(partial(_check_adapter, model, model.active_adapter))
         return output
 
 
-def _same_adapter(model: "PeftModel", name: str) -> Callable[[Tensor], None]:
-    def check(gradient: Tensor) -> None:
-        if model.active_adapter != name:
-            raise RuntimeError(
-                f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
-                "backward pass before the other's forward pass"
-            )
-
-    return check
+def _check_adapter(model: "PeftModel", name: str, gradient: Tensor) -> None:
+    if model.active_adapter != name:
+        raise RuntimeError(
+            f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
+            "backward pass before the other's forward pass"
+        )
 
 
 def make_actor_critic(
     recipe: TrainRecipe, policy: Policy, device: torch.device | str = "cpu", network: PreTrainedModel | None = None
 ) -> ActorCritic:
-    """Create a policy with a critic whose values are initially 0.
+    """Add to `policy`, before it is prepared, a critic whose values are initially 0.
 
-    With `model.lora`, the critic is a second adapter of the same shape on the policy's base; otherwise it is a separate
-    network (`network`, by default loaded from `model.path`), with weights in float32 and no language-model head. Call
-    it before the policy is prepared.
-    """
+    With `model.lora`, it is a second adapter of the same shape on the policy's base; otherwise a separate network
+    (`network`, by default from `model.path`), in float32 and without language-model head."""
     output = table_of(policy.network.get_output_embeddings())
     backbone = None
     if has_adapter(policy.model):

@@ -1,11 +1,8 @@
 """FP8 training: products of linear layers in 8-bit floating point, by torchao (extra `fp8`).
 
-Weights stay plain parameters of their own dtype under their own names. Each product casts its operands, with scales
-from their current values: activations and weights to e4m3, gradients to e5m2 (`fp8`) or e4m3 (`fp8_rowwise`).
-
-torchao is called directly: accelerate's `mixed_precision: fp8` would also convert adapters and vision towers, and add
-an autocast of its own.
-"""
+Weights stay plain parameters under their own names. Each product casts its operands, with scales from their current
+values: activations and weights to e4m3, gradients to e5m2 (`fp8`) or e4m3 (`fp8_rowwise`). torchao is called directly:
+accelerate's `mixed_precision: fp8` would also convert adapters and vision towers, and add its own autocast."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -40,12 +37,8 @@ _FP8_SINCE = (8, 9)
 
 
 def fp8_linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield (layer, name in it, linear layer) of all that compute in FP8: those within decoder `layers` whose sizes are
-    multiples of 16, except routers.
-
-    Heads and embeddings, whose rounding would go into the log-probabilities, are outside the layers. An adapter's
-    matrices are added later: they are narrow, so casts would cost more than they save.
-    """
+    """Yield (layer, name in it, linear layer) of all that compute in FP8: those within decoder `layers` with sizes in
+    multiples of 16, except routers. Adapters are added later: their matrices are narrow, so casts would cost more."""
     for layer in layers:
         for name, module in layer.named_modules():
             whole = type(module) is nn.Linear and not (
@@ -56,11 +49,8 @@ def fp8_linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, n
 
 
 def use_fp8(layers: list[nn.Module], precision: Precision, device: torch.device) -> None:
-    """Make the linear layers within decoder `layers` compute in FP8, in place. On a CPU the casts are real, and the
-    products of the cast values are in float32.
-
-    Raises SettingError if torchao is missing, the GPU has no FP8, or no layer can compute in it.
-    """
+    """Make the linear layers within decoder `layers` compute in FP8, in place; on a CPU, cast values are multiplied in
+    float32. Raises SettingError if torchao is missing, the GPU has no FP8, or no layer can compute in it."""
     if not is_installed("torchao"):
         problem = f"{precision} needs torchao, which is not installed"
         raise SettingError(FIELD, problem, "run `pip install 'torchao>=0.18,<0.19'`")
@@ -85,12 +75,10 @@ def use_fp8(layers: list[nn.Module], precision: Precision, device: torch.device)
 
 
 def gather_in_fp8(model: nn.Module) -> None:
-    """Make fsdp2 gather the weights of `model`'s tensorwise FP8 layers in FP8, which is half of bfloat16's bytes.
+    """Make fsdp2 gather the weights of the sharded `model`'s tensorwise FP8 layers in FP8.
 
-    `model` is sharded. torchao's own switch wraps the weights in a tensor class, which accelerate cannot tell apart and
-    which checkpoints would contain. Here the shards stay plain tensors, and only carry torchao's two functions, which
-    FSDP2 looks up when it first gathers.
-    """
+    torchao's own switch wraps the weights in a tensor class, which accelerate cannot tell apart and checkpoints would
+    contain. Here the plain shards carry torchao's two functions, which FSDP2 looks up when it first gathers."""
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -116,11 +104,8 @@ def gather_in_fp8(model: nn.Module) -> None:
 
 @contextmanager
 def in_high_precision(model: nn.Module) -> Iterator[None]:
-    """Make the FP8 layers of `model` compute in the precision of their operands in this context, which is for passes
-    without gradients. Every process of fsdp2 enters it at the same time.
-
-    After each update FP8 rounds differently: this noise hides smaller changes of the log-probabilities.
-    """
+    """Make the FP8 layers of `model` compute in their operands' precision, for passes without gradients in all
+    processes: FP8 rounds differently after each update, and this noise hides smaller changes of log-probabilities."""
     # torchao is optional
     layers = [module for module in model.modules() if type(module).__name__ == "Float8Linear"]
     for layer in layers:

@@ -23,12 +23,12 @@ from agentfactory.trainers.processes.sharding import weights_of_rank_0
 class FrozenPolicy:
     """A scorer of tokens whose weights do not change, by the policy's own code: with equal weights the two are equal.
 
-    Its methods leave the adapters and trainable weights of `model` unchanged, and every process calls them. `model` is
-    the model that accelerate prepared; the further inputs are those of `Policy.forward`.
-    """
+    Every process calls its methods, which leave the adapters and trainable weights of `model` unchanged. `model` is the
+    model that accelerate prepared; the further inputs are those of `Policy.forward`."""
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None, adapter: str | None = None) -> None:
-        """`frozen` is None if the weights are the base of the policy's adapter, alone or with the frozen `adapter`."""
+        """`frozen` is None if the weights are the base of the policy's adapter, alone or with `adapter`: a frozen one,
+        or POLICY_ADAPTER for the policy as it is now, whether it has adapters or not."""
         self._accelerator = accelerator
         self._frozen = frozen
         self._adapter = adapter
@@ -70,34 +70,18 @@ class FrozenPolicy:
 
     @contextmanager
     def _in_use(self, model: nn.Module) -> Iterator[Policy]:
-        """Yield the policy that computes with these weights in this context."""
         if self._frozen is not None:
             yield self._frozen
             return
-        policy = self._trained(model)
-        assert has_adapter(policy.model)
+        policy: Any = self._accelerator.unwrap_model(model)
+        policy = policy.policy if isinstance(policy, ActorCritic) else policy
         with policy.scoring_with(self._adapter) if self._adapter is not None else adapters_off(policy.model):
             yield policy
 
-    def _trained(self, model: nn.Module) -> Policy:
-        unwrapped: Any = self._accelerator.unwrap_model(model)
-        return unwrapped.policy if isinstance(unwrapped, ActorCritic) else unwrapped
-
-
-class CurrentPolicy(FrozenPolicy):
-    """The trained policy as a scorer: its current weights, with its adapter, without gradients."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator, None)
-
-    @contextmanager
-    def _in_use(self, model: nn.Module) -> Iterator[Policy]:
-        yield self._trained(model)
-
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
-    """Create the reference of a recipe: the base of the policy's adapter, with a frozen copy of a continued adapter; or
-    a frozen copy from `model.path`."""
+    """Create the reference: the base of the policy's adapter, with a frozen copy of a continued one, or of
+    `model.path`."""
     if has_adapter(policy.model):
         continued = REFERENCE_ADAPTER in policy.model.peft_config
         return FrozenPolicy(accelerator, None, REFERENCE_ADAPTER if continued else None)
@@ -106,8 +90,7 @@ def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator
 
 
 def freeze(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
-    """Create a frozen policy from a network that `load_network` loaded in the dtype of `policy`; fsdp2 shards it like
-    that."""
+    """Create a frozen policy from a network that `load_network` loaded in the dtype of `policy`, sharded like that."""
     apply_options(network, recipe.train, accelerator.device)
     network.requires_grad_(False)
     frozen = Policy(network, policy.dtype, banned=policy.banned).eval()

@@ -12,10 +12,8 @@ from torch.distributed.tensor import DTensor
 class Weights(Mapping[str, Tensor]):
     """Weights by name, with their values at the time of reading; they may share memory with the policy's.
 
-    `stream` yields them one by one. Reading them as a mapping gathers all of them: sharded ones into host memory.
-    Sharded weights are read once, by every process at the same time: only rank 0 gets them, and for the others the
-    mapping is empty.
-    """
+    `stream` yields them one by one; as a mapping they are gathered together, sharded ones into host memory. Sharded
+    weights are read once, by every process at the same time: only rank 0 gets them, and others get nothing."""
 
     def __init__(self, entries: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
         """Floats are converted to `dtype`, if given."""
@@ -46,8 +44,7 @@ class Weights(Mapping[str, Tensor]):
         return sum(value.nbytes for value in self.meta.values())
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) in the order of `meta`; nothing in processes other than rank 0 if they are sharded.
-        Raises RuntimeError if sharded ones were read before."""
+        """Yield (name, weight) in the order of `meta`. Raises RuntimeError if sharded ones were read before."""
         if self._read is not None:
             yield from self._read.items()
         elif not self.sharded:
@@ -61,8 +58,7 @@ class Weights(Mapping[str, Tensor]):
             self.finish()
 
     def finish(self) -> None:
-        """Gather the weights that have not been read: the other processes take part until the last weight, even if rank
-        0 no longer needs them."""
+        """Gather the weights that have not been read: the other processes take part until the last one."""
         if self.sharded and self._read is None:
             self._rest = self._rest or self._gather()
             while self._next() is not None:

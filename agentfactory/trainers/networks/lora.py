@@ -1,8 +1,7 @@
-"""LoRA adapters on a network: adding them, selecting the one that the next forward pass uses, and their files, in which
-trained rows of tables (see token_rows) are low-rank factors.
+"""LoRA adapters on a network: adding them, selecting the one in use, and their files, in which trained rows of tables
+(see token_rows) are low-rank factors.
 
-peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds.
-"""
+peft is imported only if there is an adapter: with the optional packages that it tries, this takes seconds."""
 
 import copy
 import json
@@ -45,8 +44,8 @@ def add_adapter(
     seed: int,
     tokens: Mapping[str, list[int]] | None = None,
 ) -> "PeftModel":
-    """Return the network with the policy's adapter on `modules` (peft's `target_modules`), and on rows of tables: see
-    `token_rows.tables_of`. The adapter's weights are float32 and determined by `seed`; the base is frozen."""
+    """Return the network with the policy's adapter on `modules` (peft's `target_modules`), and on rows of tables (see
+    `token_rows.tables_of`). Its weights are float32 and determined by `seed`; the base is frozen."""
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -69,7 +68,6 @@ def add_adapter(
 
 
 def _uses_rslora(config: LoraConfig) -> bool:
-    """Return whether the scale of the adapter to continue is alpha / sqrt(rank); False while it does not exist yet."""
     file = Path(config.from_ or "") / ADAPTER
     if config.from_ is None or not file.is_file():
         return False
@@ -94,19 +92,23 @@ def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) 
         if name not in model.peft_config:
             continue
         own = _weights_of(model, name)
-        shapes = [{key: tuple(value.shape) for key, value in weights.items()} for weights in (own, saved)]
-        if shapes[0] != shapes[1]:
-            raise SettingError("model.lora.from", *_misfit(folder, *shapes))
+        for key in [*saved, *own]:
+            shapes = [tuple(weights[key].shape) if key in weights else None for weights in (saved, own)]
+            if shapes[0] != shapes[1]:
+                given, wanted = ("nothing" if shape is None else short(shape) for shape in shapes)
+                problem = f"{folder} has {given} as {key}, where the network of model.path has {wanted}"
+                fix = "set model.path and model.lora.target_modules as they were when it was trained"
+                raise SettingError("model.lora.from", problem, f"{fix}, or model.lora.merge=true")
         for key, value in own.items():
             value.copy_(saved[key])
 
 
+@torch.no_grad()
 def copy_adapter(model: "PeftModel", source: str, target: str) -> None:
     """Give one adapter the weights of another of the same shape."""
     weights = _weights_of(model, source)
-    with torch.no_grad():
-        for key, value in _weights_of(model, target).items():
-            value.copy_(weights[key])
+    for key, value in _weights_of(model, target).items():
+        value.copy_(weights[key])
 
 
 def _weights_of(model: "PeftModel", name: str) -> dict[str, Tensor]:
@@ -114,16 +116,6 @@ def _weights_of(model: "PeftModel", name: str) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-
-
-def _misfit(folder: Path, own: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> tuple[str, str]:
-    """Return problem and fix for weights that differ from the adapter's in names or shapes."""
-    fix = "set model.path and model.lora.target_modules as they were when it was trained, or model.lora.merge=true"
-    for key in [*saved, *own]:
-        if own.get(key) != saved.get(key):
-            shown = [short(weights[key]) if key in weights else "nothing" for weights in (saved, own)]
-            return f"{folder} has {shown[0]} as {key}, where the network of model.path has {shown[1]}", fix
-    raise AssertionError("the weights fit")
 
 
 def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
@@ -136,8 +128,8 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
 
 
 def untie(network: Any) -> bool:
-    """Give a head that is tied to the embedding its own weight, and return whether it was. An adapter may change the
-    two differently, and a merge would change both. See `tie_equal`."""
+    """Give a head that is tied to the embedding its own weight, which an adapter may change alone; return whether it
+    was."""
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -154,11 +146,8 @@ def tie_equal(network: Any) -> None:
 
 
 def use_adapter(model: "PeftModel", name: str) -> None:
-    """Make later forward passes use only this adapter.
-
-    peft's `set_adapter` also freezes the other adapters. Here `requires_grad` does not change: both adapters are
-    trained in one step, and DDP and FSDP2 must always find the same trainable weights.
-    """
+    """Make later forward passes use only this adapter. Unlike in peft's `set_adapter`, `requires_grad` does not change:
+    both adapters are trained in one step, and DDP and FSDP2 must always find the same trainable weights."""
     if model.active_adapter == name:
         return
     if name not in model.peft_config:
@@ -171,8 +160,7 @@ def use_adapter(model: "PeftModel", name: str) -> None:
 
 @contextmanager
 def adapters_off(model: "PeftModel") -> Iterator[None]:
-    """Make forward passes in this context use the base alone. Afterwards the active adapter and the trainable weights
-    are unchanged (peft's `disable_adapter` would leave only the active adapter trainable)."""
+    """Make forward passes in this context use the base alone, without peft's effect on trainable weights."""
     layers = list(_layers(model))
     for layer in layers:
         layer._disable_adapters = True
@@ -193,8 +181,7 @@ def _layers(model: "PeftModel") -> "Iterator[BaseTunerLayer]":
 
 
 def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor]) -> Path:
-    """Write `state`, the gathered weights of the policy's adapter, to `folder` in peft's format, and return their file.
-    Raises DiskError."""
+    """Write `state`, the policy's gathered adapter, to `folder` in peft's format; return its file. Raises DiskError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     with writing(file):
@@ -210,21 +197,17 @@ def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor]) 
 
 
 def rows_of(network: Any) -> list[tuple[str, Any]]:
-    """Return peft's layers with the trained rows of embedding and head, by the name of the table; a tied head's layer
-    refers to the embedding's rows."""
+    """Return peft's layers with trained rows, by the name of the table; a tied head's layer refers to the
+    embedding's."""
     from peft.utils.other import TrainableTokensWrapper
 
-    return [
-        (name, module.token_adapter)
-        for name, module in network.named_modules()
-        if isinstance(module, TrainableTokensWrapper)
-    ]
+    named = network.named_modules()
+    return [(name, module.token_adapter) for name, module in named if isinstance(module, TrainableTokensWrapper)]
 
 
 def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a gathered adapter with its trained rows as low-rank factors of embedding and head, which peft and servers
-    load; `config` (peft's) is changed accordingly. This is exact: one factor has the rows' differences, the other
-    selects the tokens."""
+    """Return a gathered adapter with its trained rows as low-rank factors, which peft and servers load, and change
+    `config` (peft's) accordingly. This is exact: one factor has the rows' differences, the other selects the tokens."""
     if not config.trainable_token_indices:
         return state
     state, ranks = dict(state), {}
@@ -261,8 +244,7 @@ def _original(layer: Any) -> Tensor:
 
 
 def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter with its low-rank factors of embedding and head as trained rows, the inverse of
-    `with_low_rank_rows`. Raises ValueError if they are of other tokens than the network's adapter trains."""
+    """Invert `with_low_rank_rows`. Raises ValueError if the rows are of other tokens than the adapter trains."""
     state = dict(state)
     for name, layer in rows_of(network):
         prefix = f"base_model.model.{name}"

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import is_installed
@@ -36,8 +31,7 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
 
     Without `dtype`, its weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses
     four bits per weight. Under fsdp2 it stays on the CPU, with arbitrary weights on all ranks except 0: see `sharding`.
-    Raises ValueError if it cannot be trained.
-    """
+    Raises SettingError if it cannot be trained."""
     config, device = recipe.model, torch.device(device)
     if config.dtype == "float16":
         raise SettingError("model.dtype", "float16 gradients vanish without loss scaling", "use bfloat16 or float32")
@@ -48,14 +42,14 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
             "set it to the base that its adapter_config.json names, and model.lora.from to this folder",
         )
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
-    architecture = AutoConfig.from_pretrained(config.path, trust_remote_code=False)
+    architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
     if recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None:
         check_lengths(architecture.to_dict(), {"rollout.max_total_tokens": recipe.rollout.max_total_tokens})
     kind = class_of(architecture)
     load = partial(kind.from_pretrained, config.path, dtype=dtype, trust_remote_code=False)
     if config.lora and config.lora.quantization:
         # QLoRA (arXiv:2305.14314): 4-bit NormalFloat, with double quantisation of the blocks' constants
-        quantization = BitsAndBytesConfig(
+        quantization = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.lora.quantization,
             bnb_4bit_use_double_quant=True,
@@ -69,15 +63,13 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
 
 
 def class_of(config: Any) -> Any:
-    """Return the transformers class that loads a network of this configuration: with its vision tower if it is trained
-    with images, else the text model alone."""
-    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    """Return the transformers class for a configuration: with the vision tower if it is trained with images."""
+    return transformers.AutoModelForImageTextToText if sees(config) else transformers.AutoModelForCausalLM
 
 
 def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
-    """Prevent bitsandbytes from converting 4-bit weights to another layout, which happens on CPUs with AVX512-BF16 in
-    any pass without gradients. After that, training would silently yield no gradients below such a layer, and compute
-    in bfloat16 whatever model.dtype is."""
+    """Prevent bitsandbytes from converting 4-bit weights to another layout, as in passes without gradients on CPUs with
+    AVX512-BF16: training would then silently yield no gradients below such a layer, and compute in bfloat16."""
     # bitsandbytes is optional, and only this needs it
     from bitsandbytes.nn import Linear4bit
 
@@ -89,10 +81,8 @@ def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
 
 def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:
     """Apply attention implementation, layer kernels, FP8, compiled layers, gradient checkpointing and offloading in
-    place, and freeze the vision tower unless it is trained.
-
-    Raises ValueError if the network, the device or the installed packages do not support one of them.
-    """
+    place, and freeze the vision tower unless it is trained. Raises SettingError for an option that is not supported
+    here."""
     device = torch.device(device)
     # with a mask, cuDNN's kernel on Hopper returns NaN gradients for the large activations of real models, such as
     # Qwen2.5 (https://github.com/pytorch/pytorch/issues/196678); torch's other kernels do not
@@ -167,16 +157,14 @@ def _need_gpu(field: str, value: str, device: torch.device) -> None:
 
 
 def body_of(network: Any) -> Any:
-    """Return a network without its head: transformers' `base_model`, or the attribute `model` where `base_model_prefix`
-    names no attribute, as in Llama 4's text model."""
+    """Return a network without its head: `base_model`, or `model` where that is the network itself (Llama 4)."""
     body = network.base_model
     return getattr(network, "model", network) if body is network else body
 
 
 def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that transformers keeps on one device, outermost ones only, including a vision tower's; call it
-    before they are sharded. Raises ValueError if the network names none.
-    """
+    """Return the outermost layers that transformers keeps on one device, including a vision tower's; call it before
+    they are sharded. Raises SettingError if the network names none."""
     names = set(network._no_split_modules or ())
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,28 +18,12 @@ from agentfactory.rollout.inference.adapter_config import WEIGHTS
 from agentfactory.trainers.batches.batch import Batching
 from agentfactory.trainers.batches.image_batches import Images
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks import lora, token_rows
 from agentfactory.trainers.networks.backbone import Backbone, proof_rows, resolve_batching
 from agentfactory.trainers.networks.gathered_weights import Weights
-from agentfactory.trainers.networks.lora import (
-    POLICY_ADAPTER,
-    adapter_weights,
-    add_adapter,
-    add_reference_adapter,
-    has_adapter,
-    load_adapter,
-    save_adapter,
-    use_adapter,
-    with_trained_rows,
-)
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER, has_adapter
 from agentfactory.trainers.networks.network import apply_options, load_network
-from agentfactory.trainers.networks.token_rows import (
-    TokenNeeds,
-    compute_rows_alone,
-    set_initial_rows,
-    table_of,
-    tables_of,
-    tokens_to_train,
-)
+from agentfactory.trainers.networks.token_rows import TokenNeeds, table_of
 from agentfactory.trainers.networks.vision_tower import adapted_modules, banned_token_ids
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
 
@@ -51,7 +34,7 @@ if TYPE_CHECKING:
 LOGITS_PER_CHUNK = 2**26
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Names in transformers' configurations for a soft cap on logits: Gemma's, RecurrentGemma's."""
+"""Names in transformers' configurations for a soft cap on logits."""
 
 Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "chunk *several"]]
 """(logits of a chunk of the targets, the chunk) -> a further value, or several, per target."""
@@ -61,9 +44,7 @@ class Policy(Backbone):
     """A causal language model that scores tokens.
 
     Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA apply to ordinary calls. The
-    head runs only on tokens that are scored, in chunks. Log-softmax and entropy are computed in float32 (in float64 for
-    a network in float64).
-    """
+    head runs only on scored tokens, in chunks. Log-softmax and entropy are at least in float32."""
 
     def __init__(
         self,
@@ -73,8 +54,8 @@ class Policy(Backbone):
         banned: Sequence[int] = (),
         trained_tokens: Sequence[int] = (),
     ) -> None:
-        """`batching` is the layout of rows for this network; `banned` tokens get the servers' bias, so that they are
-        never sampled. The adapter trains the rows of `trained_tokens`. For the other arguments, see Backbone."""
+        """`banned` tokens get the servers' bias, and are never sampled; the adapter trains the rows of
+        `trained_tokens`."""
         super().__init__(model, dtype)
         self.batching = batching
         self.banned = list(banned)
@@ -101,16 +82,24 @@ class Policy(Backbone):
         `images`: see `hidden`. Logits are divided by the sampling `temperature`.
         """
         if has_adapter(self.model):
-            use_adapter(self.model, self._adapter)
+            lora.use_adapter(self.model, self._adapter)
+
+        def score(hidden: Tensor, labels: Tensor, chunk: slice) -> tuple[Tensor, ...]:
+            logits = self.logits(hidden, temperature)
+            total = logits.logsumexp(-1)
+            chosen = logits.gather(-1, labels if labels.ndim > 1 else labels[:, None])
+            logprob = (chosen - total[:, None]).reshape(labels.shape)
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+                entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+            return (logprob, entropy) if measure is None else (logprob, entropy, measure(logits, chunk))
+
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype.itemsize < 4):
             hidden = self.hidden(ids, positions, ends, images).flatten(0, 1)[sources]
             size = max(1, LOGITS_PER_CHUNK // table_of(self.network.get_output_embeddings()).shape[0])
-            score = partial(self._score, temperature=temperature, entropy_gradient=entropy_gradient, measure=measure)
             chunks = [slice(start, start + size) for start in range(0, max(1, len(labels)), size)]
             if len(chunks) == 1:
                 return score(hidden, labels, chunks[0])
-            # with several chunks: recompute a chunk's logits in the backward pass, so that only one set exists at a
-            # time
+            # recompute a chunk's logits in the backward pass, so that only one set exists at a time
             parts = [checkpoint(score, hidden[part], labels[part], part, use_reentrant=False) for part in chunks]
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 
@@ -122,23 +111,6 @@ class Policy(Backbone):
             yield
         finally:
             self._adapter = POLICY_ADAPTER
-
-    def _score(
-        self,
-        hidden: Float[Tensor, "chunk width"],
-        labels: Int[Tensor, "chunk *several"],
-        chunk: slice,
-        temperature: float,
-        entropy_gradient: bool,
-        measure: Measure | None,
-    ) -> tuple[Float[Tensor, "chunk *several"], ...]:
-        logits = self.logits(hidden, temperature)
-        total = logits.logsumexp(-1)
-        chosen = logits.gather(-1, labels if labels.ndim > 1 else labels[:, None])
-        logprob = (chosen - total[:, None]).reshape(labels.shape)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
-        return (logprob, entropy) if measure is None else (logprob, entropy, measure(logits, chunk))
 
     def logits(
         self, hidden: Float[Tensor, "chunk width"], temperature: float = 1.0
@@ -155,20 +127,19 @@ class Policy(Backbone):
 
     def gather(self) -> Weights:
         """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
-        policy's dtype), or the adapter's under their peft names. They are gathered when they are read, in all processes
-        at the same time: see Weights. Read them before the next update."""
+        policy's dtype), or the adapter's under their peft names. Read them, in all processes at the same time, before
+        the next update: see Weights."""
         if has_adapter(self.model):
-            return Weights(adapter_weights(self.model).items())
+            return Weights(lora.adapter_weights(self.model).items())
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         """Write a gathered adapter to `folder` in peft's format, and return the file of its weights."""
         assert has_adapter(self.model)
-        return save_adapter(self.model, folder, state)
+        return lora.save_adapter(self.model, folder, state)
 
 
 def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the entries of a state dictionary, without the second names of tied weights."""
     seen: set[int] = set()
     for name, value in network.state_dict(keep_vars=True).items():
         if id(value) not in seen:
@@ -180,25 +151,24 @@ def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: 
     """Load the policy of a recipe, with trainable weights in float32, on `device` (under fsdp2 still on the CPU, and
     only on rank 0: see `sharding`). `needs` are the tokens that the run needs; None if it is unknown.
 
-    With `model.lora`, the base is frozen and kept in the model's dtype, and the adapter's initial weights are those of
-    `model.lora.from`, or determined by the recipe's seed. Raises ValueError if the model cannot be trained as
-    requested.
-    """
+    With `model.lora`, the base is frozen in the model's dtype, and the adapter begins as `model.lora.from`, or as the
+    recipe's seed determines. Raises SettingError if the model cannot be trained as requested."""
     network = load_network(recipe, device)
 
     def checked() -> tuple[Batching, list[int]]:
         check_head(network)
-        return resolve_batching(network, recipe.train), tokens_to_train(network, recipe, needs)
+        return resolve_batching(network, recipe.train), token_rows.tokens_to_train(network, recipe, needs)
 
     # the checks compute with the weights
     batching, tokens = decided_by_rank_0(checked) if recipe.train.strategy == "fsdp2" else checked()
     policy = make_policy(recipe, network, batching, device, tokens)
     if needs is not None and tokens:
-        set_initial_rows(policy.network, tokens, needs, recipe.seed)
-    lora = recipe.model.lora
-    if has_adapter(policy.model) and lora is not None and lora.from_ is not None:
-        folder = Path(lora.from_)
-        load_adapter(policy.model, folder, with_trained_rows(policy.network, load_file(folder / WEIGHTS)))
+        token_rows.set_initial_rows(policy.network, tokens, needs, recipe.seed)
+    config = recipe.model.lora
+    if has_adapter(policy.model) and config is not None and config.from_ is not None:
+        folder = Path(config.from_)
+        saved = lora.with_trained_rows(policy.network, load_file(folder / WEIGHTS))
+        lora.load_adapter(policy.model, folder, saved)
     return policy
 
 
@@ -209,8 +179,8 @@ def make_policy(
     device: torch.device | str = "cpu",
     tokens: Sequence[int] = (),
 ) -> Policy:
-    """Make a policy from a network: apply the recipe's options and add its adapter, if any, with the rows of
-    `tokens`. No weight is read, so the network may have none, as in agentfactory.placement.trainer_memory."""
+    """Make a policy from a network: apply the recipe's options and add its adapter, if any, with the rows of `tokens`.
+    No weight is read, so the network may have none."""
     config = recipe.model
     dtype: torch.dtype = getattr(torch, config.dtype)
     apply_options(network, recipe.train, device)
@@ -218,10 +188,11 @@ def make_policy(
     if config.lora is None:
         return Policy(network, dtype, batching, banned).train()
     adapted = adapted_modules(network, config.lora.target_modules, recipe.train.trains_vision)
-    model = add_adapter(network, config.lora, adapted, recipe.seed, tables_of(network, tokens))
+    tables = token_rows.tables_of(network, tokens)
+    model = lora.add_adapter(network, config.lora, adapted, recipe.seed, tables)
     if config.lora.from_ is not None and recipe.train.has_reference:
-        add_reference_adapter(model)
-    compute_rows_alone(network)
+        lora.add_reference_adapter(model)
+    token_rows.compute_rows_alone(network)
     return Policy(model, dtype, batching, banned, tokens).train()
 
 
@@ -235,16 +206,16 @@ def check_head(network: PreTrainedModel) -> None:
     so the head is compared after the same attention, and the attention by its median effect on a row's hidden states,
     which is up to .1 by rounding. Raise SettingError if they differ.
     """
+    name, cause = type(network).__name__, None
     try:
         problem = _fault(network)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each network has its own
-        text = f"{type(network).__name__} fails in a first forward pass: {type(error).__name__}: {error}"
-        raise SettingError("model.path", text, "train another model") from error
+        problem, cause = f"fails in a first forward pass: {type(error).__name__}: {error}", error
     if problem is not None:
-        text = f"{type(network).__name__} {problem}; its log-probabilities would be wrong"
-        raise SettingError("model.path", text, "train another model")
+        text = f"{name} {problem}" if cause else f"{name} {problem}; its log-probabilities would be wrong"
+        raise SettingError("model.path", text, "train another model") from cause
 
 
 def _fault(network: PreTrainedModel) -> str | None:

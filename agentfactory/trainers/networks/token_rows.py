@@ -1,9 +1,8 @@
 """Rows of single tokens in the head and the embedding: finding rows that were never trained, and training rows beside
 an adapter.
 
-Many vocabularies have tokens that pretraining never saw. Their rows are all equal, so the network gives all of them the
-same probability, and an adapter on the layers cannot change that.
-"""
+Rows of tokens that pretraining never saw are all equal, so the network gives them the same probability, and an adapter
+on the layers cannot change that."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -35,8 +34,7 @@ _ROWS_AT_A_TIME = 2**14
 
 @dataclass(frozen=True)
 class Alike:
-    """A row of a table that is (nearly) equal to those of `others` tokens, at the relative `distance` from that of
-    `nearest`."""
+    """A row of a table that is (nearly) equal to those of `others` tokens, at the `distance` from `nearest`'s."""
 
     table: str
     others: int
@@ -77,8 +75,8 @@ def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: It
 
 
 def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
-    """Return the needed tokens that the network cannot tell from others: by its head, the ones that it writes; by its
-    embedding, also the ones that it only reads."""
+    """Return the tokens that the network cannot tell from others: by its head, those written; by its embedding, all
+    needed."""
     tokens.check(len(table_of(network.get_input_embeddings())))
     written, read = tokens.written.values(), tokens.read.values()
     head = find_alike("head", table_of(network.get_output_embeddings()), written)
@@ -89,8 +87,7 @@ def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None)
     """Return the ids of the tokens whose rows the recipe trains beside its adapter (model.lora.trainable_tokens).
 
     Raises SettingError if the run needs a token that the network cannot tell from others, and an adapter leaves it so.
-    If all weights are trained, warn of it.
-    """
+    If all weights are trained, warn of it."""
     lora = recipe.model.lora
     asked = lora.trainable_tokens if lora is not None else None
     if needs is None:
@@ -149,8 +146,8 @@ def table_of(module: Any) -> Tensor:
 
 
 def tables_of(network: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
-    """Return peft's `trainable_token_indices`: the names of embedding and head, with `tokens`; the embedding's alone if
-    they are one table, which peft then trains as one."""
+    """Return peft's `trainable_token_indices`: embedding and head with `tokens`, or the embedding if they are one
+    table."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     tables = [embedding] if head.weight is embedding.weight else [embedding, head]
     return {name: list(tokens) for name, module in network.named_modules() if module in tables} if tokens else {}
@@ -195,14 +192,14 @@ def copy_rows(network: Any, source: str, target: str) -> None:
 
 
 def compute_rows_alone(network: Any) -> None:
-    """Make peft's layers compute the trained rows beside the frozen table. Their own forward pass copies the whole
-    table, and their backward pass computes the gradient of all its rows."""
+    """Make peft's layers compute the trained rows beside the frozen table, without copies and gradients of all its
+    rows."""
     for _, layer in rows_of(network):
         layer.forward_adapters = MethodType(_forward, layer)
 
 
 def _forward(self: Any, inputs: Tensor, active_adapters: list[str]) -> Tensor:
-    """Return the output of the table with its rows replaced by those of the active adapter. See peft's method."""
+    """Return the output of the table with its rows replaced by those of the active adapter."""
     table = self.base_layer
     output: Tensor = table(inputs)
     name = next((name for name in active_adapters if name in self.trainable_tokens_delta), None)

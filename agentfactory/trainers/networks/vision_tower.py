@@ -1,5 +1,5 @@
-"""The vision tower and projector of a multimodal network: finding them, excluding them from LoRA, and a check at start
-that the trainer processes images like transformers."""
+"""The vision tower and projector of a multimodal network: finding them, excluding them from LoRA, and a check that the
+trainer processes images like transformers."""
 
 import re
 from pathlib import Path
@@ -38,8 +38,7 @@ def language_name(network: Any) -> str:
 
 
 def tower_of(network: Any) -> Any:
-    """Return the vision tower of a transformers network, with or without its head, as one module with the projector if
-    that is separate. None for a text-only network."""
+    """Return the vision tower of a network as one module with its projector; None for a text-only network."""
     if not sees(network.config):
         return None
     language = language_name(network)
@@ -67,23 +66,16 @@ def banned_token_ids(network: Any) -> list[int]:
 
 
 def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str | list[str]:
-    """Return peft's `target_modules` for model.lora.target_modules of a network that peft has not changed yet.
-
-    "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if it is
-    frozen but would be adapted, or for a name of no module.
-    """
+    """Return peft's `target_modules` for model.lora.target_modules of a network that peft has not changed yet:
+    "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if the tower
+    is frozen but would be adapted, or for a name of no module."""
     tower = tower_of(network)
     if tower is None or trained:
         _check_targets(network, asked)
         return asked
     language = language_name(network)
     if asked == "all-linear":
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in getattr(network.base_model, language).named_modules()
-            if isinstance(module, nn.Linear)
-        }
-        return within(language, sorted(linear))
+        return within(language, _linear_names(getattr(network.base_model, language)))
     inside = set(tower.modules())
     hit = [name for name, module in network.named_modules() if module in inside and _is_target(name, asked)]
     if hit:
@@ -105,13 +97,14 @@ def _check_targets(network: Any, asked: str | list[str]) -> None:
         if not any(_is_target(name, target if isinstance(asked, str) else [target]) for name in names)
     ]
     if unknown:
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in network.base_model.named_modules()
-            if isinstance(module, nn.Linear)
-        }
         problem = f"got {asked}, but {' and '.join(map(repr, unknown))} fits no module of the network"
-        raise SettingError("model.lora.target_modules", problem, f"use names such as {', '.join(sorted(linear))}")
+        fix = f"use names such as {', '.join(_linear_names(network.base_model))}"
+        raise SettingError("model.lora.target_modules", problem, fix)
+
+
+def _linear_names(network: nn.Module) -> list[str]:
+    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def within(language: str, names: list[str]) -> str:
@@ -120,7 +113,6 @@ def within(language: str, names: list[str]) -> str:
 
 
 def _is_target(name: str, asked: str | list[str]) -> bool:
-    """Return whether peft would adapt a module."""
     if isinstance(asked, str):
         return re.fullmatch(asked, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in asked)
@@ -133,8 +125,8 @@ _SIZES = ((60, 60), (90, 45))
 @torch.no_grad()
 def check_images(policy: Any, path: str) -> None:
     """Compare a row with two images, as built by rollouts and a Policy, with the model's own processor and forward
-    pass: its ids, and the log-probability of each token. Only for models of `own_processor`: those of `patches` have
-    one rule, which tests cover. Raises SettingError with the difference."""
+    pass: its ids, and each token's log-probability. Only for models of `own_processor`: those of `patches` have one
+    rule, which tests cover. Raises SettingError with the difference."""
     vision = load_vision(path)
     if not isinstance(vision, OwnProcessor):
         return

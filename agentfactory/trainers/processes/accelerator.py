@@ -1,5 +1,4 @@
-"""Creation and checks of a run's Accelerator: accelerate's launchers can silently set up something other than
-requested."""
+"""Creation and checks of a run's Accelerator: launchers can silently set up something other than requested."""
 
 import os
 from datetime import timedelta
@@ -26,12 +25,7 @@ from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method
 # rank dies, the launcher notices
 PATIENCE = timedelta(days=7)
 
-_DDP = {
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_XPU,
-    DistributedType.MULTI_NPU,
-}
+_DDP = {DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU, DistributedType.MULTI_NPU}
 _STRATEGIES = {"single": {DistributedType.NO}, "ddp": _DDP, "fsdp2": {DistributedType.FSDP}}
 
 _FSDP_SETTINGS = {
@@ -61,11 +55,9 @@ class LaunchError(Exception):
 
 
 def make_accelerator(recipe: TrainRecipe) -> Accelerator:
-    """Create the accelerator of this process. Raises LaunchError if accelerate did not set up `train.processes`
-    processes under `train.strategy`, SettingError if a variable would change training beside the recipe.
-
-    `model.dtype` sets the precision, so a mixed precision from an accelerate config is not applied.
-    """
+    """Create the accelerator of this process; `model.dtype` sets its precision. Raises LaunchError if accelerate did
+    not set up `train.processes` processes under `train.strategy`, SettingError if a variable would change training
+    beside the recipe."""
     check_launch_variables()
     train = recipe.train
     if recipe.sync.backend != "ipc":
@@ -118,11 +110,8 @@ def _fsdp2(mixed_precision: MixedPrecisionPolicy, method: str | None) -> FullySh
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return the precision of sharded networks. Below float32, weights are gathered and used in `dtype`, and so is the
-    residual stream, as in inference servers. Every rank keeps its share of weights and gradients in float32, and
-    gradients are added up in float32.
-
-    Under autocast alone, weights would be gathered in float32, which takes twice the time and memory.
-    """
+    residual stream, as in inference servers; shards of weights and gradients stay in float32. Under autocast alone,
+    weights would be gathered in float32, in twice the time and memory."""
     if dtype.itemsize >= 4:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -154,8 +143,7 @@ def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def check_same_recipe(recipe: TrainRecipe) -> None:
-    """Check that the recipes of all processes agree: each machine reads its own file. Raises LaunchError in every
-    process."""
+    """Raise LaunchError in every process unless their recipes agree: each machine reads its own file."""
     told = recipe.model_dump(mode="json", include=_SAME)
     seed = told.pop("seed")
     own = {f"{section}.{name}": value for section, fields in told.items() for name, value in fields.items()}
@@ -170,8 +158,7 @@ def check_same_recipe(recipe: TrainRecipe) -> None:
 
 
 def launch_command(train: TrainConfig, device: str) -> str:
-    """Return the command that launches the recipe's processes on this kind of device; with several machines, run it on
-    each."""
+    """Return the command that launches the recipe's processes on this kind of device, on each machine."""
     if train.strategy == "single":
         return "python -m agentfactory.train RECIPE (or change train.processes and train.strategy)"
     # --cpu would start a single process, and so would a MULTI_CPU configuration

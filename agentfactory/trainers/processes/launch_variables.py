@@ -1,7 +1,4 @@
-"""Variables of the environment that accelerate would train by: the recipe alone decides.
-
-Its launcher sets them from its own options and configuration file.
-"""
+"""Variables of the environment, set by accelerate's launcher, that would train beside the recipe."""
 
 import os
 

@@ -44,10 +44,7 @@ def init_method(urls: Iterable[str]) -> str | None:
     """Return torch's `init_method` for this launch; None keeps torch's own: for one process, or for several machines,
     which need the network. On one machine, bind gloo and NCCL to loopback, unless the user names an interface; NCCL
     only if it also reaches the inference servers at `urls` there. Warn, on rank 0, about ports that are open to the
-    network.
-
-    Raises PrivacyError.
-    """
+    network. Raises PrivacyError."""
     first = os.environ.get("RANK", "0") == "0"
     if not on_one_machine():
         if first:
@@ -100,8 +97,7 @@ def _store_file() -> Path:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return the start of a process in clock ticks since boot, which clock changes do not affect; None if it has
-    ended."""
+    """Return the start of a process in clock ticks since boot; None if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):
@@ -109,8 +105,8 @@ def _start_of(pid: int) -> str | None:
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the store, the rank and the number of ranks. Without a file, as for manually started ranks, the store is a
-    TCP server on loopback."""
+    """Yield store, rank and number of ranks. Without a file (ranks started by hand) the store is a TCP server on
+    loopback."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if file := urlsplit(url).path:
         yield FileStore(file, world), rank, world

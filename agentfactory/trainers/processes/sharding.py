@@ -18,13 +18,9 @@ Value = TypeVar("Value")
 
 
 def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
-    """Return the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0,
-    the same network on the CPU with arbitrary weights and buffers, which take up memory only once they are written.
-    Every process calls it.
-
-    transformers' own option for this (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank, and then
-    replaces them by as many zeros.
-    """
+    """Return the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0, the same
+    network on the CPU with arbitrary weights and buffers, which take up memory only once they are written. Every
+    process calls it. transformers' own option (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank."""
     if dist.get_rank() == 0:
         network: Any = load()
     else:
@@ -41,8 +37,7 @@ def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dt
 
 
 def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
-    """Return, in all ranks, the result of `decide` on rank 0, or raise the SettingError that it raises there. Every
-    process calls it."""
+    """Return, in all ranks, the result of `decide` on rank 0, or raise its SettingError. Every process calls it."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -58,8 +53,8 @@ def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
 
 @contextmanager
 def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Fill `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
-    it. Rank 0 keeps its whole weights in host memory until then."""
+    """Fill `model`, which is sharded in place in this context, with rank 0's weights and buffers, which rank 0 keeps in
+    host memory until then. Every process calls it."""
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     own = {name for name, _ in model.named_parameters()}
     # torch shards a module with two names, such as the trained rows of tied tables, under the first one only

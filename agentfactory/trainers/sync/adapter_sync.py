@@ -20,19 +20,16 @@ from agentfactory.trainers.sync.weight_sync import ForeignWeightsError, SyncRepo
 class LoraSync:
     """A sync backend for adapter files, with a new name and path per version: a running turn keeps its adapter.
 
-    No server reports the content of a loaded adapter, so the proof links the name to it step by step. The name was
-    unused on the server. Afterwards the server lists it with exactly the given path. The path contains the digest of
-    the adapter's weights and was never used before, and the file still has this digest after loading. The canary checks
-    that the server computes with the weights it has read.
-    """
+    No server reports the content of a loaded adapter, so the proof links the name to it. The name was unused on the
+    server, which afterwards lists it with exactly the given path. The path contains the digest of the weights, was
+    never used before, and the file still has this digest after loading. The canary checks that the server computes with
+    them."""
 
     def __init__(self, servers: list[ServerControl], folder: Path, prefix: str, keep: int) -> None:
         """Adapters are called {prefix}{version}; a repeated push of a version appends -2, -3 and so on.
 
-        Every server must be able to read `folder` under the same path. The `keep` newest adapters stay loaded:
-        rollout.max_staleness + 2, because no older one samples a token that is trained. A server must have room for all
-        of them.
-        """
+        Every server must be able to read `folder` under the same path, and have room for the `keep` newest adapters,
+        which stay loaded: rollout.max_staleness + 2, because no older one samples a token that is trained."""
         self._servers = servers
         self._folder = folder
         self._prefix = prefix
@@ -57,7 +54,6 @@ class LoraSync:
         return self._report(started)
 
     def _begin(self, version: int, policy: Policy, state: Mapping[str, Tensor]) -> None:
-        """Make room on the servers, and write the adapter."""
         while len(self._loaded) >= self._keep:
             oldest, old_path = next(iter(self._loaded.items()))
             on_each(self._servers, partial(_unload, name=oldest))
@@ -78,8 +74,8 @@ class LoraSync:
 
     def _complete(self, server: ServerControl) -> None:
         """Load missing adapters, and unload adapters no longer in use, which may remain on a server that was away or
-        served an earlier attempt of the run. After sleep, a server may list adapters that it has lost (vLLM #53888),
-        so all are loaded again."""
+        served an earlier attempt. After sleep, a server may list adapters that it has lost (vLLM #53888), so all are
+        loaded again."""
         listed = _listed(server)
         for name, root in listed.items():
             ours = root is not None and Path(root).parent == self._folder.resolve()
@@ -110,7 +106,6 @@ def _unload(server: ServerControl, name: str) -> None:
 
 
 def _load(server: ServerControl, name: str, path: Path) -> None:
-    """Load an adapter into a server and prove it. Raises SyncError."""
     held = _listed(server)
     if name in held:
         raise ForeignWeightsError(server, f"already serves an adapter called {name}, from {held[name]}")

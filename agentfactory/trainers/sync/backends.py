@@ -1,9 +1,8 @@
-"""The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`. Only `make_sync`
+"""The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`, which alone
 needs torch.
 
-A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in weight_sync.py.
-Nothing else in AgentFactory depends on a backend's name.
-"""
+A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
+weight_sync.py."""
 
 import importlib
 import secrets
@@ -31,11 +30,9 @@ _BROADCAST_ROUTES = (*FULL_ROUTES, "/get_world_size")
 
 @dataclass(frozen=True)
 class Backend:
-    """The properties of a sync backend. A user's own class declares them as class attributes of the same names, if they
-    differ from the defaults."""
+    """The properties of a sync backend. A user's own class declares them as class attributes of the same names."""
 
     name: str
-    """The name in `sync.backend`."""
     adapters: bool = False
     """True if it sends adapters instead of all weights."""
     routes: tuple[str, ...] = FULL_ROUTES
@@ -48,15 +45,13 @@ class Backend:
     """one: trainer and vLLM use the same GPU; apart: different GPUs."""
 
 
-BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("file"),
-        Backend("lora", adapters=True, routes=ADAPTER_ROUTES, transfer=None, engines=("vllm", "embedded")),
-        Backend("nccl", routes=_BROADCAST_ROUTES, transfer="nccl", engines=("vllm", "sglang"), devices="apart"),
-        Backend("ipc", transfer="ipc", engines=("vllm", "embedded"), devices="one"),
-    )
-}
+_OURS = (
+    Backend("file"),
+    Backend("lora", adapters=True, routes=ADAPTER_ROUTES, transfer=None, engines=("vllm", "embedded")),
+    Backend("nccl", routes=_BROADCAST_ROUTES, transfer="nccl", engines=("vllm", "sglang"), devices="apart"),
+    Backend("ipc", transfer="ipc", engines=("vllm", "embedded"), devices="one"),
+)
+BACKENDS = {backend.name: backend for backend in _OURS}
 _CLASSES = {
     "file": "agentfactory.trainers.sync.file_sync:FileSync",
     "lora": "agentfactory.trainers.sync.adapter_sync:LoraSync",
@@ -71,8 +66,8 @@ update (rollout.inflight: keep)."""
 
 
 def backend_of(recipe: TrainRecipe) -> Backend:
-    """Return the recipe's backend; for `auto`, the choice without information on devices. Raises SettingError if a
-    user's own class cannot be loaded."""
+    """Return the recipe's backend; for `auto`, without information on devices. Raises SettingError for a user's own
+    class."""
     name = _resolved(recipe)
     if name in BACKENDS:
         return BACKENDS[name]
@@ -97,10 +92,9 @@ def check_backend(recipe: TrainRecipe) -> None:
 
 def make_sync(recipe: TrainRecipe, servers: "list[ServerControl]", folder: Path, run: str) -> "WeightSync":
     """Create the recipe's backend for `servers`, with `folder` for transferred files. Version names contain `run` and a
-    random part, so versions of another process or an earlier attempt cannot be mistaken for its own.
+    random part, so versions of another process or attempt cannot be mistaken for its own.
 
-    Raises SyncError if the backend cannot work, and SettingError if a user's own class lacks a method of WeightSync.
-    """
+    Raises SyncError if the backend cannot work, and SettingError if a user's own class lacks a method of WeightSync."""
     made = _load(recipe)(
         servers=servers,
         folder=folder,

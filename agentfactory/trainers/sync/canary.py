@@ -2,9 +2,7 @@
 
 Even with the right weights, a server may compute with others: a cache of older weights, a packed copy, a listed but
 unapplied adapter, a replica that was not updated. The canary sends the same requests as rollouts, to
-`/inference/v1/generate` of each replica and through its prefix cache, which vLLM's `prompt_logprobs` would not read.
-`logprob_token_ids` returns the log-probabilities of chosen tokens at the position of one sampled token.
-"""
+`/inference/v1/generate` of each replica and through its prefix cache, with `logprob_token_ids`."""
 
 import base64
 import logging
@@ -30,16 +28,10 @@ from agentfactory.rollout.token_row import ImageSpan
 from agentfactory.trainers.batches.image_batches import ImageLoader
 from agentfactory.trainers.networks.fp8 import in_high_precision
 from agentfactory.trainers.networks.policy import Policy
+from agentfactory.trainers.sync import weight_sync
 from agentfactory.trainers.sync.canary_verdict import Drift, Scores, Verdict, judge_rows
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
-from agentfactory.trainers.sync.weight_sync import (
-    INITIAL_LABEL,
-    ForeignWeightsError,
-    SyncReport,
-    find,
-    on_each,
-    served_models,
-)
+from agentfactory.trainers.sync.weight_sync import ForeignWeightsError, SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +41,7 @@ CONTEXTS = 8
 CONTEXT_TOKENS = {"vllm": 144, "embedded": 8, "sglang": 144}
 """Engine -> context length. More than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU, or of
 SGLang's, which has at most 128: shorter contexts are never cached, so a stale cache would not be detected. The embedded
-engine caches single tokens. Each sync computes the contexts once in the trainer and 2.25 times on a server: with 24
-tokens each and a model of .6e9 weights, that took 7 s of CPU."""
+engine caches single tokens, and each sync computes the contexts once in the trainer and 2.25 times on a server."""
 CONTEXTS_AGAIN = 2
 """Number of contexts scored again before the next push; other weights would change them all."""
 CANDIDATES = 16
@@ -82,11 +73,9 @@ class CanaryRow:
     banned: tuple[int, ...] = ()
     """Image tokens: see Policy."""
     images: tuple[ImageSpan, ...] = ()
-    """The context's image: one or none."""
     collapsed: tuple[int, ...] = ()
-    """The context with one token for the image, in the form that servers accept."""
+    """The context with one token for the image (one or none), in the form that servers accept."""
     png: bytes = b""
-    """The image file."""
 
 
 def canary_rows(
@@ -100,8 +89,7 @@ def canary_rows(
 
 
 def with_tokens(row: CanaryRow, tokens: Sequence[int], number: int) -> CanaryRow:
-    """Return a row with some of `tokens`, which ones depends on its `number`: as candidates, and in every other row
-    also in the context unless that has an image."""
+    """Return a row with some of `tokens` as candidates, and in every other row without image also in the context."""
     if not tokens:
         return row
     some = list(dict.fromkeys(tokens[(number + n) % len(tokens)] for n in range(WATCHED)))
@@ -117,8 +105,7 @@ def with_tokens(row: CanaryRow, tokens: Sequence[int], number: int) -> CanaryRow
 def with_image_rows(
     rows: Sequence[CanaryRow], vision: Vision, store: ImageStore | None, seed: int = 0
 ) -> list[CanaryRow]:
-    """Return the rows for a vision-language model. With a `store`, which gets the image, every other context has an
-    image in its middle, if there is room."""
+    """Return the rows for a vision-language model; with a `store`, every other one has an image if there is room."""
     rows = [replace(row, banned=vision.banned_token_ids) for row in rows]
     if store is None:
         return rows
@@ -143,8 +130,8 @@ def trainer_scores(
     policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None, images: ImageLoader | None = None
 ) -> Scores:
     """Return the trainer's log-probabilities of all candidates, row by row, at temperature 1. If the policy is sharded,
-    every process must call this, with a `forward` that gathers the weights (default: the policy's own). Rows with
-    images need `images`."""
+    every process calls this, with a `forward` that gathers the weights (default: the policy's own). Rows with images
+    need `images`."""
     device = next(policy.parameters()).device
     contexts = [row.context for row in rows]
     length = len(contexts[0])
@@ -164,8 +151,7 @@ def server_scores(
     server: ServerControl, rows: Sequence[CanaryRow], report: SyncReport, fresh: bool, replica: int | None = None
 ) -> Scores:
     """Return the scores of the same rows by a server's `replica`, with the weights of `report`. `fresh` avoids cached
-    entries of other requests by a separate salt. It leaves them unchanged, since a cache that is never dropped becomes
-    ever more stale for the requests that read it. Raises SyncError."""
+    entries by a salt, and leaves them to become ever more stale for the requests that read them. Raises SyncError."""
 
     def score(row: CanaryRow) -> list[float]:
         # vLLM puts the sampled token before the candidates and truncates the list, so one candidate is requested twice
@@ -211,8 +197,8 @@ class Canary:
     def __init__(
         self, servers: Sequence[ServerControl], rows: Sequence[CanaryRow], dtype: str, rounded: bool = False
     ) -> None:
-        """`servers` is empty in processes that only compute the trainer's scores. `dtype` is the policy's
-        (`model.dtype`). `rounded`: servers and trainer use different weights by design (see TrainRecipe.rounding)."""
+        """`servers` is empty in processes that only compute the trainer's scores. `dtype` is the policy's. `rounded`:
+        servers and trainer use different weights by design (see TrainRecipe.rounding)."""
         self.rows = list(rows)
         self._servers = servers
         self._dtype = dtype
@@ -232,17 +218,14 @@ class Canary:
         return trainer_scores(policy, self.rows, forward, images)
 
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
-        """Score the version of `report` on every replica; `trainer` are the policy's scores of the same version.
-
-        Return the metrics of the replica with the weakest proof. Raises SyncError if a replica does not serve the
-        trainer's weights.
-        """
+        """Score the version of `report` on every replica; `trainer` are the policy's scores of the same version. Return
+        the metrics of the weakest proof. Raises SyncError if a replica does not serve the trainer's weights."""
         verdicts: list[Verdict] = []
 
         def judge(server: ServerControl) -> None:
             verdicts.extend(on_replicas(server, lambda replica: self._judge(server, replica, report, trainer)))
 
-        on_each(self._servers, judge)
+        weight_sync.on_each(self._servers, judge)
         self._proven = report
         slopes = [verdict.slope for verdict in verdicts if verdict.slope is not None]
         metrics = {
@@ -257,7 +240,7 @@ class Canary:
         """Check that the server at `url` scores as before, after WeightSync.restore. Raises SyncError."""
         if self._proven is None:
             return
-        server = find(self._servers, url)
+        server = weight_sync.find(self._servers, url)
 
         def judge_again(replica: int | None) -> None:
             if (drift := self._drifts[Replica(server.url, replica)]).started:
@@ -267,24 +250,20 @@ class Canary:
         on_replicas(server, judge_again)
 
     def prove_unchanged(self) -> None:
-        """Check that the servers still score as at the proof of the last version. Servers that sleep, are gone, or were
-        restarted with their initial weights are left to the next push.
-
-        Raises ForeignWeightsError if another process has changed a server's weights since.
-        """
+        """Raise ForeignWeightsError if another process has changed a server's weights since the last proof. Servers
+        that sleep, are gone, or were restarted with their initial weights are left to the next push."""
         if (report := self._proven) is not None:
             with suppress(ServerGoneError):
-                on_each(self._servers, lambda server: self._compare_with_proof(server, report))
+                weight_sync.on_each(self._servers, lambda server: self._compare_with_proof(server, report))
 
     def _touched(self) -> np.ndarray:
-        """Return whether each score depends on a watched token: as the candidate, or in the context."""
         whole = [not self._watched.isdisjoint(row.context) for row in self.rows]
         return np.array(
             [w or t in self._watched for row, w in zip(self.rows, whole, strict=True) for t in row.candidates]
         )
 
     def _compare_with_proof(self, server: ServerControl, report: SyncReport) -> None:
-        restarted = report.is_adapter and report.model not in served_models(server)
+        restarted = report.is_adapter and report.model not in weight_sync.served_models(server)
         if server.asleep or restarted:
             return
 
@@ -295,7 +274,7 @@ class Canary:
             try:
                 scores = server_scores(server, self.rows[:CONTEXTS_AGAIN], report, fresh=True, replica=replica)
             except OtherVersionError as error:
-                if error.versions != {INITIAL_LABEL}:
+                if error.versions != {weight_sync.INITIAL_LABEL}:
                     raise ForeignWeightsError(server, f"serves version {', '.join(sorted(error.versions))}") from error
                 return
             verdict = drift.judge_again(scores)

@@ -4,12 +4,10 @@ server.
 Server and trainer score the same tokens at every version. If the server has the trainer's weights, both change in the
 same way, even if they disagree by a constant. Changes below the noise of scoring prove nothing.
 
-Server and trainer are compared over all tokens, and the server must not deviate in any context: if one of several
-servers behind an address was not updated, the contexts that it answers deviate. If the two have different weights by
-design (a quantised server, QLoRA), medians over the contexts are compared. Most contexts still follow, but in one or
-two, rounding dominates, and the changes of server and trainer are almost unrelated. These medians do not detect three
-stale contexts of eight. A server is compared with itself (its caches, its state before a restart) over all tokens.
-"""
+They are compared over all tokens, and the server must not deviate in any context: if one of several servers behind an
+address was not updated, the contexts that it answers deviate. If the two have different weights by design (a quantised
+server, QLoRA), medians over the contexts are compared: most contexts follow, but in one or two, rounding dominates.
+These medians do not detect three stale contexts of eight. A server is compared with itself over all tokens."""
 
 from dataclasses import dataclass
 
@@ -25,7 +23,7 @@ SLOPES = (0.5, 1.5)
 """Bounds for the server's change divided by the trainer's: 0 is a server that did not change, 1 follows exactly."""
 ASTRAY = 10.0
 """Multiple of the noise that limits the server's distance from the trainer, together with half of the trainer's change.
-The limit also holds if that change proves nothing; a server beyond it serves weights of no version."""
+A server beyond it serves weights of no version, even if the change proves nothing."""
 LEAST_NOISE = {"float32": 1e-5, "bfloat16": 2.0**-9}
 """Minimum noise by precision, since two passes may agree exactly by chance: the rounding error of a logit of 1 in
 bfloat16, and several times that error in float32."""
@@ -51,8 +49,7 @@ class Verdict:
 
 
 class Drift:
-    """The history of scores. Call `start` once, then `judge` per version. Failures are reported in the verdict, never
-    raised."""
+    """The history of scores. Call `start` once, then `judge` per version. Failures are in the verdict, never raised."""
 
     def __init__(self, dtype: str, contexts: int, rounded: bool = False) -> None:
         """`dtype` is the precision of the forward passes, a key of LEAST_NOISE. All scores have the same number of
@@ -70,8 +67,8 @@ class Drift:
         return self._proven is not None
 
     def start(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """Judge the first version on server and trainer, and measure the noise. `server` are the server's scores with
-        its prefix cache, `fresh` without it."""
+        """Judge the first version and measure the noise. `server` are scores with the prefix cache, `fresh` without
+        it."""
         gap = _rms(server - fresh)
         self.noise = max(self._size(server - trainer), gap, self.noise)
         self._proven, self._latest = (server, trainer), server
@@ -113,8 +110,7 @@ class Drift:
         return Verdict(provable, drift, gap, slope, failure)
 
     def judge_again(self, server: Scores) -> Verdict:
-        """Judge the latest version again, after a restart or before the next version: the server must score as before.
-        `server` may contain only the first contexts."""
+        """Judge the latest version again: the server must score as before, perhaps in the first contexts only."""
         assert self._latest is not None
         gap = _rms(server - self._latest[: len(server)])
         failure = None
@@ -126,12 +122,11 @@ class Drift:
         return float(np.median(self._sizes(values))) if self._rounded else _rms(values)
 
     def _sizes(self, values: Scores) -> Float[np.ndarray, "contexts"]:
-        """Return the root mean square over each context's tokens."""
         return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
 
     def _furthest(self, astray: Scores, trained: Scores) -> tuple[float, float]:
-        """Return the server's distance from the trainer and the trainer's change, in the context where the distance
-        most exceeds half of the change."""
+        """Return server's distance and trainer's change in the context where the former most exceeds half of the
+        latter."""
         if self._rounded:
             return self._size(astray), self._size(trained)
         far, moved = self._sizes(astray), self._sizes(trained)
@@ -139,8 +134,7 @@ class Drift:
         return float(far[worst]), float(moved[worst])
 
     def _slope(self, served: Scores, trained: Scores) -> float:
-        """Return the slope. With rounded weights, use the contexts where the trainer's change exceeds the noise, and at
-        least half of all contexts."""
+        """Return the slope. With rounded weights, use the contexts where the trainer's change exceeds the noise."""
         if not self._rounded:
             return float(served @ trained / (trained @ trained))
         moved = self._sizes(trained) > self.noise

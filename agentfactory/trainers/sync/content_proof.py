@@ -1,8 +1,5 @@
-"""Proof that a server's weights equal the trainer's byte for byte.
-
-A server may have other names, stacks and slices than the trainer: see `layouts`, which knows those of vLLM 0.32 by
-names and shapes, and reads no weight.
-"""
+"""Proof that a server's weights equal the trainer's byte for byte. A server may have other names, stacks and slices:
+see `layouts`, which knows those of vLLM 0.32 by names and shapes, and reads no weight."""
 
 import hashlib
 import logging
@@ -69,11 +66,9 @@ class Layout:
     """One possible composition of a server's parameter from the trainer's weights."""
 
     names: tuple[str, ...]
-    """The trainer's names."""
     pieces: tuple[Tensor, ...]
     """The stacked tensors. A worker has its slice of each, not of the whole."""
     dim: int = 0
-    """The dimension along which the pieces are stacked."""
     vocabulary: bool = False
     """True if the server may add rows of zeros."""
     swapped: bool = False
@@ -84,15 +79,13 @@ class Layout:
         """A key that distinguishes the layouts of one state."""
         return self.names, len(self.pieces), self.dim, self.swapped
 
-    def arranged(self, shape: Sequence[int] | None, worker: Worker) -> Tensor | None:
+    def arranged(self, shape: Sequence[int], worker: Worker) -> Tensor | None:
         """Return the required content of a worker's parameter of this shape, without padding zeros at the end; None if
-        this layout has no such shape. Without a shape, return the whole."""
-        first = self.pieces[0].shape
-        whole = [
-            sum(piece.shape[self.dim] for piece in self.pieces) if d == self.dim else n for d, n in enumerate(first)
-        ]
-        if shape is None or list(shape) == whole:
-            return self._stack(self.pieces)
+        this layout has no such shape."""
+        whole = list(self.pieces[0].shape)
+        whole[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
+        if list(shape) == whole:
+            return self.stack(self.pieces)
         if self.vocabulary and len(shape) == len(whole) and list(shape[1:]) == whole[1:]:
             start = min(worker.rank * shape[0], whole[0])
             return self.pieces[0][start : start + shape[0]] if shape[0] * worker.count >= whole[0] else None
@@ -106,15 +99,12 @@ class Layout:
             sizes[1:] = [(shape[d] - sizes[0]) // 2] * 2
         if min(sizes) == 0 or (sum(sizes) if d == self.dim else sizes[0]) != shape[d]:
             return None
-        starts = [
-            worker.rank * piece.shape[d] // size // worker.count * size
-            for piece, size in zip(self.pieces, sizes, strict=True)
-        ]
-        return self._stack(
-            [p.narrow(d, start, size) for p, start, size in zip(self.pieces, starts, sizes, strict=True)]
-        )
+        pairs = list(zip(self.pieces, sizes, strict=True))
+        starts = [worker.rank * piece.shape[d] // size // worker.count * size for piece, size in pairs]
+        return self.stack([p.narrow(d, start, size) for (p, size), start in zip(pairs, starts, strict=True)])
 
-    def _stack(self, pieces: Sequence[Tensor]) -> Tensor:
+    def stack(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return pieces as one tensor."""
         return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), self.dim)
 
 
@@ -163,8 +153,7 @@ def _pieces(name: str, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _experts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
-    """Yield the layouts of a parameter with all experts of a layer: gate and up projections in either order ("w13"), or
-    down projections ("w2")."""
+    """Yield the layouts of all experts of a layer: gate and up projections in either order ("w13"), or down ("w2")."""
     match = _EXPERTS.search(name)
     assert match is not None
     stem, is_gate_up, kind = name[: match.start()] + ".experts.", match[2] == "13", match[3]
@@ -214,7 +203,6 @@ class _Expected:
     """A digest to compare with a server's checksum, if the server's layout has not changed."""
 
     name: str
-    """The name on the server."""
     checksum: str
     worker: Worker
     layout: tuple[object, ...]
@@ -225,16 +213,14 @@ class _Expected:
 
 
 class Content:
-    """The trainer's weights of one version. Each digest is computed once for all servers and replicas, on the weight's
-    own device."""
+    """The trainer's weights of one version. Each digest is computed once, on the weight's own device."""
 
     def __init__(self, state: Mapping[str, Tensor], served: Served | None = None, keep: bool = True) -> None:
         """`state` must not change before the last proof. With `served`, the checksums of the previous version, a thread
         computes digests for the same layouts during the transfer.
 
         `state` may be without values (device "meta"), which `passing` then provides. Without `keep`, no weight is held
-        for longer than its digest takes, and only the layouts in `served` can be proven.
-        """
+        for longer than its digest takes, and only the layouts in `served` can be proven."""
         self.state = dict(state)
         self.served: dict[str, Mapping[str, str]] = {}
         """The checksums of proven servers."""
@@ -262,8 +248,7 @@ class Content:
             yield name, value
 
     def prove(self, server: ServerControl, label: str) -> str:
-        """Raise SyncError unless the server reports version `label` and its checksums match; return the checksums'
-        digest."""
+        """Raise SyncError unless the server reports version `label` and its checksums match; return their digest."""
         echoed = server.get("/weight_info").get("weight_version")
         if echoed != label:
             raise SyncError(f"{server.url} reports version {echoed!r} after it accepted version {label!r}")
@@ -278,9 +263,8 @@ class Content:
 
         A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
         without our plugin, or SGLang's (see `sglang_hash`). A server may prefix names with its worker
-        ("dp0:pp0:pcp0:tp0:"), stack projections, have a slice of them, list a tied head, and pad a vocabulary with
-        zeros: see `layouts`. Weights in an unknown layout are reported, and only the canary proves them.
-        """
+        ("dp0:pp0:pcp0:tp0:") and pad a vocabulary with zeros. Weights in an unknown layout are reported, and only the
+        canary proves them."""
         # several servers are proven concurrently, and mostly need the same digests
         with self._lock:
             while self._pending:
@@ -350,8 +334,7 @@ class Content:
         function, _, rest = checksum.partition(":")
         if not rest:
             # compute both, since each may be needed later
-            filled = [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
-            return checksum in filled
+            return checksum in [self._sha256(layout, filled) for filled in {False, layout.vocabulary}]
         if function in (ON_CPU, ON_GPU):
             return any(rest == digest for digest in self._sglang_digests(layout, function))
         if function not in FUNCTIONS:
@@ -374,8 +357,7 @@ class Content:
         """Yield the hashes that a weight may have in SGLang, which reports neither its shape nor its dtype."""
 
         def sglang(filled: bool, dtype: torch.dtype | None) -> str:
-            whole = layout.arranged(None, Worker())
-            assert whole is not None
+            whole = layout.stack(layout.pieces)
             if filled:
                 whole = torch.cat([whole, whole.new_zeros(-len(whole) % _VOCABULARY_MULTIPLE, *whole.shape[1:])])
             return sglang_hash(whole.to(dtype) if dtype is not None else whole, function)
@@ -386,8 +368,7 @@ class Content:
 
     def _sha256(self, layout: Layout, filled: bool) -> str | None:
         def sha256() -> str:
-            whole = layout.arranged(None, Worker())
-            assert whole is not None
+            whole = layout.stack(layout.pieces)
             zeros = -len(whole) % _VOCABULARY_MULTIPLE * math.prod(whole.shape[1:]) * whole.itemsize if filled else 0
             return hashlib.sha256(_bytes(whole) + bytes(zeros)).hexdigest()
 
@@ -404,8 +385,7 @@ class Content:
 
 
 def _hides_order(checksum: str) -> bool:
-    """Return whether a server does not report if its kernels have reordered experts: vLLM without our plugin, and
-    SGLang."""
+    """Return whether a server (vLLM without our plugin, SGLang) may have reordered experts without reporting it."""
     function, colon, _ = checksum.partition(":")
     return not colon or function in (ON_CPU, ON_GPU)
 

@@ -72,7 +72,6 @@ class FileSync(FullSync):
         self._last = self._written = None
 
     def _write(self, version: int, state: Weights) -> tuple[Path, Content]:
-        """Write the weights to a folder of files."""
         # limits disk use to two versions
         self._wait_for_deletes()
         if not (self._served or state.resident):

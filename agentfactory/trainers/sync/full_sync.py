@@ -16,21 +16,15 @@ FORGET_FEATURES = "/reset_encoder_cache"
 
 
 def update_full_weights(
-    servers: list[ServerControl],
-    label: str,
-    content: Content,
-    transfer: Callable[[], None],
-    keep_caches: bool = False,
+    servers: list[ServerControl], label: str, content: Content, transfer: Callable[[], None], keep_caches: bool = False
 ) -> str:
     """Pause all servers, load the content into them by `transfer`, resume them, and prove the content on each. Return
     the digest of the proven content (see Content.check).
 
-    Running requests keep their tokens and continue with the new weights, with recomputed caches. With `keep_caches`
-    all caches stay, and requests must avoid caches of older weights by their cache salt. Servers generate during the
-    proof. If the proof fails, the server is paused again and SyncError raised: the version is not published, and none
-    of its samples are trained on. A server whose cache is asleep runs nothing, and resumes automatically when the cache
-    wakes, so it is neither paused nor resumed here.
-    """
+    Running requests keep their tokens and continue with the new weights, with recomputed caches. With `keep_caches` all
+    caches stay, and requests must avoid those of older weights by their salt. If the proof fails, the server is paused
+    again and SyncError raised: the version is not published, and none of its samples are trained on. A server whose
+    cache is asleep resumes when the cache wakes, so it is neither paused nor resumed here."""
     for server in servers:
         _pause(server)
         server.post("/start_weight_update")
@@ -68,9 +62,7 @@ def _pause(server: ServerControl) -> None:
 
 def holds_full_weights(server: ServerControl, label: str, content: Content) -> bool:
     """Return whether a server proves that it has this version. False if paused, because a failure has left it so.
-
-    Raises ForeignWeightsError if the server has another process's version, which a restart cannot explain.
-    """
+    Raises ForeignWeightsError if it has another process's version, which a restart cannot explain."""
     found = str(server.get("/weight_info").get("weight_version"))
     if found != INITIAL_LABEL and found.rstrip(digits) != label.rstrip(digits):
         raise ForeignWeightsError(server, f"serves version {found!r}, but {label!r} was pushed")

@@ -35,10 +35,9 @@ Part = list[tuple[str, Tensor]]
 
 
 class Buffer:
-    """Memory that a server can open. Raises SyncError if there is too little memory."""
+    """Memory that a server can open, of `capacity` bytes on `device`. Raises SyncError if there is too little."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """Allocate `capacity` bytes on `device`."""
         self.handles: dict[str, tuple[Any, ...]]
         """The handle with which a server opens the buffer, by key of the memory."""
         self._block: SharedMemory | None = None
@@ -62,14 +61,13 @@ class Buffer:
             torch.cuda.synchronize(self._bytes.device)
 
     def views(self, part: Part) -> list[Tensor]:
-        """Return the tensors that `fill` writes, as views of this memory. Each must begin at a multiple of its dtype's
-        width, as in `parts`."""
+        """Return the tensors that `fill` writes, as views of this memory, aligned as by `parts`."""
         sizes = [value.nbytes for _, value in part]
         places = self._bytes[: sum(sizes)].split(sizes)
         return [place.view(value.dtype).view(value.shape) for (_, value), place in zip(part, places, strict=True)]
 
     def close(self) -> None:
-        """Return the memory to the system, because the server may be waiting for it. No view may exist any more."""
+        """Return the memory to the system. No view may exist any more."""
         del self._bytes
         if self._block is not None:
             self._block.close()
@@ -84,10 +82,8 @@ class IpcSync(FullSync):
     vLLM's `ipc` weight transfer engine. Proof: a server echoes the version, and its checksum of every weight equals
     ours.
 
-    A trainer on a GPU shares two buffers of this GPU during a transfer (CUDA IPC): it fills one while the server reads
-    the other, and keeps a copy of the version in host memory. A trainer on a CPU shares blocks of
-    `multiprocessing.shared_memory`, which persist and serve as the copy. The policy's weights may be on another device.
-    """
+    A trainer on a GPU shares two buffers of it during a transfer (CUDA IPC), and keeps a copy of the version in host
+    memory. A trainer on a CPU shares blocks of `multiprocessing.shared_memory`, which serve as the copy."""
 
     def __init__(
         self,
@@ -97,8 +93,8 @@ class IpcSync(FullSync):
         device: torch.device | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Raise SyncError if a server cannot open this process's memory. `device` is the buffer's, by default the
-        current GPU, or the CPU if there is none."""
+        """`device` is the buffer's, by default the current GPU, or the CPU. Raise SyncError if a server cannot open
+        it."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         gpu = torch.cuda.is_available()
@@ -139,7 +135,6 @@ class IpcSync(FullSync):
             self._shared.pop().close()
 
     def _allocate(self, state: dict[str, Tensor]) -> None:
-        """Allocate the copy of a version. Raises SyncError if shared memory is too small for it."""
         self.close()
         if self._device.type != "cpu":
             self._copy = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
@@ -150,7 +145,6 @@ class IpcSync(FullSync):
             self._copy |= zip([name for name, _ in part], self._shared[-1].views(part), strict=True)
 
     def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[None]]:
-        """Begin to copy a version; return a future per part."""
         if self._device.type == "cpu":
             return [
                 pool.submit(buffer.fill, part) for buffer, part in zip(self._shared, self._parts(state), strict=True)
@@ -210,13 +204,14 @@ class IpcSync(FullSync):
 
         def transfer() -> None:
             with self._filled(content.state, copied) as filled, ThreadPoolExecutor(1, "parts") as pool:
-                read: Future[Any] | None = None
+                reads: list[Future[Any]] = []
                 for part, buffer in filled:
-                    if read is not None:
-                        read.result()
                     # the server responds after it has copied the part
-                    read = pool.submit(server.post, "/update_weights", {"update_info": update_info(part, buffer)})
-                if read is not None:
+                    for read in reads[-1:]:
+                        read.result()
+                    body = {"update_info": update_info(part, buffer)}
+                    reads.append(pool.submit(server.post, "/update_weights", body))
+                for read in reads:
                     read.result()
 
         self._load([server], self._version, content, transfer)

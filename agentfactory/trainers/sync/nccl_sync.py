@@ -1,8 +1,7 @@
 """Sync by NCCL broadcast: full weights from the trainer's GPU to servers on other GPUs.
 
-Untested on a GPU. Tests run the protocol over gloo, against a receiver that splits the stream like vLLM 0.32
-(vllm/distributed/weight_transfer/nccl_engine.py), but it has never run over NCCL itself.
-"""
+Untested over NCCL: tests run the protocol over gloo, against a receiver that splits the stream like vLLM 0.32
+(vllm/distributed/weight_transfer/nccl_engine.py)."""
 
 import queue
 import socket
@@ -72,14 +71,12 @@ class VllmGroup:
 
 
 class TorchGroup:
-    """The process group of torch.distributed that servers other than vLLM join. NCCL is untested: it needs GPUs.
+    """The process group of torch.distributed that servers other than vLLM join, by `backend` nccl (untested) or gloo.
 
-    SGLang's workers join by `init_custom_process_group`, which is torch's `init_process_group` without its global
-    state. Both ends need the same prefixes of the store's keys, so this one calls the same function of torch.
-    """
+    SGLang's workers join by `init_custom_process_group`: torch's `init_process_group` without its global state. Both
+    ends need the same prefixes of the store's keys, so this one calls the same function of torch."""
 
     def __init__(self, address: str, port: int, world_size: int, backend: str) -> None:
-        """`backend` is nccl or gloo."""
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
         # by default, the store would listen on all interfaces, without a key
@@ -117,8 +114,7 @@ def group_for(answers: Sequence[Mapping[str, Any]]) -> OpenGroup:
 
 
 def why_impossible(kind: str | None = None) -> str | None:
-    """Return why this process cannot send weights to servers that join groups of this kind (see `group_for`); None if
-    it can."""
+    """Return why this process cannot join groups of this kind (see `group_for`) to send weights; None if it can."""
     if kind != "gloo" and not torch.cuda.is_available():
         return "the trainer has no CUDA device; use sync.backend: file"
     if kind is not None:
@@ -134,10 +130,8 @@ class NcclSync(FullSync):
     """A sync backend for full weights by packed broadcast, through vLLM's `nccl` weight transfer engine. Servers need
     `--weight-transfer-config '{"backend": "nccl"}'` and other devices than the trainer's. Untested on a GPU.
 
-    Weights are gathered from all ranks while they are sent, one buffer at a time, so the trainer's process group and
-    the servers' group are never active at the same time. Proof: a server echoes the version, and its checksum of every
-    weight equals ours.
-    """
+    Weights are gathered from all ranks while they are sent, so the trainer's process group and the servers' are never
+    active at the same time. Proof: a server echoes the version, and its checksum of every weight equals ours."""
 
     def __init__(
         self,
@@ -147,8 +141,8 @@ class NcclSync(FullSync):
         open_group: OpenGroup | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Join one group with all workers of all servers. Raises SyncError with the reason if NCCL cannot work.
-        `open_group` replaces NCCL by another transport."""
+        """Join one group with all workers of all servers, by `open_group` if given. Raises SyncError if that cannot
+        work."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         self._last: SyncReport | None = None
@@ -173,7 +167,7 @@ class NcclSync(FullSync):
         _together(
             lambda: joined.append(open_group(address, port, 1 + sum(workers))),
             *(
-                _post(server, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
+                partial(server.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
                 for server, offset in zip(servers, offsets, strict=True)
             ),
         )
@@ -197,7 +191,7 @@ class NcclSync(FullSync):
 
         def transfer() -> None:
             # servers respond after they have received everything
-            _together(broadcast, *(_post(s, "/update_weights", {"update_info": info}) for s in self._servers))
+            _together(broadcast, *(partial(s.post, "/update_weights", {"update_info": info}) for s in self._servers))
 
         try:
             for server in self._servers:
@@ -220,7 +214,6 @@ class NcclSync(FullSync):
         self._group.close()
 
     def _check_version(self, server: ServerControl) -> None:
-        """Raise SyncError if the server does not have the last pushed version."""
         if self._last is None:
             return
         echoed = server.get("/weight_info").get("weight_version")
@@ -235,34 +228,23 @@ def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator
         yield torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in part])
 
 
-def _post(server: ServerControl, path: str, body: dict[str, Any]) -> Callable[[], None]:
-    def post() -> None:
-        server.post(path, body)
-
-    return post
-
-
-def _together(*calls: Callable[[], None]) -> None:
-    """Run calls that wait for each other, and raise the first error immediately.
-
-    Calls that still wait then wait for a peer that will never come. Their threads are abandoned, and must not keep the
-    process from ending.
-    """
+def _together(*calls: Callable[[], object]) -> None:
+    """Run calls that wait for each other, and raise the first error immediately. Calls that still wait then wait for a
+    peer that will never come: their threads are abandoned, and must not keep the process from ending."""
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
-    def run(call: Callable[[], None]) -> None:
+    def run(call: Callable[[], object]) -> None:
+        failure: BaseException | None = None
         try:
             call()
         except BaseException as error:
-            ended.put(error)
-        else:
-            ended.put(None)
+            failure = error
+        ended.put(failure)
 
     for call in calls:
         threading.Thread(target=run, args=(call,), daemon=True).start()
     for _ in calls:
-        error = ended.get()
-        if error is not None:
+        if (error := ended.get()) is not None:
             raise error
 
 

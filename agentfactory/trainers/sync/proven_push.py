@@ -1,9 +1,10 @@
-"""A push of weights to the servers, followed by the canary's proof that they compute with them, and retries while
-servers are being restarted, by a supervisor or the user."""
+"""A push of weights with the canary's proof, and retries while servers are being restarted."""
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from agentfactory.trainers.networks.gathered_weights import Weights
@@ -21,18 +22,11 @@ Result = TypeVar("Result")
 
 
 def push_proven(
-    sync: WeightSync,
-    canary: Canary | None,
-    version: int,
-    policy: Policy,
-    state: Weights,
-    scores: Scores | None,
+    sync: WeightSync, canary: Canary | None, version: int, policy: Policy, state: Weights, scores: Scores | None
 ) -> tuple[SyncReport, dict[str, float]]:
-    """Push a version and prove it with the canary; return the report and the canary's metrics. `scores` are the
-    trainer's. First, the servers must prove that they still have the previous version.
-
-    If servers are gone when the canary checks them, the version is pushed again as soon as `sync` finds one.
-    """
+    """Prove that the servers still have the previous version, push this one, and prove it by the canary; return the
+    report and the canary's metrics. `scores` are the trainer's. If servers are gone when the canary checks them, push
+    again as soon as `sync` finds one."""
     if canary is not None:
         canary.prove_unchanged()
     while True:
@@ -45,29 +39,27 @@ def push_proven(
             logger.warning("pushing version %d again: %s", version, error)
 
 
+@dataclass
 class RetryingSync:
-    """A WeightSync that retries while no server answers."""
+    """A WeightSync that retries while no server answers; `canary` checks restored servers."""
 
-    def __init__(self, sync: WeightSync, canary: Canary, retry_seconds: float) -> None:
-        """`canary` checks restored servers."""
-        self._sync = sync
-        self._canary = canary
-        self._retry_seconds = retry_seconds
+    sync: WeightSync
+    canary: Canary
+    retry_seconds: float
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
         """Raise ServerGoneError when no server has answered for `retry_seconds`."""
-        return retry_until_answered(
-            lambda: self._sync.push(version, policy, state), f"version {version}", self._retry_seconds
-        )
+        push = partial(self.sync.push, version, policy, state)
+        return retry_until_answered(push, f"version {version}", self.retry_seconds)
 
     def restore(self, url: str) -> SyncReport:
-        return self._sync.restore(url)
+        return self.sync.restore(url)
 
     def bring_back(self, url: str) -> bool:
         """Restore the server at `url`, which has just answered. Return False if it is gone again."""
         try:
             report = self.restore(url)
-            self._canary.prove_again(report, url)
+            self.canary.prove_again(report, url)
         except ServerGoneError as error:
             logger.warning("server %s is gone again: %s", url, error)
             return False
@@ -75,7 +67,7 @@ class RetryingSync:
         return True
 
     def close(self) -> None:
-        self._sync.close()
+        self.sync.close()
 
 
 def retry_until_answered(

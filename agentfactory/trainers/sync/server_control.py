@@ -34,12 +34,11 @@ _SHARING = "placement.mode: time_share"
 
 
 class ServerControl:
-    """One inference server. The standard library's HTTP client suffices for a few calls per step, and ignores proxy
+    """One inference server. The standard library's client suffices for a few calls per step, and ignores proxy
     variables, which would break loopback addresses."""
 
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
-        """`url` is an address such as http://127.0.0.1:8000. `api_key_env` names the environment variable with the key;
-        see `authorization`. Raises SettingError."""
+        """`api_key_env` names the environment variable with the key; see `authorization`. Raises SettingError."""
         if not is_http_address(url):
             raise SettingError("server.url", f"{url!r} is not an address", "write it as http://127.0.0.1:8000")
         parts = urlsplit(url := pinned(url))
@@ -53,13 +52,11 @@ class ServerControl:
         authorization(url, api_key_env)
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at `path`. Raises SyncError with the server's message, and ServerGoneError if nothing
-        answers."""
+        """Return the JSON object at `path`. Raises SyncError with the server's message, or ServerGoneError."""
         return _object(self._request("GET", path, None))
 
     def require(self, routes: Sequence[str]) -> None:
-        """Raise SyncError unless the server describes all of `routes`; the message names the option that enables
-        them."""
+        """Raise SyncError, which names the option to set, unless the server describes all of `routes`."""
         problem = missing_routes(self.url, list(self.get("/openapi.json").get("paths", {})), routes)
         if problem:
             raise SyncError("; ".join(problem))
@@ -70,8 +67,7 @@ class ServerControl:
         return _object(self._request("POST", path, body, replica))
 
     def replicas(self) -> list[int | None]:
-        """Return the ranks of the replicas behind the address; [None] for a single replica, or if the server does not
-        report its load."""
+        """Return the ranks of the replicas behind the address; [None] for one, or if the server reports no load."""
         try:
             count = len(parse_loads(self._request("GET", METRICS_ROUTE, None)))
         except ServerGoneError:
@@ -84,10 +80,7 @@ class ServerControl:
 
     def sleep(self) -> None:
         """Send the server to sleep at level 1: move its weights to host memory, drop its caches, and abort running
-        requests. A sleeping server stays asleep.
-
-        Raises SyncError if it refuses or stays awake.
-        """
+        requests. Raises SyncError if it refuses or stays awake."""
         fix = (
             "start the server by `agentfactory train` or `agentfactory serve` with placement.mode=time_share (vLLM: "
             "--enable-sleep-mode), or use placement.mode=split"
@@ -98,10 +91,8 @@ class ServerControl:
         self.asleep = True
 
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Wake one part of a sleeping server: the weights, then the cache, after which it resumes automatically.
-
-        Raises SyncError if it refuses, or stays asleep after the cache wakes.
-        """
+        """Wake one part of a sleeping server: the weights, then the cache, after which it resumes automatically. Raises
+        SyncError if it refuses, or stays asleep after the cache wakes."""
         fix = (
             "it needs its previous amount of memory: free its device from other processes, or lower its memory "
             "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and "
@@ -149,7 +140,7 @@ class ServerControl:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; return {} for anything else, since some of vLLM's routes return plain text or nothing."""
+    """Parse a JSON object; return {} for anything else, which some of vLLM's routes return."""
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:

@@ -25,15 +25,12 @@ class SyncReport:
 
     version: int
     label: str
-    """The servers' name of the version in `weight_versions`: an adapter's name, or for full weights a common prefix
-    followed by the version."""
+    """The servers' name of the version in `weight_versions`: an adapter's name, or a common prefix and the version."""
     model: str
-    """The model name for requests to the servers."""
     bytes: int
-    """Size of the transferred weights."""
     seconds: float
     digest: str
-    """sha256 in hex of an adapter's file, or of full weights' names and checksums as a server lists them."""
+    """sha256 in hex of an adapter's file, or of full weights' names and checksums."""
     cache_salt: str | None = None
     """Salt by which requests must avoid caches of older weights, if those are kept."""
 
@@ -66,16 +63,12 @@ class WeightSync(Protocol):
         have proven it, else raise SyncError. Servers that are gone are skipped, and must be restored before they are
         used again. Raises ServerGoneError if no server is left; the version may then be pushed again.
 
-        Called in one process. When a version is pushed again, full weights are resent, and an adapter gets a new name,
-        which the report contains. An incomplete push is continued.
-        """
+        Called in one process. When a version is pushed again, full weights are resent, and an adapter gets a new name.
+        An incomplete push is continued."""
 
     def restore(self, url: str) -> SyncReport:
         """Load the last pushed version into the server at `url`, which was restarted or skipped, and prove it as `push`
-        does. If the server still has the version, nothing is sent.
-
-        This needs neither the policy nor other processes, so rank 0 may call it at any time between two pushes.
-        """
+        does, without the policy or other processes. If the server still has the version, nothing is sent."""
 
     def close(self) -> None:
         """Remove files written for the servers that they no longer need."""

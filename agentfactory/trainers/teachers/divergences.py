@@ -26,8 +26,7 @@ Top = Float[Tensor, "tokens k"]
 
 
 def divergence(kind: Kind, policy: Logits, teacher: Logits, beta: float = 0.5) -> Float[Tensor, "tokens"]:
-    """Return the divergence of each token's distributions, in nats. Rows of the vocabulary that only one of the two has
-    are left out: they belong to no token (see `tokenizers`)."""
+    """Return the divergence of each token's distributions in nats, over the rows of the vocabulary that both have."""
     shared = min(policy.shape[-1], teacher.shape[-1])
     return _between(kind, policy[:, :shared].log_softmax(-1), teacher[:, :shared].log_softmax(-1), beta)
 
@@ -39,8 +38,7 @@ def top_k_divergence(
 
     `teacher` are the teacher's log-probabilities of `tokens`. A token outside the policy's vocabulary, such as -1,
     belongs to the rest; the divergence of a line without others is 0. The teacher's rest is at least the rounding of
-    its dtype.
-    """
+    its dtype."""
     width = policy.shape[-1]
     known = (tokens >= 0) & (tokens < width)
     # one of the line's tokens more than once changes nothing
@@ -61,8 +59,8 @@ def top_k_divergence(
 
 
 def top_k(logits: Logits, k: int) -> Float[Tensor, "tokens 2 k"]:
-    """Return the k most likely tokens of each line, as floats, and their log-probabilities; -1 and 0 where the
-    vocabulary has fewer tokens."""
+    """Return the k most likely tokens of each line, as floats, and their log-probabilities; -1 and 0 if there are
+    fewer."""
     found = logits.topk(min(k, logits.shape[-1]))
     pair = torch.stack([found.indices.to(logits.dtype), found.values - logits.logsumexp(-1, keepdim=True)], -2)
     missing = k - pair.shape[-1]

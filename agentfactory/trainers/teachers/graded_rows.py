@@ -2,10 +2,8 @@
 more in the teacher's context than the policy has (teacher.context, see Row.teacher_prompt).
 
 With a context, the teacher's rows are scored in passes of their own; their targets are the policy's, in the same order.
-Tokens of other rows are not graded: their `teacher` is infinite, or all tokens of their `teacher_top` are -1, and their
-divergence and its gradient are 0. NaN is no such mark: it comes from a broken teacher, and must reach the gradient,
-where the learner refuses it.
-"""
+Tokens of other rows are not graded: their `teacher` is infinite, or their `teacher_top` all -1, and their divergence
+and its gradient are 0. NaN is no such mark: it must reach the gradient, where the learner refuses it."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -53,8 +51,8 @@ def check_saved_prompts(groups: Iterable[Group], path: Path) -> None:
 
 
 def teachers_rows(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """Return the teacher's rows of `rows`. If none is graded, return a row whose scores nothing uses: only rank 0 has
-    the rows, and all processes must make the same passes."""
+    """Return the teacher's rows of `rows`; if none is graded, a row whose scores nothing uses: only rank 0 has the
+    rows, and all processes must make the same passes."""
     found = [row.in_context for row in rows if row.in_context is not None]
     return found or [replace(row, streams={"weight": np.ones(len(row.targets))}) for row in rows[:1]]
 

@@ -17,7 +17,8 @@ from agentfactory.rollout.inference.sequence_lengths import position_limit
 from agentfactory.rollout.text.tokenizer import load_tokenizer, tokens_missing
 from agentfactory.trainers.config import TeacherConfig, TrainRecipe
 from agentfactory.trainers.networks.backbone import resolve_batching
-from agentfactory.trainers.networks.frozen_policy import CurrentPolicy, FrozenPolicy, freeze
+from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, freeze
+from agentfactory.trainers.networks.lora import POLICY_ADAPTER
 from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.networks.policy import Measure, Policy, check_head
 from agentfactory.trainers.networks.token_rows import table_of
@@ -72,18 +73,14 @@ class Teacher:
         self, model: nn.Module, temperature: float, ids: Tensor, sources: Tensor, labels: Tensor, *places: Any
     ) -> Measure:
         """Return a function that computes the exact divergence of the policy's logits from the teacher's, for
-        `Policy.forward`. Only the teacher's hidden states are kept, and its logits are computed by chunk. Raise
-        SettingError if it cannot read a token."""
+        `Policy.forward`, with the teacher's logits by chunk. Raise SettingError if the teacher cannot read a token."""
         self._check(ids, labels)
         with self._timed(ids.device):
             hidden = self._frozen.states(model, ids, sources, *places)
-        kind, beta = self._config.divergence, getattr(self._config.options, "beta", 0.5)
-
-        def measured(logits: Tensor, chunk: slice) -> Tensor:
-            theirs = self._frozen.logits(model, hidden[chunk], temperature)
-            return divergence(kind, logits, theirs, beta)  # type: ignore[arg-type]
-
-        return measured
+        kind, beta = _measured(self._config)
+        return lambda logits, chunk: divergence(
+            kind, logits, self._frozen.logits(model, hidden[chunk], temperature), beta
+        )
 
     def longest(self, policy: Policy) -> int | None:
         """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
@@ -118,27 +115,30 @@ class Teacher:
 
 
 def top_k_measure(config: TeacherConfig, top: Float[Tensor, "targets 2 k"]) -> Measure:
-    """Return a function that computes the divergence of the policy's logits from a teacher's `top_k` tokens, for
-    `Policy.forward`."""
-    kind, beta = config.divergence, getattr(config.options, "beta", 0.5)
+    """Return a function that computes the divergence of the policy's logits from a teacher's `top_k` tokens."""
+    kind, beta = _measured(config)
 
     def measured(logits: Tensor, chunk: slice) -> Tensor:
         tokens, theirs = top[chunk].unbind(1)
-        return top_k_divergence(kind, logits, tokens.long(), theirs, beta)  # type: ignore[arg-type]
+        return top_k_divergence(kind, logits, tokens.long(), theirs, beta)
 
     return measured
 
 
+def _measured(config: TeacherConfig) -> tuple[Any, float]:
+    return config.divergence, getattr(config.options, "beta", 0.5)
+
+
 def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Teacher:
-    """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter, or the policy itself,
-    if that is the teacher. Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
+    """Load the teacher of a recipe in the model's dtype, or use the base of the policy's adapter, or the policy itself.
+    Every process calls it. Raise SettingError if the teacher cannot grade this policy."""
     config = recipe.teacher
     assert config is not None
     if (config.top_k or 0) > (rows := _rows(policy.network)):
         problem = f"got {config.top_k}, and the policy's vocabulary has {rows} tokens"
         raise SettingError("teacher.top_k", problem, "lower it")
     if config.model is None:
-        return Teacher(config, CurrentPolicy(accelerator), rows)
+        return Teacher(config, FrozenPolicy(accelerator, None, POLICY_ADAPTER), rows)
     if config.model == recipe.model.path and policy.is_lora:
         return Teacher(config, FrozenPolicy(accelerator, None), rows)
     missing: dict[int, str] = {}
@@ -172,5 +172,4 @@ def _check_network(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy
 
 
 def _rows(network: Any) -> int:
-    """Return the number of rows of a network's head."""
     return table_of(network.get_output_embeddings()).shape[0]

@@ -47,8 +47,7 @@ class Terms:
 
 
 Loss = Callable[..., Terms]
-"""(index of the micro-batch, micro-batch, log-probabilities, entropies) -> Terms. With a teacher.divergence other than
-sampled, its values follow the entropies."""
+"""(index of the micro-batch, micro-batch, log-probabilities, entropies[, divergence from a teacher]) -> Terms."""
 
 ValueLoss = Callable[[MicroBatch, Targets], Terms]
 """(micro-batch, the critic's values) -> Terms."""
@@ -59,7 +58,6 @@ class Update:
     """The report of one optimiser update, over all processes."""
 
     loss: float
-    """The policy's loss."""
     grad_norm: float
     """The norm before clipping."""
     sums: dict[str, float]
@@ -77,8 +75,7 @@ class Learner:
         images: Path | None = None,
         needs: TokenNeeds | None = None,
     ) -> None:
-        """`images` is the folder of the ImageStore with the rows' images, and `needs` are the tokens that the run
-        needs."""
+        """`images` is the folder of the rows' images (ImageStore), and `needs` are the tokens that the run needs."""
         train = recipe.train
         self.accelerator = accelerator
         self.temperature = temperature
@@ -148,10 +145,9 @@ class Learner:
 
     @torch.no_grad()
     def score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
-        """Return rank 0's `rows` with further streams, computed with the current weights: `proximal`
-        (log-probabilities) and `entropy`, `reference`, `teacher` or `teacher_top` (see TeacherConfig.stream), `value`.
-        With teacher.context, tokens that the teacher does not grade get values that `is_graded` recognises. Every
-        process calls it, with the same `names`; only rank 0 gets rows back."""
+        """Return rank 0's `rows` with further streams from the current weights: `proximal` (log-probabilities) and
+        `entropy`, `reference`, `teacher` or `teacher_top` (see TeacherConfig.stream), `value`. Every process calls it,
+        with the same `names`; only rank 0 gets rows back."""
         grading = self._grading
         in_context = None if grading is None or grading.context is None else grading.stream
         own = [name for name in names if name != in_context]
@@ -164,7 +160,6 @@ class Learner:
         return rows
 
     def _score(self, rows: list[TrainingRow], names: Collection[str]) -> list[TrainingRow]:
-        """Return rank 0's `rows` with further streams: see `score`."""
         batch, made = self.deal(rows), []
         frozen: dict[str, Any] = {}
         if self._reference is not None:
@@ -184,8 +179,8 @@ class Learner:
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
     def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, np.ndarray]]:
-        """Collect per-target values of a batch's micro-batches from all processes, keyed by their row's index among the
-        dealt rows. Every process passes the values of its own share; only rank 0 gets the result."""
+        """Collect per-target values of micro-batches from all processes by the index of their row; only rank 0 gets
+        them."""
         found: list[tuple[int, dict[str, np.ndarray]]] = []
         for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
@@ -200,10 +195,7 @@ class Learner:
 
     def update(self, batch: Batch, loss: Loss | None, value_loss: ValueLoss | None = None) -> Update:
         """Perform one optimiser update on a batch. Every process calls it, with its own share. Without `loss` only the
-        critic learns.
-
-        Raises FloatingPointError, and changes no weight, if the gradient is not finite.
-        """
+        critic learns. Raises FloatingPointError, and changes no weight, if the gradient is not finite."""
         # DDP and FSDP2 average gradients over processes; the normaliser is global, so undo that
         scale = self.accelerator.num_processes / batch.normaliser
         terms: list[Terms] = []
@@ -252,7 +244,6 @@ class Learner:
         return self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
 
     def _graded_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
-        """Run the policy's forward pass, and measure its distributions against the teacher's if the recipe wants it."""
         inputs, measure = self._inputs(part), None
         if self._grading is not None and self._grading.top_k is not None:
             measure = top_k_measure(self._grading, part.streams["teacher_top"])

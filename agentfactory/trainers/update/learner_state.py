@@ -1,8 +1,7 @@
 """The state of a learner on disk: trained weights in float32, optimiser, schedule and random states.
 
-The state is a folder of torch.distributed.checkpoint. Every process writes its own part: its shards of sharded tensors,
-and its assigned share of replicated ones. Any number of processes can load it.
-"""
+It is a folder of torch.distributed.checkpoint: every process writes its shards of sharded tensors, and its share of
+replicated ones; any number of processes can load it."""
 
 import io
 import pickle
@@ -85,9 +84,8 @@ def part_of(learner: Learner) -> Part:
 
 
 def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write `part`, whose tensors are in host memory, to `folder`, and make it durable. All processes of `group` call
-    it at the same time (None: a single process); each writes files whose names begin with its `prefix`. Raises the
-    first error of any process, in all processes."""
+    """Write `part`, whose tensors are in host memory, to `folder`, and make it durable. All processes of `group` (None:
+    a single process) call it at the same time. Raises the first error of any process, in all processes."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     try:
         dcp.save(
@@ -102,8 +100,7 @@ def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> Non
 
 
 class StateReader(dcp.FileSystemReader):
-    """A reader of states from untrusted sources. torch unpickles whatever a folder's metadata names, which can run
-    arbitrary code; this reader accepts only classes that describe tensors."""
+    """A reader of untrusted states: unpickling can run code, so it accepts only classes that describe tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See FileSystemReader. Raises ValueError if the metadata names anything else, or a file outside the folder."""
@@ -154,9 +151,8 @@ def prefix(rank: int) -> str:
 def load_state(checkpoint: Path, learner: Learner) -> None:
     """Restore `learner` from the state in a checkpoint. Every process calls it.
 
-    With the number of processes that wrote it, training continues bit for bit; with more, the additional processes keep
-    their own random state. Raises ValueError if the checkpoint contains other weights than are trained.
-    """
+    With the number of processes that wrote it, training continues bit for bit; with more, the additional ones keep
+    their own random state. Raises ValueError if the checkpoint contains other weights than are trained."""
     if (checkpoint / FILE_BEFORE).exists():
         _load_file(checkpoint, learner)
         return
@@ -246,8 +242,7 @@ def _check_names(checkpoint: Path, held: Iterable[str], trained: dict[str, nn.Pa
 
 
 def _room(entry: TensorStorageMetadata, weight: nn.Parameter) -> Tensor:
-    """Return an empty tensor for a part of the optimiser's state of `weight`: sharded like the weight if it has its
-    shape."""
+    """Return an empty tensor for a part of the optimiser's state of `weight`: sharded like it if it has its shape."""
     if entry.size == weight.shape:
         return torch.empty_like(weight.detach(), dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=weight.device)
@@ -262,7 +257,6 @@ def _like(weight: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimiser without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

@@ -1,12 +1,10 @@
 """Losses, one term per trained token.
 
-Terms are unweighted: callers sum weight x term over all tokens of all processes and divide by the batch's global
-normaliser (`token_weights` returns both), so that the result does not depend on micro-batches, packing and processes.
-The policy's log-probability is compared with two others, never with both in one ratio: `proximal`, the trainer's at the
-start of the update, which clipping uses, and `behaviour`, the server's, whose mismatch with `proximal` is corrected by
-a weight. `sequence` is the number of the row that contains a token; sums over a sequence are over the row's trained
-tokens.
-"""
+Callers sum weight x term over all tokens of all processes and divide by the batch's global normaliser (`token_weights`
+returns both), so that the result does not depend on micro-batches, packing and processes. The policy's log-probability
+is compared with `proximal`, the trainer's at the start of the update, which clipping uses, and with `behaviour`, the
+server's, whose mismatch with `proximal` is corrected by a weight; never with both in one ratio. `sequence` is the
+number of a token's row; sums over a sequence are over the row's trained tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -127,8 +125,7 @@ POLICY_LOSSES: dict[str, Callable[..., Any]] = {
 
 POLICY_INPUTS = ("logprob", "proximal", "behaviour", "advantage", "sequence")
 """Inputs that a policy loss can take, per trained token: log-probabilities of the policy (the only ones with a
-gradient), of the trainer at the start of the update, and of the server that sampled; the advantage; the number of the
-row."""
+gradient), of the trainer before the update, and of the server; the advantage; the number of the row."""
 
 
 class PolicyLoss:

@@ -1,5 +1,4 @@
-"""Mismatch between trainer and server: loss weights that correct it (importance sampling), and its measurement by token
-age and role."""
+"""Mismatch between trainer and server: loss weights that correct it (importance sampling), and its measurement."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,10 +13,10 @@ from agentfactory.trainers.config import MismatchConfig
 from agentfactory.trainers.update.losses import Flags, PerToken, RowNumbers, over_sequence
 
 
-def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
+def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> tuple[PerToken, Flags]:
     """Return weights of the policy's terms that correct the difference between the server's sampling probabilities and
-    the trainer's. `log_ratio` = proximal - behaviour; the weights carry no gradient. With w = exp(log_ratio), and W its
-    product over the sequence:
+    the trainer's, and whether a token's ratio is truncated or masked. `log_ratio` = proximal - behaviour; the weights
+    carry no gradient. With w = exp(log_ratio), and W its product over the sequence:
 
     token_truncate: min(w, high) (TIS: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"; Ionides, 2008). token_mask: w, but 0 outside [low, high] (IcePop: Ling Team, 2025, arXiv:2510.18855).
@@ -26,35 +25,17 @@ def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowN
     where W^(1 / length) is outside [low, high] (the same authors, part 3): its bound does not tighten with the length,
     and should be close to 1, such as 0.99 and 1.01.
     """
-    ratio, limited = _ratio(config, log_ratio, sequence), mismatch_limits(config, log_ratio, sequence)
-    match config.correction:
-        case "none":
-            return torch.ones_like(ratio)
-        case "token_truncate" | "sequence_truncate":
-            return ratio.clamp(max=config.options.high)
-        case "token_mask" | "sequence_mask":
-            return ratio.where(~limited, 0.0)
-        case "geometric_mask":
-            return (~limited).to(ratio.dtype)
-
-
-def mismatch_limits(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> Flags:
-    """Return True for each token whose ratio `mismatch_weights` truncates or masks."""
-    ratio = _ratio(config, log_ratio, sequence)
-    match config.correction:
-        case "none":
-            return torch.zeros_like(ratio, dtype=torch.bool)
-        case "token_truncate" | "sequence_truncate":
-            return ratio > config.options.high
-        case "token_mask" | "sequence_mask" | "geometric_mask":
-            return (ratio < config.options.low) | (ratio > config.options.high)
-
-
-def _ratio(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> PerToken:
     log_ratio = log_ratio.detach()
-    if config.correction.startswith("token") or config.correction == "none":
-        return log_ratio.exp()
-    return over_sequence(log_ratio, sequence, mean=config.correction == "geometric_mask").exp()
+    if config.correction == "none":
+        return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    if not config.correction.startswith("token"):
+        log_ratio = over_sequence(log_ratio, sequence, mean=config.correction == "geometric_mask")
+    ratio, bounds = log_ratio.exp(), config.options
+    if config.correction.endswith("truncate"):
+        return ratio.clamp(max=bounds.high), ratio > bounds.high
+    limited = (ratio < bounds.low) | (ratio > bounds.high)
+    kept = torch.ones_like(ratio) if config.correction == "geometric_mask" else ratio
+    return kept.where(~limited, 0.0), limited
 
 
 def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
@@ -71,12 +52,10 @@ def mismatch_by_kind(
     age: Callable[[str], int] | None = None,
 ) -> dict[str, float]:
     """Return means of |trainer - server| log-probability in nats, over the tokens of each role (`mismatch/format`,
-    ...) and of each age in versions (`mismatch/age/2`, ...).
+    ...) and of each age in versions (`mismatch/age/2`, ...). The format shows a drift long before samples do.
 
     `sources` are the rollout's rows from which `rows` were made, `proximal` the trainer's log-probabilities of their
-    targets. `age` returns the age of the weights with a given label; without it there are no ages. A drift of the
-    format shows in `mismatch/format` long before it shows in samples, because the policy was almost certain of these
-    tokens."""
+    targets. `age` returns the age of the weights with a given label; without it there are no ages."""
     gaps: dict[str, list[np.ndarray]] = defaultdict(list)
     for row, source, scored in zip(rows, sources, proximal, strict=True):
         gap = np.abs(np.asarray(scored) - row.streams["behaviour"])

@@ -14,8 +14,7 @@ from agentfactory.trainers.update.learner import Learner
 Bytes = UInt8[Tensor, "bytes"]
 
 _LEAST_LOCKED = 2**25 + 1
-"""Minimum number of bytes to page-lock: smaller pieces could share a page, which can be locked only once (glibc maps
-pieces beyond 32 MiB separately)."""
+"""Minimum number of bytes to page-lock: smaller pieces could share a page, which can be locked only once."""
 _ALIGNMENT = 64
 
 
@@ -38,14 +37,13 @@ class HostBuffer:
     """One piece of host memory for copies of tensors. It is kept, so that later copies find it allocated."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the device of the tensors."""
         self._device = device
         self._memory: Bytes = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def copy(self, like: Sequence[Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return copies of `tensors` in host memory, each with its own storage; they are valid until the next call.
-        `like` has their shapes and dtypes. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
+        """Return copies of `tensors` in host memory, each with its own storage, valid until the next call. `like` has
+        their shapes and dtypes. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
         starts = [0]
         for tensor in like:
             starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -79,7 +77,6 @@ class _Place:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until a device has finished its copies."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -88,13 +85,11 @@ class Offload:
     """The offloadable tensors of a learner: weights, buffers, constants of quantised weights, optimiser state,
     reference. Not for weights that several processes share.
 
-    Tensors remain the same objects and change only their memory, so that everything that references them (an optimiser,
-    tied layers, bitsandbytes) finds them on both sides. An offloaded learner can be gathered and written to a
-    checkpoint, but cannot compute. Host memory stays allocated after the first offload.
-    """
+    Tensors remain the same objects and change only their memory, so that an optimiser, tied layers and bitsandbytes
+    find them on both sides. An offloaded learner can be gathered and saved, but cannot compute. Host memory stays
+    allocated."""
 
     def __init__(self, learner: Learner) -> None:
-        """`learner` must be on its device."""
         self._learner = learner
         self._device = learner.accelerator.device
         self._places: list[_Place] = []
@@ -102,8 +97,7 @@ class Offload:
 
     @torch.no_grad()
     def to_host(self) -> None:
-        """Move everything to host memory, and free the device's memory. Raises torch.cuda.CudaError if host memory
-        cannot be page-locked."""
+        """Move everything to host memory. Raises torch.cuda.CudaError if that cannot be page-locked."""
         if self._offloaded:
             return
         earlier = {id(place.tensors[0]): place for place in self._places}
@@ -154,7 +148,6 @@ def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested dictionaries, lists and quantisation states."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -180,7 +173,6 @@ def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tenso
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
-    """Return the whole memory that a tensor is stored in."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 

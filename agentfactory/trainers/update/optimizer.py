@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,18 +23,35 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`.
+    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`; those in no group of the
+    recipe come first. Raises SettingError if a group matches no weight, or the optimiser is not available."""
+    settings = config.optimizer
+    groups = _groups(model, config, _matrices(model) if settings.name == "muon" else None)
+    if settings.name in ("adamw_8bit", "lion"):
+        _need_bitsandbytes(settings.name, groups[0]["params"][0].device)
+    match settings.name:
+        case "muon":
+            return MuonAndAdamW(groups, settings)
+        case "adamw":
+            return _adamw(groups, settings)
+        case "adamw_8bit":
+            from bitsandbytes.optim import AdamW8bit
 
-    Weights that match no group of the recipe come first. Raises ValueError if a group of the recipe matches no weight,
-    or if the optimiser is not available here.
-    """
-    name = config.optimizer.name
-    if name == "muon":
-        return MuonAndAdamW(_groups(model, config, _matrices(model)), config.optimizer)
-    groups = _groups(model, config)
-    if name in ("adamw_8bit", "lion"):
-        _need_bitsandbytes(name, groups[0]["params"][0].device)
-    return _MAKERS[name](groups, config.optimizer)
+            # AdamW with its two moments in 8 bits per weight: Dettmers et al., 2021, arXiv:2110.02861
+            return AdamW8bit(groups, betas=settings.betas, eps=settings.eps)
+        case "lion":
+            from bitsandbytes.optim import Lion
+
+            # Chen et al., 2023, arXiv:2302.06675. A good learning rate is 3 to 10 times smaller than AdamW's
+            return Lion(groups, betas=settings.betas)
+        case "adafactor":
+            # this imports peft, which takes seconds
+            from transformers.optimization import Adafactor
+
+            # Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the given learning rate
+            return Adafactor(groups, scale_parameter=False, relative_step=False)
+        case "sgd":
+            return torch.optim.SGD(groups, momentum=settings.betas[0])
 
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> Optimizer:
@@ -42,61 +59,23 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> Optimizer:
     return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
 
 
-def _adamw_8bit(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    """AdamW with its two moments in 8 bits per weight: Dettmers et al., 2021, arXiv:2110.02861."""
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(groups, betas=config.betas, eps=config.eps)
-
-
-def _lion(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    """Chen et al., 2023, arXiv:2302.06675. A good learning rate is 3 to 10 times smaller than AdamW's."""
-    from bitsandbytes.optim import Lion
-
-    return Lion(groups, betas=config.betas)
-
-
-def _adafactor(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    """Shazeer and Stern, 2018, arXiv:1804.04235, without momentum, and with the given learning rate, scaled neither by
-    the weights nor by the step."""
-    # this imports peft, which takes seconds
-    from transformers.optimization import Adafactor
-
-    return Adafactor(groups, scale_parameter=False, relative_step=False)
-
-
-def _sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
-    return torch.optim.SGD(groups, momentum=config.betas[0])
-
-
-_MAKERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
-    "adamw": _adamw,
-    "adamw_8bit": _adamw_8bit,
-    "lion": _lion,
-    "adafactor": _adafactor,
-    "sgd": _sgd,
-}
-
-
 class MuonAndAdamW(Optimizer):
     """Muon (Jordan, 2024; Liu et al., 2025, arXiv:2502.16982) on the matrices within layers, AdamW on all other
-    weights: embeddings, head, norms, biases. Muon's updates are scaled to the size of AdamW's (arXiv:2502.16982,
-    equation 4), so that one learning rate serves both."""
+    weights. Muon's updates have the size of AdamW's (equation 4), so that one learning rate serves both."""
 
     def __init__(self, groups: Groups, config: OptimizerConfig) -> None:
         """Muon updates the groups with `matrix` set to true."""
-        self._parts: list[tuple[bool, Optimizer]] = []
+        self._parts: dict[bool, Optimizer] = {}
         if mine := [group for group in groups if group["matrix"]]:
-            muon = torch.optim.Muon(mine, momentum=config.betas[0], adjust_lr_fn="match_rms_adamw")
-            self._parts.append((True, muon))
+            self._parts[True] = torch.optim.Muon(mine, momentum=config.betas[0], adjust_lr_fn="match_rms_adamw")
         if others := [group for group in groups if not group["matrix"]]:
-            self._parts.append((False, _adamw(others, config)))
-        super().__init__([group for _, part in self._parts for group in part.param_groups], {})
+            self._parts[False] = _adamw(others, config)
+        super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all weights that have a gradient."""
-        for matrix, part in self._parts:
+        for matrix, part in self._parts.items():
             # pass loaded or scheduled settings to the parts, which have no own state
             part.param_groups = [group for group in self.param_groups if group["matrix"] is matrix]
             part.state = self.state
@@ -104,8 +83,7 @@ class MuonAndAdamW(Optimizer):
 
 
 def _matrices(model: nn.Module) -> set[int]:
-    """Return identities of the matrices within layers; embeddings and heads are tables of tokens, so they are not
-    included."""
+    """Return identities of the matrices within layers, which embeddings and heads, tables of tokens, are not."""
     tables: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -143,11 +121,9 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     for number, asked in enumerate(settings.groups):
         if number not in matched:
             names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-            raise SettingError(
-                f"train.optimizer.groups.{number}.match",
-                f"{asked.match!r} matches no trainable weight beyond those of earlier groups",
-                f"some names are {', '.join(names[:3])}",
-            )
+            problem = f"{asked.match!r} matches no trainable weight beyond those of earlier groups"
+            fix = f"some names are {', '.join(names[:3])}"
+            raise SettingError(f"train.optimizer.groups.{number}.match", problem, fix)
     # the sort is stable; the first group's learning rate is the logged one
     return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
 
@@ -161,15 +137,14 @@ def _need_bitsandbytes(name: str, device: torch.device) -> None:
 
 
 def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
-    """Create the learning-rate schedule by step (not by optimiser update): a linear warm-up to each group's own rate,
-    then `train.schedule`. wsd is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
+    """Create the learning-rate schedule by step: a linear warm-up to each group's own rate, then `train.schedule`. wsd
+    is warm-up, stable, decay (Hu et al., 2024, arXiv:2404.06395), with a linear decay."""
     return LambdaLR(optimizer, lambda done: _share_of_rate(config, done))
 
 
 def _share_of_rate(config: TrainConfig, done: int) -> float:
-    """Return the factor of the learning rate after `done` steps. It is above 0 in every step of the run, because a step
-    with a rate of 0 would be wasted: the warm-up begins at 1/warmup_steps, and a decay reaches 0 one step after the
-    last."""
+    """Return the factor of the learning rate after `done` steps. It is above 0 in every step: the warm-up begins at
+    1/warmup_steps, and a decay reaches 0 one step after the last."""
     if done < config.warmup_steps:
         return (done + 1) / config.warmup_steps
     begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps

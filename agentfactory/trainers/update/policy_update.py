@@ -10,7 +10,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.teachers.graded_rows import is_graded
 from agentfactory.trainers.update.learner import Learner, Targets, Terms, Update
 from agentfactory.trainers.update.losses import PolicyLoss, behaviour_kl, kl, value_loss
-from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_limits, mismatch_weights
+from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,15 @@ class PolicyUpdate:
 
     updates: list[Update]
     before: list[dict[str, Tensor]]
-    """Streams from before the first update, along the targets of each micro-batch: `proximal`, the trainer's
-    log-probabilities, and `divergence` from the teacher (NaN: not graded), if there is one. Empty if only the critic
-    learned."""
+    """Streams from before the first update, along the targets of each micro-batch: `proximal` (log-probabilities), and
+    `divergence` from the teacher (NaN: not graded), if there is one. Empty if only the critic learned."""
 
 
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
     """Perform `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
 
-    The proximal log-probabilities come from the first update's own forward pass, since all its micro-batches use the
-    weights from before the update: no separate pass is needed. The mismatch correction weights the policy term by
-    proximal over behaviour, and is the same in all updates.
-    """
+    The proximal log-probabilities come from the first update's own forward pass, whose micro-batches all use the
+    weights from before the update. The mismatch correction weights the policy term by proximal over behaviour."""
     train = recipe.train
     config, teacher = train.loss, recipe.teacher
     policy_loss = PolicyLoss(config)
@@ -56,19 +53,15 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
             advantage = advantage - teacher.coefficient * divergence
             if "most" in streams:
                 advantage = advantage.clamp(streams["least"], streams["most"])
-        terms, clipped = policy_loss(
-            logprob=logprob,
-            proximal=proximal,
-            behaviour=streams["behaviour"],
-            advantage=advantage,
-            sequence=part.sequence,
-        )
-        terms = terms * mismatch_weights(config.mismatch, gap, part.sequence)
+        known = {"proximal": proximal, "behaviour": streams["behaviour"], "sequence": part.sequence}
+        terms, clipped = policy_loss(logprob=logprob, advantage=advantage, **known)
+        correction, corrected = mismatch_weights(config.mismatch, gap, part.sequence)
+        terms = terms * correction
         mixed = real & (streams["mixed"] > 0)
         sums = {
             "entropy": entropy.detach()[real].sum(),
             "clipped": clipped[real].sum(),
-            "corrected": mismatch_limits(config.mismatch, gap, part.sequence)[real].sum(),
+            "corrected": corrected[real].sum(),
             "mismatch": gap.abs().sum(),
             "mismatch_kl": mismatch_kl(gap, torch.zeros_like(gap)).sum(),
             "mixed": mixed.sum(),
@@ -110,31 +103,27 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
     """Return means over a step's updates; entropy and mismatch are those before the first."""
     count, first = len(updates), updates[0]
-
-    def mean(name: str) -> float:
-        return sum(update.sums[name] for update in updates) / count / batch.tokens
-
     metrics = {
         "loss": sum(update.loss for update in updates) / count,
         "grad_norm": sum(update.grad_norm for update in updates) / count,
     }
-    if "clipped" in first.sums:
-        metrics |= {
-            "clip_fraction": mean("clipped"),
-            "entropy": first.sums["entropy"] / batch.tokens,
-            "mismatch/mean": first.sums["mismatch"] / batch.tokens,
-            "mismatch/max": first.maxima["mismatch"],
-            "mismatch/kl": first.sums["mismatch_kl"] / batch.tokens,
-            "mismatch/corrected": first.sums["corrected"] / batch.tokens,
-        }
-        if mixed := first.sums["mixed"]:
-            metrics |= {"mismatch/mixed": first.sums["mismatch_mixed"] / mixed, "mixed_tokens": mixed / batch.tokens}
-    if "behaviour_kl" in first.sums:
-        metrics["mismatch/behaviour_kl"] = first.sums["behaviour_kl"] / batch.tokens
-    if "kl" in first.sums:
-        metrics["kl"] = first.sums["kl"] / batch.tokens
+    for name, key in _MEANS.items():
+        if key in first.sums:
+            metrics[name] = sum(update.sums[key] for update in updates) / count / batch.tokens
+    metrics |= {name: first.sums[key] / batch.tokens for name, key in _FIRST.items() if key in first.sums}
+    if "mismatch" in first.maxima:
+        metrics["mismatch/max"] = first.maxima["mismatch"]
+    if mixed := first.sums.get("mixed"):
+        metrics |= {"mismatch/mixed": first.sums["mismatch_mixed"] / mixed, "mixed_tokens": mixed / batch.tokens}
     if "teacher_kl" in first.sums:
         metrics["teacher/kl"] = first.sums["teacher_kl"] / max(1.0, first.sums["graded"])
-    if "value_loss" in first.sums:
-        metrics |= {"critic/loss": mean("value_loss"), "critic/clip_fraction": mean("value_clipped")}
     return metrics
+
+
+_MEANS = {"clip_fraction": "clipped", "critic/loss": "value_loss", "critic/clip_fraction": "value_clipped"}
+"""Metric -> sum over the tokens of each update."""
+_FIRST = {
+    **{"entropy": "entropy", "kl": "kl", "mismatch/behaviour_kl": "behaviour_kl"},
+    **{"mismatch/mean": "mismatch", "mismatch/kl": "mismatch_kl", "mismatch/corrected": "corrected"},
+}
+"""Metric -> sum over the tokens of the first update."""
