@@ -26,7 +26,7 @@ from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.launching import add_resume_option, settle_resume
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.checks import check_recipe, runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -76,6 +76,7 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
             "RECIPE", "missing", "accelerate launch -m agentfactory.train RECIPE [key=value ...]", source=COMMAND_LINE
         )
     recipe = load_recipe(options.recipe, options.overrides)
+    check_recipe(recipe)
     if isinstance(recipe, StagedRecipe):
         raise SettingError(
             "stages", "train.py trains one stage", "run `agentfactory train` on it", source=options.recipe

@@ -20,8 +20,8 @@ from agentfactory.launching.child_processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.rollout.chains.agent_hooks import Turn
 from agentfactory.rollout.chains.context import check_context
+from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.config import AgentConfig, RolloutConfig
-from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Trajectory
 from tests.conftest import QUICKSTART

@@ -310,7 +310,7 @@ def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_option_is_among_the_commands() -> None:
     page = (DOCS / "commands.md").read_text(encoding="utf-8")
-    _, commands = make_parser(with_viewer=True)
+    _, commands = make_parser()
     for name, command in commands.choices.items():
         assert f"`agentfactory {name}" in page
         for action in command._actions:

@@ -187,6 +187,32 @@ def test_the_core_names_no_world() -> None:
     assert [name for name, text in core if quoted.search(text) or "agentfactory.worlds." in text] == []
 
 
+EXTENSIONS = {
+    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "doctor")},
+    "gateway": ("rollout.gateway",),
+    "sglang": ("rollout.inference.sglang",),
+    # also the tools and rewards that run models' code
+    "sandbox": (
+        "tools.sandbox",
+        *("tools.prebuilt.code_interpreter", "tools.prebuilt.shell"),
+        *("rollout.rewards.code_tests", "rollout.rewards.math_equal"),
+    ),
+}
+"""Extension -> its modules and folders. The core names them in strings, which are loaded on first use: entry points,
+tables of prebuilt tools and rewards, and `entry_points.load_named`."""
+
+
+def test_the_core_imports_no_extension() -> None:
+    def extension(module: str) -> str | None:
+        places = ((name, place) for name, known in EXTENSIONS.items() for place in known)
+        return next((name for name, place in places if f"{module}.".startswith(f"{place}.")), None)
+
+    found = imports()
+    assert {extension(module) for module in found} == {*EXTENSIONS, None}
+    core = {module: names for module, names in found.items() if extension(module) is None}
+    assert [f"{module} imports {name}" for module, names in core.items() for name in names if extension(name)] == []
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     try:
         [*TopologicalSorter({module: names - {module} for module, names in imports().items()}).static_order()]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
+from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.commands.options import answer_completion, completion_script, parse
 
 if TYPE_CHECKING:
@@ -101,9 +102,9 @@ def _ended_by(error: BaseException) -> int:
     from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.launcher import RunStopped
+    from agentfactory.launching.placement import PlacementError
     from agentfactory.launching.run_folder import RunFolderError
     from agentfactory.launching.run_results import MostChainsDroppedError
-    from agentfactory.placement.placement import PlacementError
 
     match error:
         case SettingError() | RunFolderError():
@@ -173,6 +174,7 @@ def _run(options: argparse.Namespace) -> int | None:
     # these imports do not load torch
     from agentfactory.launching.progress import tell_information
     from agentfactory.launching.run_folder import check_run_of, is_run
+    from agentfactory.recipe.checks import check_recipe
     from agentfactory.recipe.load import load_recipe
 
     if options.command == "eval" and options.url is not None:
@@ -183,7 +185,8 @@ def _run(options: argparse.Namespace) -> int | None:
     check_run_of(Path(options.recipe).expanduser())
     # a dry run's stdout is the recipe
     with tell_information(partial(print, file=sys.stderr)):
-        recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
+        recipe = load_recipe(options.recipe, options.overrides, options.command)
+        check_recipe(recipe, options.command, lacks)
     if options.dry_run:
         _show(recipe, options, lacks or [])
         return OK
@@ -224,9 +227,9 @@ def _run(options: argparse.Namespace) -> int | None:
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> None:
     """Print the resolved recipe, with comments on missing software and on the actions of the command."""
     from agentfactory.launching.launch_plan import describe_memory, plan_run
+    from agentfactory.launching.placement import place
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
-    from agentfactory.placement.placement import place
     from agentfactory.recipe.checks import (
         doubts,
         part_named,
@@ -264,9 +267,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
             for stage in stages_of(recipe):
                 if stage.model.lora is not None:
                     # it imports transformers
-                    from agentfactory.placement.meta_model import check_targets
-
-                    check_targets(stage)
+                    load_named("agentfactory.placement.meta_model:check_targets")(stage)
                 for doubt in doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)
@@ -296,13 +297,12 @@ def _new(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from agentfactory.doctor import run
-
     look = None
     if options.sample is not None:
         from agentfactory.commands.sample_command import sample
 
         look = partial(sample, options.recipe, options.overrides, options.sample, _say)
+    run = load_named("agentfactory.doctor:run")
     return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates, look=look) else FAILED
 
 
@@ -310,12 +310,6 @@ def _chat(options: argparse.Namespace) -> None:
     from agentfactory.commands.chat import run
 
     run(options)
-
-
-def _view(options: argparse.Namespace) -> None:
-    from agentfactory.viewer.view_command import run
-
-    run(options, _say)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -362,7 +356,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "new": _new,
     "doctor": _doctor,
     "chat": _chat,
-    "view": _view,
     "export": _export,
     "tools": _tools,
     "worlds": _worlds,

@@ -27,7 +27,7 @@ from agentfactory.base.messages import (
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.commands.options import json_object
 from agentfactory.commands.tried_servers import TriedServer, for_tools, model_view, open_each
-from agentfactory.recipe.checks import parts_of
+from agentfactory.recipe.checks import check_recipe, parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -101,6 +101,7 @@ def run(options: argparse.Namespace) -> None:
         ToolsUnchecked: `check` found no fault, but could not check everything, or a prompt is not that of a task.
     """
     whole = load_recipe(options.recipe, options.overrides, "tools")
+    check_recipe(whole, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
     parts = parts_of(recipe) if any(part.name for part in parts_of(recipe)) else [Part("data", recipe)]
     with TemporaryDirectory(prefix="agentfactory-images-") as images:

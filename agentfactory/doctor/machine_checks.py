@@ -18,12 +18,12 @@ from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.http.connections import raise_open_files
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.processes.sandbox_limits import SandboxSettings, SandboxUnavailable
 from agentfactory.base.user_code.entry_points import WORLDS
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.placement.placement import GPU_DRIVERS
+from agentfactory.launching.placement import GPU_DRIVERS
 from agentfactory.rollout.inference import concurrency
-from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import Sandbox
 
 _LITTLE_MEMORY = 3 * 2**30

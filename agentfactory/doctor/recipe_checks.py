@@ -20,7 +20,7 @@ from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.doctor.machine_checks import existing, gib
-from agentfactory.placement.placement import place
+from agentfactory.launching.placement import place
 from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
@@ -118,21 +118,17 @@ def check_format(recipe: Recipe) -> Iterator[Finding]:
         yield problem("format", error.without_fix, error.fix)
         return
     yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
-    if has_tasks(recipe) and not _has_own_loop(recipe):
+    # imported here, because it imports transformers
+    from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
+
+    # only an agent with its own loop knows its first prompt
+    if has_tasks(recipe) and not has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
         yield from _show_prompt(recipe)
 
 
 def has_tasks(recipe: Recipe) -> bool:
     """Return whether the recipe's tasks are in a local file."""
     return recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists()
-
-
-def _has_own_loop(recipe: Recipe) -> bool:
-    """Return whether an agent of the user's requests the turns, so that only it knows the first prompt."""
-    from agentfactory.rollout.gateway.client_agents import ClientAgent
-    from agentfactory.rollout.gateway.load_agent import load_agent
-
-    return isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent)
 
 
 def _show_prompt(recipe: Recipe) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.processes.environment import is_setting
@@ -21,8 +21,8 @@ from agentfactory.recipe.code_checks import (
     gives_reward,
     may_open_chains,
 )
-from agentfactory.recipe.composition import Composed, display
-from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.composition import display
+from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 from agentfactory.recipe.server_checks import check_engine, server_faults, sglang_faults
 from agentfactory.recipe.train_checks import Fault, Lack, check_training, placement_faults, refuse
 from agentfactory.rollout.chains.context import check_context
@@ -37,9 +37,6 @@ from agentfactory.tools.images.decode import is_path
 
 _TRIED_ROWS = 3
 
-Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
-"""The command that will use a recipe. `tools` needs no model and no data."""
-
 
 def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
     """Return whether agents run, which requires tools, rewards and a server."""
@@ -48,20 +45,36 @@ def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
     return purpose in ("rollout", "eval")
 
 
-def check(
-    recipe: Recipe,
-    purpose: Purpose,
-    composed: Composed,
-    prepared: Path | None,
-    after: str | None = None,
-    lacks: list[SettingError] | None = None,
+def check_recipe(
+    recipe: Recipe | StagedRecipe, purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> None:
-    """Raise SettingError for the first field that cannot work.
+    """Check the fields of a loaded recipe against each other, this machine's files and the user's code, which is
+    imported.
 
-    `prepared` is the folder that `prepare` will fill (None: there is no `prepare`). `after` is the stage that this one
-    continues: its checkpoint does not exist yet. With `lacks`, missing programs are appended to it instead of raised:
-    the recipe may be for another machine.
+    `purpose` is the command that will use the recipe: a server's settings are checked only if one is started. With
+    `lacks`, errors about missing programs and packages are appended to it instead of raised: the recipe may be for
+    another machine.
+
+    Raises SettingError for the first field that cannot work.
     """
+    with recipe.composed.located():
+        _check_prepare(recipe.prepare)
+    prepared = recipe.output / "prepared" if recipe.prepare else None
+    if isinstance(recipe, Recipe):
+        _check_run(recipe, purpose, prepared, None, lacks)
+        return
+    for before, stage in zip([None, *recipe.stages], recipe.stages, strict=False):
+        # the other commands use the last stage
+        used = purpose if purpose == "tools" or stage is recipe.stages[-1] else "train"
+        with recipe.composed.stage_named(stage.name):
+            _check_run(stage, used, prepared, before and before.name, lacks)
+
+
+def _check_run(
+    recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lacks: list[SettingError] | None
+) -> None:
+    """Check one run. `prepared` is the folder that `prepare` will fill (None: there is no `prepare`). `after` is the
+    stage that this one continues: its checkpoint does not exist yet."""
 
     def lack(field: str, problem: str, fix: str) -> None:
         error = SettingError(field, problem, fix)
@@ -69,7 +82,7 @@ def check(
             raise error
         lacks.append(error)
 
-    try:
+    with recipe.composed.located():
         _check(recipe, purpose, prepared, after, lack)
         for part in parts_of(recipe):
             if purpose != "tools":
@@ -96,8 +109,6 @@ def check(
         for part in _used_parts(recipe, purpose):
             with part_named(part):
                 _check_rows(part, purpose, prepared)
-    except SettingError as error:
-        raise error.at(source=error.source or composed.origin(error.field)) from error.__cause__
 
 
 def parts_of(recipe: Recipe) -> list[Part[Recipe]]:
@@ -169,26 +180,23 @@ def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
         raise SettingError(error.field, error.problem, fix, source=error.source or recipe.name) from error.__cause__
 
 
-def check_prepare(reference: str | None, composed: Composed) -> None:
+def _check_prepare(reference: str | None) -> None:
     """Check that the file of `prepare` defines its name, without running it: it may import torch."""
     if reference is None:
         return
-    source = composed.origin("prepare")
     file, colon, name = reference.rpartition(":")
     if not colon:
-        raise SettingError("prepare", f"got {reference!r}", "write FILE.py:NAME", source=source)
+        raise SettingError("prepare", f"got {reference!r}", "write FILE.py:NAME")
     if not Path(file).is_file():
-        raise SettingError(
-            "prepare", f"{display(Path(file))}: no such file", "name an existing Python file", source=source
-        )
+        raise SettingError("prepare", f"{display(Path(file))}: no such file", "name an existing Python file")
     try:
         body = ast.parse(Path(file).read_bytes(), file).body
     except SyntaxError as error:
-        raise SettingError("prepare", f"{error}", "correct the file", source=source) from None
+        raise SettingError("prepare", f"{error}", "correct the file") from None
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
     if name not in functions:
         problem = f"{display(Path(file))} defines no function {name!r}; it defines {', '.join(functions) or 'none'}"
-        raise SettingError("prepare", problem, "name a function (folder, seed) of that file", source=source)
+        raise SettingError("prepare", problem, "name a function (folder, seed) of that file")
 
 
 def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
@@ -273,11 +281,10 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
     check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
         # imported here, because it imports transformers
-        from agentfactory.rollout.gateway.client_agents import ClientAgent
-        from agentfactory.rollout.gateway.load_agent import load_agent
+        from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
 
         agent = load_agent(recipe.rollout.agent, Path.cwd())
-        if isinstance(agent, ClientAgent):
+        if has_own_loop(agent):
             agent.check_rows(tasks, section)
 
 

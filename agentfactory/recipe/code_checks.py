@@ -137,12 +137,10 @@ def _load_user_code(recipe: Recipe) -> None:
         if recipe.rollout.agent.name is not None and not recipe.rollout.agent.reports:
             _load(recipe.rollout.agent.name, "rollout.agent")
         # imported here, because it imports transformers
-        from agentfactory.rollout.gateway.client_agents import ClientAgent
-        from agentfactory.rollout.gateway.gateway_runner import check_recipe
-        from agentfactory.rollout.gateway.load_agent import load_agent
+        from agentfactory.rollout.chains.load_agent import check_own_loop, has_own_loop, load_agent
 
-        if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):
-            check_recipe(recipe.rollout, native)
+        if has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
+            check_own_loop(recipe.rollout, native)
             if context is not None:
                 problem = f"got {short(context)}, but rollout.agent has its own loop, and writes several prompts"
                 raise SettingError("teacher.context", problem, "remove it, or use the recipe's tools without an agent")

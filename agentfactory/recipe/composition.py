@@ -3,7 +3,8 @@
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,12 +29,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 @dataclass
 class Composed:
     """A recipe's mapping before validation. `origins` contains, per dotted leaf, the file or command line that set it;
-    `folders` are the folders of its files."""
+    `folders` are the folders of its files. All are equal, so that two files can hold equal recipes."""
 
-    source: str
-    data: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    folders: list[Path] = field(default_factory=list)
+    source: str = field(default="", compare=False)
+    data: dict[str, Any] = field(default_factory=dict, compare=False)
+    origins: dict[str, str] = field(default_factory=dict, compare=False)
+    folders: list[Path] = field(default_factory=list, compare=False)
 
     def merge(self, data: dict[str, Any], source: str) -> None:
         """Merge `data` into this mapping: mappings merge, everything else replaces. If a choice changes, drop options
@@ -70,6 +71,25 @@ class Composed:
                     return source
             name = name.rpartition(".")[0]
         return self.source
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Give errors without a source the one that set their field."""
+        try:
+            yield
+        except SettingError as error:
+            raise error.at(source=error.source or self.origin(error.field)) from error.__cause__
+
+    @contextmanager
+    def stage_named(self, stage: str) -> Iterator[None]:
+        """Give errors about fields of a stage that this recipe's file or the command line sets their names there; in a
+        stage's own file, they have their plain names."""
+        try:
+            yield
+        except SettingError as error:
+            if error.source not in (COMMAND_LINE, self.source):
+                raise
+            raise error.at(".".join(filter(None, (stage, error.field))), error.source) from error.__cause__
 
 
 def display(path: Path) -> str:

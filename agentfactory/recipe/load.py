@@ -1,4 +1,4 @@
-"""Load a recipe file and overrides as a `Recipe`: compose, validate, resolve and check it."""
+"""Load a recipe file and overrides as a `Recipe`: compose, validate and resolve it. recipe.checks checks it."""
 
 import json
 import os
@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from agentfactory.base.config import Section
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.processes.environment import name_variables
 from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.recipe.adapters import follow, take_over
-from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
     COMMAND_LINE,
     Composed,
@@ -27,9 +25,9 @@ from agentfactory.recipe.composition import (
     replace_prefixes,
 )
 from agentfactory.recipe.field_errors import did_you_mean, familiar, setting_error
-from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 
-SectionT = TypeVar("SectionT", bound=Section)
+RecipeT = TypeVar("RecipeT", Recipe, StagedRecipe)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
@@ -41,15 +39,13 @@ _FOR_TOOLS = {"model": {"path": NO_MODEL}, **_WITHOUT_TRAINING}
 """Values for required fields that a tools-only file may omit."""
 
 
-def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[SettingError] | None = None
-) -> Recipe | StagedRecipe:
-    """Compose, validate and resolve the recipe file `path`, without writing anything.
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train") -> Recipe | StagedRecipe:
+    """Compose, validate and resolve the recipe file `path`, without writing anything. Each field is valid then;
+    `checks.check_recipe` checks whether they fit together, this machine and the user's code.
 
     `overrides` are `key=value`. In a staged recipe, a key that begins with a stage's name applies to that stage;
     `name`, `output`, `prepare` and `seed` apply to the whole recipe; all others apply to every stage. `purpose` is the
-    command that will use the recipe: a server's settings are checked only if one is started. With `lacks`, errors
-    about missing programs and packages are appended to it instead of raised.
+    command that will use the recipe, which may need fewer fields.
 
     Raises SettingError, whose text names the file, the field, the value and the fix.
     """
@@ -57,7 +53,7 @@ def load_recipe(
     composed = compose(read_mapping(file, "", "recipe"), file)
     composed.data.setdefault("name", default_name(file))
     if "stages" in composed.data:
-        return _load_staged(composed, file, overrides, purpose, lacks)
+        return _load_staged(composed, file, overrides)
     for name, value in parse_overrides(overrides):
         override(composed, name, value)
     if purpose != "train":
@@ -68,8 +64,6 @@ def load_recipe(
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
     name_variables(recipe.env)
-    check_prepare(recipe.prepare, composed)
-    check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
     return recipe
 
 
@@ -81,9 +75,7 @@ def default_name(file: Path) -> str:
     return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 
 
-def _load_staged(
-    composed: Composed, file: Path, overrides: Sequence[str], purpose: Purpose, lacks: list[SettingError] | None
-) -> StagedRecipe:
+def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> StagedRecipe:
     entries = composed.data.pop("stages")
     if not isinstance(entries, list) or not entries:
         raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file", source=composed.source)
@@ -115,29 +107,14 @@ def _load_staged(
     _set_output(composed, file)
     whole = _validate(StagedRecipe, composed, f"{composed.data['output']}/prepared")
     append_folders(whole.import_path)
-    check_prepare(whole.prepare, composed)
-    prepared = whole.output / "prepared"
-    previous: str | None = None
     for name, stage in stages.items():
         _give_to_stage(whole, name, stage)
-        # the other commands use the last stage
-        stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
-        try:
+        with composed.stage_named(name):
             if whole.stages:
                 follow(stage, name, whole.stages[-1], whole.output)
             else:
                 _take_over(stage)
-            recipe = _validate(Recipe, stage, str(prepared))
-            name_variables(recipe.env)
-            check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
-        except SettingError as error:
-            if error.source in (COMMAND_LINE, composed.source):
-                field = ".".join(filter(None, (name, error.field)))
-                raise error.at(field, error.source) from None
-            # a stage's own file has the field under its plain name
-            raise
-        whole.stages.append(recipe)
-        previous = name
+            whole.stages.append(_validate(Recipe, stage, f"{whole.output}/prepared"))
     name_variables({name for stage in whole.stages for name in stage.env})
     return whole
 
@@ -168,10 +145,8 @@ def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
 
 
 def _take_over(composed: Composed) -> None:
-    try:
+    with composed.located():
         take_over(composed.data)
-    except SettingError as error:
-        raise error.at(source=composed.origin(error.field)) from None
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:
@@ -216,13 +191,14 @@ def _set_output(composed: Composed, file: Path) -> None:
     composed.data["output"] = os.path.abspath(os.path.expanduser(output))
 
 
-def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:
+def _validate(model: type[RecipeT], composed: Composed, prepared: str) -> RecipeT:
     drop_constants(composed.data)
     placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
     data = replace_prefixes(composed.data, placeholders)
-    try:
-        # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express
-        return model.model_validate_json(json.dumps(data, default=str), strict=True)
-    except ValidationError as errors:
-        error = setting_error(errors, data, model)
-        raise error.at(source=composed.origin(error.field)) from None
+    with composed.located():
+        try:
+            # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express
+            recipe = model.model_validate_json(json.dumps(data, default=str), strict=True)
+        except ValidationError as errors:
+            raise setting_error(errors, data, model) from None
+    return recipe.loaded_from(composed)

@@ -2,20 +2,36 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from agentfactory.base.config import Section
-from agentfactory.recipe.composition import HERE, replace_prefixes
+from agentfactory.recipe.composition import HERE, Composed, replace_prefixes
 from agentfactory.trainers.config import TrainRecipe
 
 MERGED = "merged"
 """Folder of a run, or of a stage, for the base with an adapter merged into it, on which it trains."""
 
+Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
+"""The command that will use a recipe. `tools` needs no model and no data."""
 
-class Recipe(TrainRecipe):
+
+class _Loaded(Section):
+    _composed: Composed = PrivateAttr(default_factory=Composed)
+
+    @property
+    def composed(self) -> Composed:
+        """The mapping that the recipe was loaded from, for the sources of its fields."""
+        return self._composed
+
+    def loaded_from(self, composed: Composed) -> Self:
+        self._composed = composed
+        return self
+
+
+class Recipe(_Loaded, TrainRecipe):
     """One run. Paths are absolute, except hub names."""
 
     name: str
@@ -35,7 +51,7 @@ class Recipe(TrainRecipe):
         return _dump(self.model_dump(mode="json"), self.output, whole or self.output)
 
 
-class StagedRecipe(Section):
+class StagedRecipe(_Loaded):
     """Recipes that run in order, each from the previous one's checkpoint, in folders `<output>/<stage>`."""
 
     name: str

@@ -15,10 +15,10 @@ from agentfactory.base.errors import SettingError
 from agentfactory.commands import main
 from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
+from agentfactory.launching.placement import Placement, place
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import MARGIN, Gpu, Machine
 from agentfactory.placement.meta_model import SHAPES, NoConfigError, load_config
-from agentfactory.placement.placement import Placement, place
 from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
 from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
@@ -345,8 +345,8 @@ def test_what_may_not_fit_is_told(
 
 
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.placement.placement.GPU_DRIVERS", ())
-    monkeypatch.setattr("agentfactory.placement.placement._ask", lambda *_: pytest.fail("a child would import torch"))
+    monkeypatch.setattr("agentfactory.launching.placement.GPU_DRIVERS", ())
+    monkeypatch.setattr("agentfactory.launching.placement._ask", lambda *_: pytest.fail("a child would import torch"))
     asked = load_recipe("recipe.yaml")
     assert isinstance(asked, Recipe)
     assert place([asked], "train") == [Placement()]

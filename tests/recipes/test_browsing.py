@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.placement.placement import place
+from agentfactory.launching.placement import place
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.placement.placement import Placement, place
+from agentfactory.launching.placement import Placement, place
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY

@@ -156,6 +156,9 @@ class Runner(ABC):
     """Base class of runners: runs chains of one recipe, at most `rollout.concurrency` at a time. Subclasses choose the
     source of the turns."""
 
+    own_loop = False
+    """True if an agent with its own loop requests the turns."""
+
     def __init__(
         self,
         recipe: RolloutRecipe,

@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 from agentfactory.base.messages import EnvironmentReward
+from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards.scoring import Rewards
@@ -29,7 +30,5 @@ def _folders(recipe: RolloutRecipe, base: Path) -> Callable[[Task], AbstractAsyn
     config = recipe.rollout.agent
     if config is None or not config.command:
         return None
-    # imported here, because it is slow to import and few recipes need it
-    from agentfactory.rollout.gateway.program_agent import ProgramAgent
-
-    return ProgramAgent(config, base).first_folder
+    folders: Callable[[Task], AbstractAsyncContextManager[Path]] = load_agent(config, base).first_folder
+    return folders
