@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.user_code.entry_points import COMMANDS, SOURCES, WORLDS, registered
-from benchmarks.house import size
+from benchmarks.house import loaded, size
 from tests.conftest import REPOSITORY
 
 LINKS = ("rollout", "tools", "trainers")
@@ -167,6 +167,11 @@ LINES = {"core": 63_750, "all": 84_100, "files": 526, "tests": 77_700}
 @pytest.mark.processes
 def test_the_house_does_not_grow() -> None:
     assert {name: count for name, count in size().items() if count > LINES[name]} == {}
+
+
+@pytest.mark.processes
+def test_loading_a_recipe_imports_few_modules() -> None:
+    assert loaded() <= 40
 
 
 MOST_ENTRIES = 16

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.recipe.load import load_recipe
 from agentfactory.trainers.sync.backends import BACKENDS, backend_of
 from tests.conftest import QUICKSTART, REPOSITORY
-from tests.project import Command
+from tests.project import Command, load_and_check
 from tests.test_own_algorithm import write_page
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -31,14 +30,14 @@ class OneGpu:
 def test_what_a_class_says_of_itself(project: Path) -> None:
     write_page(PAGE, project)
     (project / "own.py").write_text(OWN)
-    ours = load_recipe("recipe.yaml")
+    ours = load_and_check("recipe.yaml")
     assert backend_of(ours) == BACKENDS["file"]
-    assert backend_of(load_recipe("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
-    copied = load_recipe("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
+    assert backend_of(load_and_check("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
+    copied = load_and_check("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
     made = backend_of(copied)
     assert (made.routes, made.transfer, made.devices) == (BACKENDS["file"].routes, "file", "any")
     settings = ["model.lora.rank=8", "sync.backend=own.py:Adapters", "sync.options.speed=1", "server.engine=vllm"]
-    adapters = backend_of(load_recipe("recipe.yaml", settings, lacks=[]))
+    adapters = backend_of(load_and_check("recipe.yaml", settings, lacks=[]))
     assert (adapters.adapters, adapters.routes, adapters.transfer) == (True, ("/v1/load_lora_adapter",), None)
 
 
@@ -64,7 +63,7 @@ def test_backends_that_are_refused(project: Path, overrides: list[str], told: st
     write_page(PAGE, project)
     (project / "own.py").write_text(OWN)
     with pytest.raises(SettingError, match=told):
-        load_recipe("recipe.yaml", overrides, lacks=[])
+        load_and_check("recipe.yaml", overrides, lacks=[])
 
 
 @pytest.mark.parametrize(

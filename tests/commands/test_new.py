@@ -12,9 +12,9 @@ from agentfactory.base.errors import SettingError
 from agentfactory.commands.main import main
 from agentfactory.commands.new import TEMPLATES, write_task
 from agentfactory.launching.prepare import prepare
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.forked import TRAINER, Forked, start_engine
+from tests.project import load_and_check
 
 pytestmark = pytest.mark.processes
 
@@ -105,7 +105,7 @@ def test_no_held_out_task_is_trained(folder: Path) -> None:
 def test_the_tiny_recipe_trains_to_a_reward(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the stages as `agentfactory train` runs them; the command itself, and how well it learns: tests/learn/learn_new.py
     monkeypatch.chdir(tmp_path)
-    recipe = load_recipe(folder / "tiny" / "recipe.yaml", SHORT)
+    recipe = load_and_check(folder / "tiny" / "recipe.yaml", SHORT)
     assert isinstance(recipe, StagedRecipe)
     assert recipe.prepare is not None
     prepare(recipe.prepare, recipe.output / "prepared", recipe.seed)

@@ -13,10 +13,10 @@ from PIL import Image
 
 from agentfactory.base.findings import Finding, Severity
 from agentfactory.doctor.coordinate_checks import check_coordinates, pictures, scores
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
+from tests.project import load_and_check
 from tests.seeing_server import SeeingServer
 from tests.vision_models import KINDS, make_vision_model, vision_tokenizer
 
@@ -72,7 +72,7 @@ def recipe_of(folder: Path, model: Path, url: str | None, coordinates: str) -> R
         "train": {"steps": 1},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return load_recipe(str(folder / "recipe.yaml"), [], "train", [])
+    return load_and_check(str(folder / "recipe.yaml"), [], "train", [])
 
 
 async def asked(folder: Path, kind: str, way: Coordinates, coordinates: str = "auto") -> list[Finding]:

@@ -18,18 +18,18 @@ from agentfactory.base.findings import Finding, Severity
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks as doctor_machine
 from agentfactory.doctor import recipe_checks as doctor_recipe
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.inference import concurrency
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
 from tests.chat_tokenizers import make_tokenizer, trl_template
+from tests.project import load_and_check
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def load(*overrides: str) -> Recipe:
     """The project's recipe, as doctor reads it."""
-    recipe = load_recipe("recipe.yaml", overrides, "train", [])
+    recipe = load_and_check("recipe.yaml", overrides, "train", [])
     assert isinstance(recipe, Recipe)
     return recipe
 

@@ -22,8 +22,8 @@ from agentfactory.placement.meta_model import SHAPES, NoConfigError, load_config
 from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
 from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from tests.project import load_and_check
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -310,7 +310,7 @@ def test_refused_whatever_devices_there_are(project: Path, case: str, monkeypatc
     overrides, field, fix = REFUSED[case]
     engine = [] if "url" in field else ["server.engine=vllm"]
     with pytest.raises(SettingError, match=fix) as caught:
-        load_recipe("recipe.yaml", [*engine, *overrides], purpose="train")
+        load_and_check("recipe.yaml", [*engine, *overrides], purpose="train")
     assert caught.value.field == field
 
 
@@ -335,7 +335,7 @@ def test_what_may_not_fit_is_told(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placement, said = Placement(table="the table", warning="does not fit"), []
-    asked = load_recipe("recipe.yaml")
+    asked = load_and_check("recipe.yaml")
     assert isinstance(asked, Recipe)
     said += placement.describe()
     assert said == ["the table", "warning: does not fit"]
@@ -347,14 +347,14 @@ def test_what_may_not_fit_is_told(
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentfactory.launching.placement.GPU_DRIVERS", ())
     monkeypatch.setattr("agentfactory.launching.placement._ask", lambda *_: pytest.fail("a child would import torch"))
-    asked = load_recipe("recipe.yaml")
+    asked = load_and_check("recipe.yaml")
     assert isinstance(asked, Recipe)
     assert place([asked], "train") == [Placement()]
     assert Placement().for_trainer(asked) == asked
 
 
 def test_what_the_processes_are_told(project: Path) -> None:
-    asked = load_recipe("recipe.yaml")
+    asked = load_and_check("recipe.yaml")
     assert isinstance(asked, Recipe)
     placement = Placement(
         mode="split", on_gpu=True, trainer_devices="0", gpu_memory_utilization=0.4, sync="ipc", trainer_bytes=0
@@ -414,7 +414,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 ) -> None:
     refused = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [refused] * len(recipes))
-    asked, before, said = load_recipe("recipe.yaml"), sorted(project.rglob("*")), []
+    asked, before, said = load_and_check("recipe.yaml"), sorted(project.rglob("*")), []
     with pytest.raises(SettingError, match="does not fit; fix: a smaller model"):
         launcher.train(asked, False, None, said.append)
     assert said == ["the table"]
@@ -433,12 +433,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str, is_there: bool
 ) -> None:
-    asked = load_recipe("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
+    asked = load_and_check("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
     assert isinstance(asked, Recipe)
     planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
     monkeypatch.setattr(plan, "may_have_gpu", lambda: False)
-    first = load_recipe("recipe.yaml", ["name=first"])
+    first = load_and_check("recipe.yaml", ["name=first"])
     assert isinstance(first, Recipe)
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
     (project / "model" / "config.json").write_text("{}")

@@ -16,8 +16,8 @@ from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.meta_model import check_targets
 from agentfactory.recipe.checks import doubts
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from tests.project import load_and_check
 
 FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 
@@ -53,13 +53,13 @@ def make_adapter(project: Path) -> Make:
 
 
 def both(*overrides: str) -> StagedRecipe:
-    recipe = load_recipe("both.yaml", overrides)
+    recipe = load_and_check("both.yaml", overrides)
     assert isinstance(recipe, StagedRecipe)
     return recipe
 
 
 def single(*overrides: str) -> Recipe:
-    recipe = load_recipe("recipe.yaml", overrides)
+    recipe = load_and_check("recipe.yaml", overrides)
     assert isinstance(recipe, Recipe)
     return recipe
 
@@ -173,7 +173,7 @@ def test_a_saved_recipe_of_stages_goes_on_in_the_same_way(stages: Path) -> None:
     for settings in ([], ["second.model.lora.rank=4"]):
         recipe = both(*settings)
         (stages / "saved.yaml").write_text(recipe.to_yaml())
-        assert load_recipe("saved.yaml") == recipe
+        assert load_and_check("saved.yaml") == recipe
         assert "${output}/" not in recipe.to_yaml(), "--overwrite would refuse it"
 
 
@@ -191,7 +191,7 @@ def test_a_folder_of_peft_gives_the_fields_that_are_left_out(make_adapter: Make)
     assert plan_run(recipe, None).stages[0].recipe == recipe
     assert not any("lora" in doubt for doubt in doubts(recipe))
     (Path("saved.yaml")).write_text(recipe.to_yaml())
-    assert load_recipe("saved.yaml") == recipe
+    assert load_and_check("saved.yaml") == recipe
 
 
 def test_an_adapter_that_differs_is_merged(make_adapter: Make, project: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_run_from_a_merged_model_resumes_with_the_same_adapter_only(make_adapt
     (resumed,) = plan_run(single(given), "auto").stages
     assert resumed.state is State.STARTED
     saved = str(stage.folder.recipe)
-    again, elsewhere = (load_recipe(saved, [f"output={output}"]) for output in (stage.folder.path, "other"))
+    again, elsewhere = (load_and_check(saved, [f"output={output}"]) for output in (stage.folder.path, "other"))
     assert isinstance(again, Recipe)
     assert isinstance(elsewhere, Recipe)
     assert again.model == elsewhere.model == stage.recipe.model, "the merged model is the run's, wherever it runs again"

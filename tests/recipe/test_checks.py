@@ -8,9 +8,9 @@ import pytest
 
 from agentfactory import Agent
 from agentfactory.base.errors import SettingError
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ALGORITHMS
+from tests.project import load_and_check
 
 GIGPO = "train.advantage.estimator=gigpo; train.advantage.options.anchors=observation"
 TEACHER = "teacher.model=Qwen/Qwen2.5-7B-Instruct"
@@ -215,7 +215,7 @@ def conversations(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refuses(settings: str, field: str, told: str) -> None:
     with pytest.raises(SettingError) as caught:
-        load_recipe("recipe.yaml", settings.split("; "), purpose="train")
+        load_and_check("recipe.yaml", settings.split("; "), purpose="train")
     assert caught.value.field == field
     assert told in str(caught.value)
 
@@ -274,17 +274,17 @@ def test_sglang_refuses(project: Path, settings: str, field: str, told: str) -> 
     ],
 )
 def test_accepted(settings: str) -> None:
-    load_recipe("recipe.yaml", settings.split("; "), purpose="train")
+    load_and_check("recipe.yaml", settings.split("; "), purpose="train")
 
 
 def test_a_running_server_needs_no_sglang_here() -> None:
-    recipe = load_recipe("recipe.yaml", ["server.engine=sglang", ATTACH], purpose="train")
+    recipe = load_and_check("recipe.yaml", ["server.engine=sglang", ATTACH], purpose="train")
     assert isinstance(recipe, Recipe)
     assert not recipe.server.starts
 
 
 def test_a_program_without_a_sandbox_is_one_in_every_process_of_a_run(project: Path) -> None:
-    recipe = load_recipe("recipe.yaml", ["rollout.agent={command: [ls], options: {sandbox: none}}"], purpose="train")
+    recipe = load_and_check("recipe.yaml", ["rollout.agent={command: [ls], options: {sandbox: none}}"], purpose="train")
     assert isinstance(recipe, Recipe)
     # as the launcher, the trainer and the worker pass it on
     assert Recipe.model_validate(recipe.model_dump(mode="json")).rollout.agent == recipe.rollout.agent
@@ -296,25 +296,25 @@ def test_a_teacher_is_a_whole_model(project: Path) -> None:
     with pytest.raises(
         SettingError, match=r"teacher\.model: strong has no config\.json; fix: name a folder with a model"
     ):
-        load_recipe("recipe.yaml", overrides, purpose="train")
+        load_and_check("recipe.yaml", overrides, purpose="train")
     (project / "strong" / "adapter_config.json").write_text("{}")
     with pytest.raises(
         SettingError, match=r"teacher\.model: strong holds a LoRA adapter, .* fix: `agentfactory export`"
     ):
-        load_recipe("recipe.yaml", overrides, purpose="train")
+        load_and_check("recipe.yaml", overrides, purpose="train")
     (project / "strong" / "config.json").write_text("{}")
-    load_recipe("recipe.yaml", overrides, purpose="train")
+    load_and_check("recipe.yaml", overrides, purpose="train")
 
 
 def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
     overrides = ["train.vision=1e-6"]
-    load_recipe("recipe.yaml", overrides)  # nothing is known of the model
+    load_and_check("recipe.yaml", overrides)  # nothing is known of the model
     config = project / "model" / "config.json"
     config.write_text('{"model_type": "qwen3"}')
     with pytest.raises(SettingError, match=r"train\.vision: got 1e-06, but .*model accepts only text; fix: remove it"):
-        load_recipe("recipe.yaml", overrides)
+        load_and_check("recipe.yaml", overrides)
     config.write_text('{"model_type": "omni", "thinker_config": {"vision_config": {}}}')
-    load_recipe("recipe.yaml", overrides)
+    load_and_check("recipe.yaml", overrides)
 
 
 def test_an_agent_s_own_server_refuses_it_too() -> None:
@@ -326,18 +326,18 @@ def test_chains_longer_than_the_models_positions_allow(project: Path) -> None:
     config = project / "model" / "config.json"
     config.write_text('{"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}')
     with pytest.raises(SettingError, match=r"got 8192: with longrope .*_len=4096 and rollout") as caught:
-        load_recipe("recipe.yaml", ["server.max_model_len=8192"], purpose="train")
+        load_and_check("recipe.yaml", ["server.max_model_len=8192"], purpose="train")
     assert caught.value.field == "server.max_model_len"
     short = ["server.max_model_len=4096", "rollout.max_total_tokens=4096"]
-    load_recipe("recipe.yaml", short, purpose="train")
+    load_and_check("recipe.yaml", short, purpose="train")
     # a teacher reads chains, and is on another server
     (project / "teacher").mkdir()
     (project / "teacher" / "config.json").write_text(config.read_text())
     config.write_text("{}")
     taught = ["server.max_model_len=8192", "teacher.model=teacher"]
-    load_recipe("recipe.yaml", [*taught, "rollout.max_total_tokens=4096"], purpose="train")
+    load_and_check("recipe.yaml", [*taught, "rollout.max_total_tokens=4096"], purpose="train")
     with pytest.raises(SettingError, match=r"rollout.max_total_tokens: got 8192: .*; fix: use rollout.max_total_token"):
-        load_recipe("recipe.yaml", [*taught, "rollout.max_total_tokens=8192"], purpose="train")
+        load_and_check("recipe.yaml", [*taught, "rollout.max_total_tokens=8192"], purpose="train")
 
 
 @pytest.mark.parametrize(
@@ -352,11 +352,11 @@ def test_chains_longer_than_the_models_positions_allow(project: Path) -> None:
 )
 def test_a_damaged_configuration_is_named_when_the_model_is_loaded(project: Path, text: str) -> None:
     (project / "model" / "config.json").write_text(text)
-    load_recipe("recipe.yaml", ["server.max_model_len=8192"], purpose="train")
+    load_and_check("recipe.yaml", ["server.max_model_len=8192"], purpose="train")
 
 
 def test_a_variable_of_accelerate_is_refused_with_the_recipe(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
     with pytest.raises(SettingError, match=r"ACCELERATE_DYNAMO_BACKEND: got 'inductor' .*, set train.compile$"):
-        load_recipe("recipe.yaml", [], purpose="train")
-    load_recipe("recipe.yaml", [], purpose="eval")
+        load_and_check("recipe.yaml", [], purpose="train")
+    load_and_check("recipe.yaml", [], purpose="eval")

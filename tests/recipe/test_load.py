@@ -10,8 +10,9 @@ import yaml
 from agentfactory.base.errors import SettingError
 from agentfactory.recipe.checks import Purpose
 from agentfactory.recipe.composition import RECIPES, resolve_saved
-from agentfactory.recipe.load import default_name, load_recipe
+from agentfactory.recipe.load import default_name
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from tests.project import load_and_check
 
 TASK = '{"question": "1 + 1?", "answer": "2"}\n'
 CONVERSATION = '{"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}\n'
@@ -24,13 +25,13 @@ def write(path: Path, text: str) -> Path:
 
 
 def single(path: Path | str, *overrides: str, **more) -> Recipe:
-    recipe = load_recipe(path, overrides, **more)
+    recipe = load_and_check(path, overrides, **more)
     assert isinstance(recipe, Recipe)
     return recipe
 
 
 def staged(path: Path | str, *overrides: str, **more) -> StagedRecipe:
-    recipe = load_recipe(path, overrides, **more)
+    recipe = load_and_check(path, overrides, **more)
     assert isinstance(recipe, StagedRecipe)
     return recipe
 
@@ -94,7 +95,7 @@ def test_what_is_no_yaml_is_named_by_file_and_line(project: Path, text: str, mes
     write(project / "child.yaml", "extends: broken.yaml\n")
     for file in ("broken.yaml", "child.yaml"):
         with pytest.raises(SettingError) as caught:
-            load_recipe(file, [])
+            load_and_check(file, [])
         assert str(caught.value).startswith(f"broken.yaml: not YAML: {message}")
         assert "<unicode string>" not in str(caught.value)
 
@@ -102,7 +103,7 @@ def test_what_is_no_yaml_is_named_by_file_and_line(project: Path, text: str, mes
 @pytest.mark.parametrize("value", ["[a", "'a", "%a", "{a: 1, a: 2}", "2024-13-45", "\x07"])
 def test_an_override_that_is_no_yaml_is_named(project: Path, value: str) -> None:
     with pytest.raises(SettingError, match=r"^command line: name: .* is not YAML: line 1.*'name=\"TEXT\"'$") as caught:
-        load_recipe("recipe.yaml", [f"name={value}"])
+        load_and_check("recipe.yaml", [f"name={value}"])
     assert "<unicode string>" not in str(caught.value)
 
 
@@ -110,7 +111,7 @@ def test_circular_extends_is_refused(project: Path) -> None:
     write(project / "a.yaml", "extends: b.yaml\n")
     write(project / "b.yaml", "extends: a.yaml\n")
     with pytest.raises(SettingError, match="extends"):
-        load_recipe("a.yaml")
+        load_and_check("a.yaml")
 
 
 @pytest.mark.parametrize(
@@ -135,14 +136,14 @@ def test_numbers_as_people_write_them(project: Path, text: str, value: float | N
 )
 def test_a_quoted_number_is_told_to_lose_its_quotes(project: Path, setting: str, told: str) -> None:
     with pytest.raises(SettingError) as caught:
-        load_recipe("recipe.yaml", [setting])
+        load_and_check("recipe.yaml", [setting])
     assert str(caught.value) == f"command line: {setting.partition('=')[0]}: {told}"
 
 
 def test_a_python_file_is_no_recipe(project: Path) -> None:
     write(project / "mine.py", "def f(x) -> int:\n    return 1\n")
     with pytest.raises(SettingError, match=r"mine\.py is a Python file; fix: .*`tools: \[mine\.py:NAME\]`"):
-        load_recipe("mine.py", purpose="tools")
+        load_and_check("mine.py", purpose="tools")
 
 
 def test_overrides_reach_every_depth(project: Path) -> None:
@@ -228,7 +229,7 @@ def test_the_resolved_recipe_runs_as_it_stands(project: Path, monkeypatch: pytes
     recipe = single("recipe.yaml", "prepare=make.py:make", "model.path=${prepared}/model", "seed=3")
     stored = write(project / "far" / "away" / "recipe.yaml", recipe.to_yaml())
     monkeypatch.chdir("/")
-    assert load_recipe(stored) == recipe
+    assert load_and_check(stored) == recipe
     # another output takes what is prepared along
     moved = single(stored, f"output={project}/other")
     assert moved.model.path == str(project / "other" / "prepared" / "model")
@@ -267,12 +268,12 @@ def test_overrides_reach_one_stage_or_all(stages: Path) -> None:
 def test_a_resolved_staged_recipe_runs_as_it_stands(stages: Path, project: Path) -> None:
     recipe = staged(stages, "seed=4")
     stored = write(project / "far" / "recipe.yaml", recipe.to_yaml())
-    assert load_recipe(stored) == recipe
+    assert load_and_check(stored) == recipe
     stage = recipe.stages[0]
     prepared = recipe.output / "prepared"
     (prepared / "model").mkdir(parents=True)
     write(prepared / "talks.jsonl", CONVERSATION)
-    assert load_recipe(write(project / "stage.yaml", stage.to_yaml())) == stage
+    assert load_and_check(write(project / "stage.yaml", stage.to_yaml())) == stage
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_a_resolved_staged_recipe_runs_as_it_stands(stages: Path, project: Path)
 def test_broken_stages(stages: Path, project: Path, text: str, field: str) -> None:
     broken = write(project / "broken.yaml", text + "\n")
     with pytest.raises(SettingError) as caught:
-        load_recipe(broken)
+        load_and_check(broken)
     assert caught.value.field == field
 
 
@@ -300,15 +301,15 @@ def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, proje
         ("rl.data.path=none.jsonl", "command line: rl.data.path: "),
     ):
         with pytest.raises(SettingError, match=f"^{named}"):
-            load_recipe(stages, [setting])
+            load_and_check(stages, [setting])
     inline = {**yaml.safe_load((project / "warm.yaml").read_text()), "name": "warm", "train": {"algorithm": "sft"}}
     whole = write(project / "inline.yaml", yaml.safe_dump({"prepare": "make.py:make", "stages": [inline]}))
     with pytest.raises(SettingError, match=r"^inline\.yaml: warm\.train\.steps: missing"):
-        load_recipe(whole)
+        load_and_check(whole)
     text = (project / "warm.yaml").read_text()
     write(project / "warm.yaml", text.replace("steps: 5", "steps: -5"))
     with pytest.raises(SettingError, match=r"^warm\.yaml: train\.steps: got -5"):
-        load_recipe(stages)
+        load_and_check(stages)
 
 
 def test_a_saved_recipe_may_have_fields_that_have_become_constants(project: Path) -> None:
@@ -318,9 +319,9 @@ def test_a_saved_recipe_may_have_fields_that_have_become_constants(project: Path
     data["rollout"]["curriculum"] |= {"solved": 0.95, "hopeless": 0.05}
     assert resolve_saved(data, project)["track"] == recipe.track.model_dump()
     saved = write(project / "saved.yaml", yaml.safe_dump(data))
-    assert load_recipe(saved) == recipe
+    assert load_and_check(saved) == recipe
     with pytest.raises(SettingError, match=r"track\.credit: unknown key"):
-        load_recipe(saved, ["track.credit=false"])
+        load_and_check(saved, ["track.credit=false"])
 
 
 def test_a_recipe_needs_no_training_except_to_train(project: Path) -> None:
@@ -329,24 +330,24 @@ def test_a_recipe_needs_no_training_except_to_train(project: Path) -> None:
     (project / "recipe.yaml").write_text(yaml.safe_dump(data))
     for purpose in get_args(Purpose):
         if purpose != "train":
-            load_recipe("recipe.yaml", purpose=purpose)
+            load_and_check("recipe.yaml", purpose=purpose)
     with pytest.raises(SettingError, match="train: missing"):
-        load_recipe("recipe.yaml")
+        load_and_check("recipe.yaml")
 
 
 def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "tasks.jsonl").write_text("[1]\n")
     with pytest.raises(SettingError, match=r"data\.path: row 1 of .* is a list, not an object; fix: correct it"):
-        load_recipe("recipe.yaml")
+        load_and_check("recipe.yaml")
     (project / "tasks.jsonl").write_bytes(b'{"question": "caf\xe9"}\n')
     with pytest.raises(SettingError, match=r"data\.path: .*tasks\.jsonl:1 is not UTF-8: .*; fix: save it as UTF-8"):
-        load_recipe("recipe.yaml")
+        load_and_check("recipe.yaml")
     # who does not use them does not read them
-    load_recipe("recipe.yaml", purpose="eval")
-    load_recipe("recipe.yaml", ["data=null"], purpose="serve")
-    load_recipe("recipe.yaml", ["train.from_trajectories=heldout.jsonl"])
+    load_and_check("recipe.yaml", purpose="eval")
+    load_and_check("recipe.yaml", ["data=null"], purpose="serve")
+    load_and_check("recipe.yaml", ["train.from_trajectories=heldout.jsonl"])
     monkeypatch.setattr("agentfactory.rollout.data.files._MOST_BYTES", 3)
-    load_recipe("recipe.yaml")
+    load_and_check("recipe.yaml")
 
 
 def test_images_that_are_not_there_are_told_before_anything_starts(project: Path) -> None:
@@ -356,14 +357,14 @@ def test_images_that_are_not_there_are_told_before_anything_starts(project: Path
         rows = [{"question": "?", "images": ["seen.png", "data:image/png;base64,AAAA"]}, lost]
         (project / "tasks.jsonl").write_text("".join(json.dumps({**row, "answer": "2"}) + "\n" for row in rows))
         with pytest.raises(SettingError, match=r"data: row 2: the image lost\.png: no such file; fix: correct it"):
-            load_recipe("recipe.yaml")
+            load_and_check("recipe.yaml")
 
 
 @pytest.mark.processes
 def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
     programs = ["mcp_servers.a.command=no-such-program", "server.engine=vllm"]
     lacks: list[SettingError] = []
-    load_recipe("recipe.yaml", programs, lacks=lacks)
+    load_and_check("recipe.yaml", programs, lacks=lacks)
     program, vllm = map(str, lacks)
     assert program.startswith("mcp_servers.a.command: no program 'no-such-program'; fix: install it")
     assert vllm.startswith("server.engine: got 'vllm', which is not installed")
@@ -374,12 +375,12 @@ def test_a_program_that_is_not_executable_is_named(project: Path, section: str) 
     script = project / "program.sh"
     script.write_text("#!/bin/sh\n")
     with pytest.raises(SettingError, match=rf"command.*: {script} is not executable; fix: chmod \+x {script}$"):
-        load_recipe("recipe.yaml", ["tools=[]", section % script], lacks=[])
+        load_and_check("recipe.yaml", ["tools=[]", section % script], lacks=[])
     found = (
         rf"no program 'program.sh' is on PATH, but .* has such a file; fix: give its full path, {script}, after chmod"
     )
     with pytest.raises(SettingError, match=found):
-        load_recipe("recipe.yaml", ["tools=[]", section % "program.sh"], lacks=[])
+        load_and_check("recipe.yaml", ["tools=[]", section % "program.sh"], lacks=[])
 
 
 def test_a_question_without_text_is_refused_unless_something_else_gives_the_task(project: Path) -> None:
@@ -388,8 +389,8 @@ def test_a_question_without_text_is_refused_unless_something_else_gives_the_task
     with pytest.raises(
         SettingError, match=r"data: row 2: question has no text, .*; fix: write the task there, or leave"
     ):
-        load_recipe("recipe.yaml", given)
-    load_recipe("recipe.yaml", [*given, "rollout.system_prompt=Add 1 and 1."])
+        load_and_check("recipe.yaml", given)
+    load_and_check("recipe.yaml", [*given, "rollout.system_prompt=Add 1 and 1."])
     write(
         project / "world.py",
         """
@@ -402,10 +403,10 @@ class World(Environment):
         \"\"\"Look.\"\"\"
 """,
     )
-    load_recipe("recipe.yaml", [*given, "tools=['world.py:World']"])
+    load_and_check("recipe.yaml", [*given, "tools=['world.py:World']"])
     write(project / "data.jsonl", '{"messages": [{"role": "user", "content": ""}], "answer": "2"}\n')
     with pytest.raises(SettingError, match="data: row 1: messages has no text"):
-        load_recipe("recipe.yaml", given)
+        load_and_check("recipe.yaml", given)
 
 
 def test_user_code_imports_from_the_folders_of_the_recipes_files(project: Path) -> None:

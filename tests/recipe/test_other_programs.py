@@ -8,9 +8,9 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.recipe.field_errors import _all_names, familiar_names
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 
 TIME = {"command": "python", "args": ["-m", "mcp_server_time"]}
 FAR = {"url": "http://127.0.0.1:8/mcp"}
@@ -154,7 +154,7 @@ def whole(folder: Path, block: str) -> Path:
 
 
 def servers(file: Path, purpose: Any = "train") -> dict[str, Any]:
-    recipe = load_recipe(file, purpose=purpose, lacks=[])
+    recipe = load_and_check(file, purpose=purpose, lacks=[])
     assert isinstance(recipe, Recipe)
     found = {name: server.model_dump(exclude_unset=True) for name, server in recipe.mcp_servers.items()}
     for server in found.values():
@@ -199,7 +199,7 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
 ) -> None:
     file = whole(tmp_path, f'{{"mcpServers": {{"s": {{"command": "python", {entry}}}}}}}')
     with pytest.raises(SettingError) as error:
-        load_recipe(file)
+        load_and_check(file)
     assert error.value.field == f"mcpServers.s.{field}"
     assert problem in error.value.problem
     assert fix in error.value.fix
@@ -210,13 +210,13 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
     "args", ['["-c", "echo ${HOME} ${workspaceFolders}"]', '["${chain}/a", "${prepared}/b", "${output}", "$HOME"]']
 )
 def test_what_a_program_or_a_recipe_fills_in_itself_is_left_alone(args: str, tmp_path: Path) -> None:
-    assert load_recipe(whole(tmp_path, f"mcp_servers: {{s: {{command: bash, args: {args}}}}}"), lacks=[])
+    assert load_and_check(whole(tmp_path, f"mcp_servers: {{s: {{command: bash, args: {args}}}}}"), lacks=[])
 
 
 def test_a_server_of_two_blocks_is_named(tmp_path: Path) -> None:
     block = 'mcp_servers: {a: {command: x}}\nmcpServers: {"a": {"command": "y"}}'
     with pytest.raises(SettingError, match=r"mcpServers\.a: mcp_servers has a 'a' too; fix: keep one of the two"):
-        load_recipe(whole(tmp_path, block))
+        load_and_check(whole(tmp_path, block))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_server_of_two_blocks_is_named(tmp_path: Path) -> None:
 )
 def test_json_that_is_no_yaml_is_explained(text: str, fix: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=f"not YAML: .*fix: {fix}"):
-        load_recipe(whole(tmp_path, text))
+        load_and_check(whole(tmp_path, text))
 
 
 def fields_of(text: str) -> list[str]:
@@ -275,7 +275,7 @@ def test_a_familiar_name_is_refused_with_ours(setting: str, fix: str, tmp_path: 
     lines = [line for line in file.read_text().splitlines() if not line.startswith(f"{key}:")]
     file.write_text("\n".join([*lines, setting]))
     with pytest.raises(SettingError) as error:
-        load_recipe(file)
+        load_and_check(file)
     assert error.value.fix == fix
 
 

@@ -11,8 +11,8 @@ import yaml
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.resumption import check_recipe
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from tests.project import load_and_check
 
 REWARD = """\
 from agentfactory import Environment, reward, tool
@@ -62,7 +62,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reci
             recipe["eval"] = {"data": {"sources": held_out}}
         path = tmp_path / "task" / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
-        loaded = load_recipe(path)
+        loaded = load_and_check(path)
         assert isinstance(loaded, Recipe)
         return loaded
 
@@ -94,7 +94,7 @@ def test_each_source_has_its_own_settings_and_otherwise_the_recipes(write: Calla
 def test_a_saved_recipe_means_the_same(write: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = write([SUMS, {**HALLS, "agent": None}], [SUMS])
     (tmp_path / "saved.yaml").write_text(recipe.to_yaml())
-    again = load_recipe(tmp_path / "saved.yaml", [f"output={recipe.output}", f"name={recipe.name}"])
+    again = load_and_check(tmp_path / "saved.yaml", [f"output={recipe.output}", f"name={recipe.name}"])
     assert isinstance(again, Recipe)
     assert again.model_copy(update={"import_path": recipe.import_path}) == recipe
     assert again.parts()[1].recipe.rollout == recipe.parts()[1].recipe.rollout
@@ -209,7 +209,7 @@ def test_the_command_line_sets_a_field_of_a_source_by_number_or_name(
 ) -> None:
     write([SUMS, HALLS])
     changes = ["data.sources.1.weight=3", "data.sources.sums.limits.calls=4", "data.sources.0.path=task/halls.jsonl"]
-    recipe = load_recipe(tmp_path / "task" / "recipe.yaml", changes)
+    recipe = load_and_check(tmp_path / "task" / "recipe.yaml", changes)
     assert isinstance(recipe, Recipe)
     assert recipe.data is not None
     sums, halls = recipe.data.sources
@@ -218,4 +218,4 @@ def test_the_command_line_sets_a_field_of_a_source_by_number_or_name(
     assert recipe.parts()[0].recipe.limits.calls == 4
     for wrong in ("data.sources.2.weight=3", "data.sources.hall.weight=3", "data.sources.0=3"):
         with pytest.raises(SettingError, match=r"data.sources.\w+: the entries are 0 \(sums\), 1 \(halls\)"):
-            load_recipe(tmp_path / "task" / "recipe.yaml", [wrong])
+            load_and_check(tmp_path / "task" / "recipe.yaml", [wrong])

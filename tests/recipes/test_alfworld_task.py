@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
@@ -13,6 +12,7 @@ from agentfactory.worlds.alfworld.alfworld import QUESTION
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import GeneratedGames
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.scripted_chains import scripted_chains
 from tests.worlds.alfworld.engines import PYTHON, needs_engine
 
@@ -22,7 +22,7 @@ RECIPES = REPOSITORY / "recipes" / "alfworld"
 
 
 def recipe_of(name: str) -> Recipe:
-    recipe = load_recipe(RECIPES / name, lacks=[])
+    recipe = load_and_check(RECIPES / name, lacks=[])
     assert isinstance(recipe, Recipe)
     return recipe
 

@@ -8,11 +8,11 @@ import pytest
 
 from agentfactory.base.messages import EnvironmentReward
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.worlds.scienceworld.games import needs_java
 
 pytestmark = needs_java
@@ -78,7 +78,7 @@ def test_transcripts_do_not_tell_which_animal_is_meant() -> None:
 def test_the_reward_is_success_and_rows_are_of_the_official_splits() -> None:
     assert success(environment=EnvironmentReward(0.5, {"success": 0.0})) == 0.0
     assert success(environment=EnvironmentReward(1.0, {"success": 1.0})) == 1.0
-    sft, grpo = load_recipe(RECIPES / "small.yaml").stages
+    sft, grpo = load_and_check(RECIPES / "small.yaml").stages
     assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
     train, heldout = load_tasks(grpo.data), load_tasks(grpo.eval.data)
     assert {row["task"] for row in train} == {row["task"] for row in heldout}
