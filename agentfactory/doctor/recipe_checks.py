@@ -46,9 +46,8 @@ def runs_code(recipe: Recipe) -> bool:
     known = prebuilt()
     named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
     places = [place for name, place in known.items() if name in named]
-    if any(getattr(load_named(place), "sandboxed", False) for place in places):
-        return True
-    return any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
+    by_tools = any(getattr(load_named(place), "sandboxed", False) for place in places)
+    return by_tools or any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
 
 
 def starts_server(recipe: Recipe) -> bool:
@@ -66,10 +65,8 @@ def check_output(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.lora is None and weights and place_.is_dir():
         need, free = weights * kept, shutil.disk_usage(place_).free
         text = f"{kept} checkpoints take at least {gib(need)}; {gib(free)} are free in {place_}"
-        if need > free:
-            yield problem("disk", text, "train.keep_last=2, a larger train.checkpoint_every, or output=OTHER")
-        else:
-            yield ok("disk", text)
+        fix = "train.keep_last=2, a larger train.checkpoint_every, or output=OTHER"
+        yield problem("disk", text, fix) if need > free else ok("disk", text)
 
 
 def _weights(model: str) -> int:
@@ -170,10 +167,8 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
         # nothing is planned on a CPU, but a requirement that cannot be met is still reported
         copies = 2 if starts_server(recipe) else 1
         text = f"trainer and server hold at least {gib(copies * weights)} of weights; {gib(room)} are free"
-        if copies * weights > room:
-            yield problem("memory", text, "a smaller model.path, or server.url on another machine")
-        else:
-            yield ok("memory", text)
+        fix = "a smaller model.path, or server.url on another machine"
+        yield problem("memory", text, fix) if copies * weights > room else ok("memory", text)
 
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
@@ -193,7 +188,8 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
         return
     name, version = found
     where = recipe.server.vllm.python or "this Python"
-    specifier = _required("vllm").specifier
+    known = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
+    specifier = next(requirement.specifier for requirement in known if requirement.name == "vllm")
     if not specifier.contains(version, prereleases=True):
         fix = f"pip install '{name}{specifier}' there"
         yield problem("vllm", f"{name} of {where} is {version}, but AgentFactory needs {specifier}", fix)
@@ -212,11 +208,6 @@ def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
     done = subprocess.run(own_python("-c", code, executable=executable), capture_output=True, text=True, check=False)
     name, _, version = done.stdout.strip().partition(" ")
     return (name, version) if version else None
-
-
-def _required(name: str) -> Requirement:
-    known = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
-    return next(requirement for requirement in known if requirement.name == name)
 
 
 def check_servers(recipe: Recipe) -> Iterator[Finding]:

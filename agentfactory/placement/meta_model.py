@@ -41,10 +41,8 @@ def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
         shape = SHAPES / f"{path.replace('/', '--')}.json"
         if offline and shape.is_file():
             config = AutoConfig.for_model(**json.loads(shape.read_text(encoding="utf-8")))
-            return (
-                config,
-                f"{path}: the hub cannot be reached; shapes are those of AgentFactory's copy of its config.json",
-            )
+            note = "the hub cannot be reached; shapes are those of AgentFactory's copy of its config.json"
+            return config, f"{path}: {note}"
         why = "the hub cannot be reached, and it was not downloaded before" if offline else str(error).splitlines()[0]
         raise NoConfigError(f"the configuration of {path} cannot be loaded: {why}") from error
 

@@ -137,21 +137,14 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise SettingError("", f"not YAML: {error}", _fix_of_yaml(text, str(error)), source=display(path)) from None
     if not isinstance(data, dict):
-        raise SettingError(
-            "",
-            f"holds {short(data)}, not a mapping",
-            "write `key: value` lines, such as `model: ...`",
-            source=display(path),
-        )
+        fix = "write `key: value` lines, such as `model: ...`"
+        raise SettingError("", f"holds {short(data)}, not a mapping", fix, source=display(path))
     return data
 
 
 def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) -> Composed:
-    """Merge `data`, the contents of `file`, into the recipe that it extends; paths are relative to the file that names
-    them.
-
-    A parent's `name` is not inherited.
-    """
+    """Merge `data`, the contents of `file`, into the recipe that it extends, whose `name` is not inherited; paths are
+    relative to the file that names them."""
     source, data = display(file), dict(data)
     composed = Composed(source)
     parent = data.pop("extends", None)
@@ -203,9 +196,8 @@ def override(composed: Composed, name: str, value: Any) -> None:
             _override_entry(composed, above, [*parents, last][depth:], value)
             return
         if not isinstance(section, dict):
-            raise SettingError(
-                name, f"{above} is {short(section)}, not a section", f"set {above} itself", source=COMMAND_LINE
-            )
+            problem = f"{above} is {short(section)}, not a section"
+            raise SettingError(name, problem, f"set {above} itself", source=COMMAND_LINE)
     nested = _nested([*parents, last], value)
     composed.merge(anchor(_from_here(nested, Path.cwd()), Path.cwd()), COMMAND_LINE)
 

@@ -61,21 +61,13 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
         case "missing":
             field = section.model_fields.get(keys[-1])
             return name, "missing", f"add it{f': {field.description}' if field and field.description else ''}"
-        case "extra_forbidden" if choice is not None:
-            return (
-                name,
-                f"unknown key {keys[-1]!r}",
-                _other_choice(*choice, keys)
-                or familiar(name, error["input"])
-                or did_you_mean(name, list(fields_of(section)), model),
-            )
-        case "extra_forbidden" if issubclass(section, TaskSource):
-            # its fields are its own: other programs' names for ours do not occur in it
-            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(fields_of(section)))
-        case "extra_forbidden" if (fix := familiar(name, error["input"])) is not None:
-            return name, f"unknown key {keys[-1]!r}", fix
         case "extra_forbidden":
-            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(fields_of(section)), model)
+            fix = None if choice is None else _other_choice(*choice, keys)
+            if issubclass(section, TaskSource):
+                # its fields are its own: other programs' names for ours do not occur in it
+                fix = did_you_mean(name, list(fields_of(section)))
+            fix = fix or familiar(name, error["input"]) or did_you_mean(name, list(fields_of(section)), model)
+            return name, f"unknown key {keys[-1]!r}", fix
         case "value_error":
             told = context["error"]
             if isinstance(told, SettingError):
@@ -91,12 +83,10 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}, not a section", fix
         case "list_type":
             given = error["input"]
-            written = (
-                ", ".join(given.split() if keys[-1] in ("command", "args") else [given])
-                if isinstance(given, str)
-                else ""
-            )
-            return name, f"got {got}, not a list", f"write [{written}]" if written else "write a list"
+            if isinstance(given, str) and keys[-1] in ("command", "args"):
+                given = ", ".join(given.split())
+            fix = f"write [{given}]" if given and isinstance(given, str) else "write a list"
+            return name, f"got {got}, not a list", fix
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes if it looks like another type"
         case "too_short":

@@ -76,15 +76,8 @@ def default_name(file: Path) -> str:
 
 
 def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> StagedRecipe:
-    entries = composed.data.pop("stages")
-    if not isinstance(entries, list) or not entries:
-        raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file", source=composed.source)
-    stages: dict[str, Composed] = {}
-    for index, entry in enumerate(entries):
-        stage = _compose_stage(entry, f"stages.{index}", composed.source, file)
-        if stages.setdefault(stage.data["name"], stage) is not stage:
-            problem = f"a second stage called {stage.data['name']!r}"
-            raise SettingError(f"stages.{index}", problem, "set another name in one of the two", source=composed.source)
+    with composed.located():
+        stages = _compose_stages(composed.data.pop("stages"), composed, file)
     for name, value in parse_overrides(overrides):
         first, _, rest = name.partition(".")
         if first in stages and rest:
@@ -119,29 +112,36 @@ def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> St
     return whole
 
 
-def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
-    if isinstance(entry, str):
-        path = recipe_file(entry, file.parent)
-        stage = compose(read_mapping(path, source, field), path)
-        stage.data.setdefault("name", path.stem)
-    elif isinstance(entry, dict) and "name" in entry:
-        stage = compose(entry, file)
-    else:
-        raise SettingError(
-            field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name", source=source
-        )
-    name = stage.data["name"]
+def _compose_stages(entries: Any, composed: Composed, file: Path) -> dict[str, Composed]:
+    """Return the stages of the recipe `file` by their names."""
+    if not isinstance(entries, list) or not entries:
+        raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file")
+    stages: dict[str, Composed] = {}
+    for index, entry in enumerate(entries):
+        field = f"stages.{index}"
+        if isinstance(entry, str):
+            path = recipe_file(entry, file.parent)
+            stage = compose(read_mapping(path, composed.source, field), path)
+            stage.data.setdefault("name", path.stem)
+        elif isinstance(entry, dict) and "name" in entry:
+            stage = compose(entry, file)
+        else:
+            raise SettingError(field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name")
+        with stage.located():
+            _check_stage(stage.data["name"], stage)
+        if stages.setdefault(stage.data["name"], stage) is not stage:
+            problem = f"a second stage called {stage.data['name']!r}"
+            raise SettingError(field, problem, "set another name in one of the two")
+    return stages
+
+
+def _check_stage(name: Any, stage: Composed) -> None:
     if "stages" in stage.data:
-        raise SettingError(
-            "stages", f"{name} is itself a stage", "list its stages in the outer recipe", source=stage.source
-        )
+        raise SettingError("stages", f"{name} is itself a stage", "list its stages in the outer recipe")
     if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
-        raise SettingError(
-            "name", f"got {short(name)}", "a stage's name is letters, digits, _ and -", source=stage.source
-        )
+        raise SettingError("name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
     if name in _FOLDER_NAMES or name in Recipe.model_fields:
-        raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name", source=stage.source)
-    return stage
+        raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name")
 
 
 def _take_over(composed: Composed) -> None:
@@ -153,13 +153,9 @@ def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:
     """Give a stage its seed, output and import path from the whole recipe; its own values apply only when it runs
     alone, as do those of `adapters.follow`."""
     prepare = stage.data.pop("prepare", None)
-    if prepare not in (None, whole.prepare):
-        raise SettingError(
-            "prepare",
-            f"got {prepare!r}",
-            f"stages share one: name it in the {whole.name} recipe",
-            source=stage.origin("prepare"),
-        )
+    with stage.located():
+        if prepare not in (None, whole.prepare):
+            raise SettingError("prepare", f"got {prepare!r}", f"stages share one: name it in the {whole.name} recipe")
     stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
     stage.data["import_path"] = [str(folder) for folder in whole.import_path]
 

@@ -18,7 +18,13 @@ Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
 """The command that will use a recipe. `tools` needs no model and no data."""
 
 
-class _Loaded(Section):
+class _WholeRecipe(Section):
+    name: str
+    """Name of the run; default: the recipe file's folder and name, such as webshop-small."""
+    output: Path
+    """Run folder; default: runs/<name> in the current folder."""
+    prepare: str | None = None
+    """`FILE.py:NAME` of a function (folder, seed) that runs once before the run and fills `${prepared}`."""
     _composed: Composed = PrivateAttr(default_factory=Composed)
 
     @property
@@ -30,36 +36,26 @@ class _Loaded(Section):
         self._composed = composed
         return self
 
-
-class Recipe(_Loaded, TrainRecipe):
-    """One run. Paths are absolute, except hub names."""
-
-    name: str
-    """Name of the run; default: the recipe file's folder and name, such as webshop-small."""
-    output: Path
-    """Run folder; default: runs/<name> in the current folder."""
-    prepare: str | None = None
-    """`FILE.py:NAME` of a function (folder, seed) that runs once before the run and fills `${prepared}`."""
-
     def to_yaml(self) -> str:
         """Return the resolved recipe, which can run unchanged; the run folder is written as `${output}`."""
-        return _dump(self.model_dump(mode="json"), self.output)
+        return _dump(self._data(), self.output)
 
     def to_saved(self, whole: Path | None = None) -> str:
         """Return the resolved recipe for a file in its run folder, with paths relative to that file, so that the folder
         can be moved or copied. `whole` is the folder that is moved as a unit if the run is a stage or an evaluation."""
-        return _dump(self.model_dump(mode="json"), self.output, whole or self.output)
+        return _dump(self._data(), self.output, whole or self.output)
+
+    def _data(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
 
 
-class StagedRecipe(_Loaded):
+class Recipe(_WholeRecipe, TrainRecipe):
+    """One run. Paths are absolute, except hub names."""
+
+
+class StagedRecipe(_WholeRecipe):
     """Recipes that run in order, each from the previous one's checkpoint, in folders `<output>/<stage>`."""
 
-    name: str
-    """Name of the run; default: the recipe file's folder and name, such as webshop-small."""
-    output: Path
-    """Folder of all stages; default: runs/<name> in the current folder."""
-    prepare: str | None = None
-    """`FILE.py:NAME` of a function (folder, seed) that runs once before all stages and fills `${prepared}`."""
     import_path: list[Path] = []
     """Folders from which user code of every stage can import, after all installed packages; default: the folders of the
     files of the recipe and its stages."""
@@ -68,16 +64,8 @@ class StagedRecipe(_Loaded):
     stages: list[Recipe] = []
     """Recipe files (or inline recipes, each with a `name`), in order."""
 
-    def to_yaml(self) -> str:
-        """Return the resolved recipe, which can run unchanged."""
-        return _dump(self._data(), self.output)
-
-    def to_saved(self, whole: Path | None = None) -> str:
-        """Return the resolved recipe for a file in its run folder, like `Recipe.to_saved`."""
-        return _dump(self._data(), self.output, whole or self.output)
-
     def _data(self) -> dict[str, Any]:
-        data = self.model_dump(mode="json")
+        data = super()._data()
         for index, stage in enumerate(data["stages"]):
             # fields that stages get from the whole recipe
             for name in ("output", "seed", "prepare", "import_path"):
