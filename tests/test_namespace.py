@@ -15,11 +15,7 @@ from benchmarks.house import loaded, size
 from tests.conftest import REPOSITORY
 
 LINKS = ("rollout", "tools", "trainers")
-OTHERS = {
-    "CHANGELOG.md",
-    "tests/test_namespace.py",
-    "tests/test_users_project.py",
-}
+OTHERS = {"CHANGELOG.md", "tests/test_namespace.py", "tests/test_users_project.py"}
 """Files that mention old names, or a user's packages with these names."""
 BINARY = {".parquet", ".png", ".zst"}
 FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum", "rollout.workers"}

@@ -226,10 +226,7 @@ def test_a_class_and_an_endless_generator_are_sources_too(files: Path) -> None:
 
 
 REFUSED = {
-    "unknown estimator": (
-        ["train.advantage.estimator=maxrl"],
-        r"estimator: got 'maxrl'; fix: use grpo, .*FILE\.py",
-    ),
+    "unknown estimator": (["train.advantage.estimator=maxrl"], r"estimator: got 'maxrl'; fix: use grpo, .*FILE\.py"),
     "unknown loss": (["train.loss.policy=topr"], r"policy: got 'topr'; fix: use clip, .*FILE\.py"),
     "options of ours": (["train.loss.options={a: 1}"], "train.loss.options.a: unknown key"),
     "ours with another's field": (

@@ -217,10 +217,7 @@ def live_recipe(folder: Path, model: Path, tasks: Path, url: str, k: int, lora: 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("k", "lora", "workers"),
-    [
-        pytest.param(0, False, [1, 1], id="synchronous"),
-        pytest.param(2, True, [3, 1], id="three workers, then one"),
-    ],
+    [pytest.param(0, False, [1, 1], id="synchronous"), pytest.param(2, True, [3, 1], id="three workers, then one")],
 )
 def test_live_every_task_is_trained_once_whatever_is_killed(
     warm_start: Path, quickstart_run: Path, tmp_path: Path, k: int, lora: bool, workers: list[int]

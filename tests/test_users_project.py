@@ -95,10 +95,7 @@ STARTS = {"installed": [AGENTFACTORY], "python -m": [sys.executable, "-m", "agen
 
 @pytest.mark.parametrize(
     ("start", "place", "project"),
-    [
-        ("installed", "project", "package"),
-        ("python -m", "checkout", "plain folder"),
-    ],
+    [("installed", "project", "package"), ("python -m", "checkout", "plain folder")],
     indirect=["project"],
 )
 def test_commands(start: str, place: str, project: Path, quickstart_run: Path, warm_start: Path) -> None:

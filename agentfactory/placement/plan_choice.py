@@ -138,10 +138,7 @@ def table(plan: Plan, recipe: Recipe) -> str:
     if "activations" in labels:
         labels["activations"] += f" ({recipe.train.token_budget:,} tokens)"
     width = max(map(len, labels.values()))
-    lines = [
-        f"memory by estimate, {plan.title}",
-        "  ".join([f"{'GiB':{width}}", *(f"{name:>8}" for name in columns)]),
-    ]
+    lines = [f"memory by estimate, {plan.title}", "  ".join([f"{'GiB':{width}}", *(f"{name:>8}" for name in columns)])]
     for name in names:
         cells = [f"{gib(column[name]) if name in column else '':>8}" for column in columns.values()]
         note = _cache_note(plan, recipe) if name == "KV cache" else ""
