@@ -69,12 +69,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load_and_check(
-    path: Path | str, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[SettingError] | None = None
+    path: Path | str = "recipe.yaml",
+    overrides: Sequence[str] = (),
+    purpose: Purpose = "train",
+    lacks: list[SettingError] | None = None,
 ) -> Any:
     """Load and check a recipe, as each command does."""
     recipe = load_recipe(path, overrides, purpose)
     check_recipe(recipe, purpose, lacks)
     return recipe
+
+
+def refused(told: str, *overrides: str, path: Path | str = "recipe.yaml", **more: Any) -> SettingError:
+    """Return the error, which says `told` (a regular expression), about a recipe with these overrides."""
+    with pytest.raises(SettingError, match=told) as caught:
+        load_and_check(path, overrides, **more)
+    return caught.value
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

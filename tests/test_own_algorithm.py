@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from agentfactory.base.errors import SettingError
-from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.trainers.config import AdvantageConfig, LossConfig
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator
 from agentfactory.trainers.update.losses import PolicyLoss
 from tests.conftest import QUICKSTART, REPOSITORY
-from tests.project import Command, load_and_check
+from tests.project import Command, load_and_check, refused
 
 pytestmark = pytest.mark.extended
 
@@ -75,12 +74,12 @@ def test_an_algorithms_options_are_not_those_of_an_estimator_of_ones_own(files: 
     (project / "scaled.py").write_text(SCALED)
     for own in ("with_scale", "without"):
         made = load_and_check("recipe.yaml", [f"train.advantage.estimator=scaled.py:{own}", "train.algorithm=dr_grpo"])
-        assert isinstance(made, Recipe)
         assert made.train.advantage.options == {}
-    with pytest.raises(SettingError, match=r"options\.scale: scaled.py:without has no such option"):
-        load_and_check(
-            "recipe.yaml", ["train.advantage.estimator=scaled.py:without", "train.advantage.options.scale=none"]
-        )
+    refused(
+        r"options\.scale: scaled.py:without has no such option",
+        "train.advantage.estimator=scaled.py:without",
+        "train.advantage.options.scale=none",
+    )
 
 
 def test_topr_holds_back_what_was_bad(files: Path) -> None:
@@ -265,8 +264,7 @@ REFUSED = {
 def test_recipes_that_are_refused(files: Path, project: Path, case: str) -> None:
     write_page(PAGE, project)
     overrides, told = REFUSED[case]
-    with pytest.raises(SettingError, match=told):
-        load_and_check("recipe.yaml", overrides)
+    refused(told, *overrides)
 
 
 @pytest.mark.parametrize("algorithm", ["dapo", "gspo", "cispo", "sapo", "dr_grpo", "rloo", "reinforce_pp", "ppo"])
@@ -274,8 +272,6 @@ def test_an_algorithms_other_defaults_stay(files: Path, project: Path, algorithm
     write_page(PAGE, project)
     own = ["train.advantage.estimator=maxrl.py:maxrl", "train.loss.policy=topr.py:topr"]
     made, plain = (load_and_check("recipe.yaml", [f"train.algorithm={algorithm}", *more]) for more in (own, []))
-    assert isinstance(made, Recipe)
-    assert isinstance(plain, Recipe)
     assert made.train.loss.options == {}
     assert made.train.loss.normaliser == plain.train.loss.normaliser
     assert (made.rollout.equal_rewards == "refill") is (algorithm == "dapo")

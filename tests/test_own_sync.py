@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.base.errors import SettingError
 from agentfactory.trainers.sync.backends import BACKENDS, backend_of
 from tests.conftest import QUICKSTART, REPOSITORY
-from tests.project import Command, load_and_check
+from tests.project import Command, load_and_check, refused
 from tests.test_own_algorithm import write_page
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -62,8 +61,7 @@ def test_what_a_class_says_of_itself(project: Path) -> None:
 def test_backends_that_are_refused(project: Path, overrides: list[str], told: str) -> None:
     write_page(PAGE, project)
     (project / "own.py").write_text(OWN)
-    with pytest.raises(SettingError, match=told):
-        load_and_check("recipe.yaml", overrides, lacks=[])
+    refused(told, *overrides, lacks=[])
 
 
 @pytest.mark.parametrize(

@@ -335,8 +335,7 @@ def test_what_may_not_fit_is_told(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placement, said = Placement(table="the table", warning="does not fit"), []
-    asked = load_and_check("recipe.yaml")
-    assert isinstance(asked, Recipe)
+    load_and_check("recipe.yaml")
     said += placement.describe()
     assert said == ["the table", "warning: does not fit"]
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [placement])
@@ -348,14 +347,12 @@ def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: 
     monkeypatch.setattr("agentfactory.launching.placement.GPU_DRIVERS", ())
     monkeypatch.setattr("agentfactory.launching.placement._ask", lambda *_: pytest.fail("a child would import torch"))
     asked = load_and_check("recipe.yaml")
-    assert isinstance(asked, Recipe)
     assert place([asked], "train") == [Placement()]
     assert Placement().for_trainer(asked) == asked
 
 
 def test_what_the_processes_are_told(project: Path) -> None:
     asked = load_and_check("recipe.yaml")
-    assert isinstance(asked, Recipe)
     placement = Placement(
         mode="split", on_gpu=True, trainer_devices="0", gpu_memory_utilization=0.4, sync="ipc", trainer_bytes=0
     )
@@ -434,12 +431,10 @@ def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
     project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str, is_there: bool
 ) -> None:
     asked = load_and_check("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
-    assert isinstance(asked, Recipe)
     planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
     monkeypatch.setattr(plan, "may_have_gpu", lambda: False)
     first = load_and_check("recipe.yaml", ["name=first"])
-    assert isinstance(first, Recipe)
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
     (project / "model" / "config.json").write_text("{}")
     before = sorted(project.rglob("*"))

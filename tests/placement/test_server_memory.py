@@ -101,7 +101,6 @@ def check_planned(
                 engine.add(Request(prompt, max_tokens=tokens, on_finish=lambda request: None))
             while engine.busy:
                 engine.step()
-    assert engine.cache is not None
     assert planned.least_cache == engine.cache.nbytes
     assert planned.parts["weights"] == sum(weight.nbytes for weight in model.parameters())
     rest = planned.parts.get("packed", 0) + planned.parts["workspace"]
@@ -212,7 +211,6 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         engine = Engine(model, max_model_len=1024, max_num_seqs=4)
         planned = plan(config, "cpu", engine="embedded", max_num_seqs=4, max_model_len=1024)
-        assert engine.cache is not None
         assert planned.least_cache == engine.cache.nbytes
         assert (planned.parts["workspace"] > plain.parts["workspace"]) == ("sliding_attention" in str(config.to_dict()))
 

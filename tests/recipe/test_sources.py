@@ -12,7 +12,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.launching.resumption import check_recipe
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.schema import Recipe
-from tests.project import load_and_check
+from tests.project import load_and_check, refused
 
 REWARD = """\
 from agentfactory import Environment, reward, tool
@@ -63,7 +63,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reci
         path = tmp_path / "task" / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
         loaded = load_and_check(path)
-        assert isinstance(loaded, Recipe)
         return loaded
 
     return load
@@ -81,8 +80,6 @@ def test_each_source_has_its_own_settings_and_otherwise_the_recipes(write: Calla
     assert (halls.rollout.system_prompt, halls.rollout.max_turns, halls.rewards) == (None, 3, [])
     assert (sums.limits.calls, halls.limits.calls) == (None, 4)
     assert [Path(tool).name for tool in halls.tools] == ["mine.py:Hall"]
-    assert halls.data is not None
-    assert halls.data.file is not None
     assert halls.data.file.is_absolute()
     tried, others, same = recipe.held_out_parts()
     assert (tried.recipe.rollout.max_turns, tried.recipe.rollout.system_prompt) == (1, "Think.")
@@ -95,7 +92,6 @@ def test_a_saved_recipe_means_the_same(write: Callable[..., Recipe], tmp_path: P
     recipe = write([SUMS, {**HALLS, "agent": None}], [SUMS])
     (tmp_path / "saved.yaml").write_text(recipe.to_yaml())
     again = load_and_check(tmp_path / "saved.yaml", [f"output={recipe.output}", f"name={recipe.name}"])
-    assert isinstance(again, Recipe)
     assert again.model_copy(update={"import_path": recipe.import_path}) == recipe
     assert again.parts()[1].recipe.rollout == recipe.parts()[1].recipe.rollout
 
@@ -105,10 +101,7 @@ def test_a_saved_recipe_means_the_same(write: Callable[..., Recipe], tmp_path: P
     [
         ({"path": "nothing.jsonl"}, "data.sources.1.path: task/nothing.jsonl: no such file"),
         ({"weight": 0}, "data.sources.1.weight: got 0; fix: it must be greater than 0"),
-        (
-            {"max_turn": 3},
-            "data.sources.1.max_turn: unknown key 'max_turn'; fix: did you mean data.sources.1.max_turns",
-        ),
+        ({"max_turn": 3}, "data.sources.1.max_turn: unknown key 'max_turn'; fix: did you mean data.sources.1.max_tur"),
         ({"tools": ["mine.py:Hal"]}, "data.sources.1.tools.0: unknown: "),
         ({"rewards": ["mine.py:wrong"]}, "data.sources.1.rewards.0: unknown: "),
         ({"name": "sums"}, "data.sources.1.name: two sources are called 'sums'; fix: rename one"),
@@ -210,12 +203,11 @@ def test_the_command_line_sets_a_field_of_a_source_by_number_or_name(
     write([SUMS, HALLS])
     changes = ["data.sources.1.weight=3", "data.sources.sums.limits.calls=4", "data.sources.0.path=task/halls.jsonl"]
     recipe = load_and_check(tmp_path / "task" / "recipe.yaml", changes)
-    assert isinstance(recipe, Recipe)
-    assert recipe.data is not None
     sums, halls = recipe.data.sources
     assert (sums.name, sums.weight, halls.weight) == ("sums", 1.0, 3.0)
     assert sums.file == tmp_path / "task" / "halls.jsonl"
     assert recipe.parts()[0].recipe.limits.calls == 4
     for wrong in ("data.sources.2.weight=3", "data.sources.hall.weight=3", "data.sources.0=3"):
-        with pytest.raises(SettingError, match=r"data.sources.\w+: the entries are 0 \(sums\), 1 \(halls\)"):
-            load_and_check(tmp_path / "task" / "recipe.yaml", [wrong])
+        refused(
+            r"data.sources.\w+: the entries are 0 \(sums\), 1 \(halls\)", wrong, path=tmp_path / "task" / "recipe.yaml"
+        )
