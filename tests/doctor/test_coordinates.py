@@ -7,7 +7,6 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-import yaml
 from aiohttp import web
 from PIL import Image
 
@@ -63,16 +62,15 @@ class Grounder(SeeingServer):
 
 def recipe_of(folder: Path, model: Path, url: str | None, coordinates: str) -> Recipe:
     (folder / "tasks.jsonl").write_text('{"question": "?", "answer": "!"}\n')
-    recipe = {
-        "model": {"path": str(model), "max_image_pixels": 300_000, "dtype": "float32"},
-        "data": {"path": "tasks.jsonl"},
-        "rewards": ["exact_match"],
-        "rollout": {"coordinates": coordinates},
-        "server": {"url": url, "engine": "embedded"},
-        "train": {"steps": 1},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return load_and_check(str(folder / "recipe.yaml"), [], "train", [])
+    (folder / "recipe.yaml").write_text(f"""
+model: {{path: {model}, max_image_pixels: 300_000, dtype: float32}}
+data: {{path: tasks.jsonl}}
+rewards: [exact_match]
+rollout: {{coordinates: {coordinates}}}
+server: {{url: {url or "null"}, engine: embedded}}
+train: {{steps: 1}}
+""")
+    return load_and_check(folder / "recipe.yaml", lacks=[])
 
 
 async def asked(folder: Path, kind: str, way: Coordinates, coordinates: str = "auto") -> list[Finding]:

@@ -236,7 +236,7 @@ def test_a_resolved_staged_recipe_runs_as_it_stands(stages: Path, project: Path)
 )
 def test_broken_stages(stages: Path, project: Path, text: str, field: str) -> None:
     broken = write(project / "broken.yaml", text + "\n")
-    assert refused("", path=broken).field == field
+    assert refused("fix: ", path=broken).field == field
 
 
 def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, project: Path) -> None:
