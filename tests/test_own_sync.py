@@ -24,6 +24,7 @@ class OneGpu:
     devices = "one"
     def __init__(self, servers): pass
 """
+FAST = ["sync.backend=own.py:Adapters", "sync.options.speed=1"]
 
 
 def test_what_a_class_says_of_itself(project: Path) -> None:
@@ -35,8 +36,7 @@ def test_what_a_class_says_of_itself(project: Path) -> None:
     copied = load_and_check("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
     made = backend_of(copied)
     assert (made.routes, made.transfer, made.devices) == (BACKENDS["file"].routes, "file", "any")
-    settings = ["model.lora.rank=8", "sync.backend=own.py:Adapters", "sync.options.speed=1", "server.engine=vllm"]
-    adapters = backend_of(load_and_check("recipe.yaml", settings, lacks=[]))
+    adapters = backend_of(load_and_check(overrides=[*FAST, "model.lora.rank=8", "server.engine=vllm"], lacks=[]))
     assert (adapters.adapters, adapters.routes, adapters.transfer) == (True, ("/v1/load_lora_adapter",), None)
 
 
@@ -45,16 +45,10 @@ def test_what_a_class_says_of_itself(project: Path) -> None:
     [
         (["sync.backend=rsync"], r"sync\.backend: got 'rsync'; fix: use auto, file, .*FILE\.py:NAME of a class"),
         (["sync.options={a: 1}"], r"sync\.options: got .* with sync\.backend=auto; fix: remove it"),
-        (["sync.backend=own.py:Adapters", "sync.options.speed=1"], "but every weight is trained"),
+        (FAST, "but every weight is trained"),
         (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' without a value"),
-        (
-            ["sync.backend=own.py:Adapters", "sync.options.speed=1", "model.lora.rank=8"],
-            r"own\.py:Adapters', which server\.engine=embedded does not support",
-        ),
-        (
-            ["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"],
-            "an adapter",
-        ),
+        ([*FAST, "model.lora.rank=8"], r"own\.py:Adapters', which server\.engine=embedded does not support"),
+        (["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"], "an adapt"),
         (["sync.backend=own.py:OneGpu", "server.engine=vllm", "placement.mode=separate"], "it is for one GPU"),
     ],
 )

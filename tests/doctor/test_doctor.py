@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -165,56 +166,48 @@ OLD_DRIVER = {"build": "cuda 13.0", "error": "The NVIDIA driver on your system i
 
 
 @pytest.mark.parametrize(
-    ("seen", "driver", "hidden", "level", "told"),
+    ("seen", "driver", "hidden", "told"),
     [
-        ({}, False, False, Severity.OK, "no GPU: "),
-        ({}, True, False, Severity.PROBLEM, "torch is built for the CPU; fix: install a CUDA"),
-        (OLD_DRIVER, True, False, Severity.PROBLEM, "too old; fix: update the GPU's driver"),
-        ({}, True, True, Severity.WARNING, "CUDA_VISIBLE_DEVICES is empty"),
-        ({"gpus": [GPU]}, True, False, Severity.OK, "GPU 0: A Card, 23.0 GiB of 24.0 GiB free"),
-        ({"gpus": [{**GPU, "free": 12 << 30}]}, True, False, Severity.WARNING, "end the other processes on it"),
-        ({"gpus": [{**GPU, "bf16": False}]}, True, False, Severity.WARNING, "GPU 0 has no bfloat16"),
-        ({"torchvision": "RuntimeError: no nms"}, False, False, Severity.PROBLEM, "pip uninstall torchvision"),
+        ({}, False, False, "ok no GPU: "),
+        ({}, True, False, "problem .*torch is built for the CPU; fix: install a CUDA"),
+        (OLD_DRIVER, True, False, "problem .*too old; fix: update the GPU's driver"),
+        ({}, True, True, "warning .*CUDA_VISIBLE_DEVICES is empty"),
+        ({"gpus": [GPU]}, True, False, "ok GPU 0: A Card, 23.0 GiB of 24.0 GiB free"),
+        ({"gpus": [{**GPU, "free": 12 << 30}]}, True, False, "warning .*end the other processes on it"),
+        ({"gpus": [{**GPU, "bf16": False}]}, True, False, "warning GPU 0 has no bfloat16"),
+        ({"torchvision": "RuntimeError: no nms"}, False, False, "problem .*pip uninstall torchvision"),
     ],
 )
 def test_devices(
-    monkeypatch: pytest.MonkeyPatch, seen: dict[str, object], driver: bool, hidden: bool, level: Severity, told: str
+    monkeypatch: pytest.MonkeyPatch, seen: dict[str, object], driver: bool, hidden: bool, told: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "") if hidden else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", False)
     whole = {"build": "cpu", "gpus": [], "error": "", "torchvision": "", **seen}
     *_, finding = doctor_machine.check_devices(whole, ("/dev/null" if driver else "/dev/none",))
-    assert finding.severity is level
-    assert told in str(finding)
+    assert re.match(told, f"{finding.severity} {finding}")
 
 
 ROUTES = [*NEEDED_ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
 
 
 @pytest.mark.parametrize(
-    ("routes", "root", "setting", "level", "told"),
+    ("routes", "root", "setting", "told"),
     [
-        (ROUTES, "", "server.api_key_env=THE_KEY", Severity.OK, "answers and has all"),
-        (ROUTES, "", "server.api_key_env=null", Severity.PROBLEM, "answered 401"),
-        (["/health"], "", "server.api_key_env=THE_KEY", Severity.PROBLEM, "lacks /inference/v1/generate"),
-        (ROUTES, "", "placement.mode=time_share", Severity.PROBLEM, "lacks /sleep, /wake_up, /is_sleeping"),
-        (ROUTES, "Other/Model", "server.api_key_env=THE_KEY", Severity.WARNING, "serves Other/Model"),
+        (ROUTES, "", "server.api_key_env=THE_KEY", "ok .* answers and has all"),
+        (ROUTES, "", "server.api_key_env=null", "problem .*answered 401"),
+        (["/health"], "", "server.api_key_env=THE_KEY", "problem .*lacks /inference/v1/generate"),
+        (ROUTES, "", "placement.mode=time_share", "problem .*lacks /sleep, /wake_up, /is_sleeping"),
+        (ROUTES, "Other/Model", "server.api_key_env=THE_KEY", "warning .*serves Other/Model"),
     ],
 )
 def test_a_server_is_asked_for_what_training_needs(
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    routes: list[str],
-    root: str,
-    setting: str,
-    level: Severity,
-    told: str,
+    project: Path, monkeypatch: pytest.MonkeyPatch, routes: list[str], root: str, setting: str, told: str
 ) -> None:
     monkeypatch.setenv("THE_KEY", "secret")
     with answering(described(root or str(project / "model"), routes), key="secret") as url:
         settings = [f"server.url={url}", "model.lora.rank=8", "server.api_key_env=THE_KEY", setting]
         (finding,) = doctor_recipe.check_servers(load(*settings))
-    assert finding.severity is level
-    assert told in finding.text
+    assert re.match(told, f"{finding.severity} {finding.text}")
 
 
 def test_models_of_the_hub(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
