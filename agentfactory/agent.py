@@ -54,8 +54,7 @@ class AgentResult:
 
 @dataclass(frozen=True)
 class _Engine:
-    """The open resources of an agent. `weights` is the server's name for the weights; `server` is the server that the
-    agent started, if any."""
+    """Open resources of an agent: `weights` is the server's name for the weights, `server` the started one, if any."""
 
     runner: ChainRunner
     weights: str

@@ -116,8 +116,8 @@ def main() -> int:
 
 
 def _main() -> int:
-    """Run the command line and return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by a
-    symptom of train.stop_when, 4 most chains dropped, 128 + the signal's number if stopped by a signal."""
+    """Return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by train.stop_when, 4 most
+    chains dropped, 128 + the signal's number if stopped by a signal."""
     parent_watch.follow_parent()
     spare_loopback(os.environ)
     # exit through the interpreter, so that the worker and the progress display are closed in order
@@ -162,18 +162,14 @@ def _main() -> int:
 
 
 def print_error(error: Exception | str) -> None:
-    """Print the error that ended this process. With several processes, prefix it with the rank as torch prefixes a
-    traceback, so that the launcher can tell the cause from its consequences."""
+    """Print the error that ended this process, with its rank if there are several, for the launcher."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     print(f"[rank{os.environ.get('RANK', '0')}]: {error}" if several else error, file=sys.stderr)
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; if it is one of several, skip the interpreter's shutdown.
-
-    A gloo thread takes the GIL when it releases the tensors of its last collective. If the interpreter shuts down at
-    that moment, Python ends that thread, and C++ treats this as a fault and aborts the process.
-    """
+    """End this process; if it is one of several, skip the interpreter's shutdown, during which a gloo thread that takes
+    the GIL would abort the process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(status)
     logging.shutdown()

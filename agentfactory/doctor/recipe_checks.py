@@ -107,8 +107,7 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the model's chat template is usable; report its tool-call format, the treatment of reasoning, and the
-    first prompt."""
+    """Check that the chat template is usable; report its tool-call format, its rows, and the first prompt."""
     try:
         info = try_template(recipe)
     except SettingError as error:
@@ -181,8 +180,7 @@ def check_address(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
-    """Check that the vLLM of `server.options.python` (or this Python) can be used. Whether vLLM and AgentFactory are
-    installed there is checked with the recipe."""
+    """Check the version and build of the vLLM of `server.options.python`, or of this Python, if there is one."""
     found = _installed_vllm(recipe.server.vllm.python)
     if found is None:
         return
@@ -211,8 +209,7 @@ def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
 
 
 def check_servers(recipe: Recipe) -> Iterator[Finding]:
-    """Check that each server of `server.url` answers, has the routes that training needs, and accepts chains that are
-    long enough."""
+    """Check that each server of `server.url` answers, has training's routes, and takes chains that are long enough."""
     # imported here, because the sync's backends import torch
     from agentfactory.trainers.sync.backends import backend_of
     from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError

@@ -108,8 +108,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class KnownValues(TorchFunctionMode):
-    """A mode that provides `numpy()` for fake tensors with known values, because attention masks determine which
-    operations run."""
+    """A mode that provides `numpy()` for fake tensors with known values: attention masks decide on operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,12 +132,11 @@ _READS = (Tensor.__getitem__, Tensor.cpu, Tensor.numpy)
 
 
 def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[Peak, float]:
-    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step takes in
-    addition.
+    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step adds.
 
-    Weights, gradients and the optimizer's state are not included: the peak is that of a later micro-batch of an update,
-    which adds its gradients to existing ones. Each phase's peak grows linearly with the layers of a kind. Therefore
-    run a network with one layer of each kind, and for each kind one with a second layer of that kind below it.
+    Weights, gradients and the optimizer's state are not included: the peak is that of a later micro-batch, which adds
+    its gradients to existing ones. Each phase's peak grows linearly with the layers of a kind, so run a network with
+    one layer of each kind, and for each kind one with a second layer of that kind below it.
     """
     kinds = _kinds(config)
     # the last layer of each kind: backward passes begin and peak there
@@ -260,8 +258,7 @@ def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
 
 @contextmanager
 def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
-    """Set the phase of `live` to the running part of a forward and backward pass. The peaks of the parts grow
-    differently with the layers."""
+    """Set the phase of `live` to the running part of a pass; the parts' peaks grow differently with the layers."""
 
     def enter(phase: str) -> Callable[..., None]:
         def hook(*args: Any) -> None:

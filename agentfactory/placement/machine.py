@@ -1,8 +1,5 @@
-"""This machine's devices and memory for trainer and server. `python -m agentfactory.placement.machine` prints the free
-bytes of each visible GPU, as a JSON list.
-
-The constants are values that no GPU has confirmed yet; `make test-gpu` compares the memory table with peaks on a real
-device."""
+"""This machine's devices and memory, and constants that no GPU has confirmed yet (`make test-gpu` compares the memory
+table with peaks). `python -m agentfactory.placement.machine` prints each visible GPU's free bytes as a JSON list."""
 
 import json
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""Choice of the devices of trainer and server from their needs and the devices' memory, without querying the
-machine."""
+"""Choice of the devices of trainer and server from their needs and the devices' memory."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -186,8 +185,7 @@ def device_of(recipe: Recipe, machine: Machine) -> Device:
 
 
 def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
-    """Return the plans that were tried, in order; either the last fits, or none does. Raises SettingError if there are
-    too few devices."""
+    """Return the plans that were tried; only the last may fit. Raises SettingError if there are too few devices."""
     device, asked = device_of(recipe, machine), recipe.placement.gpu_memory_gib
     memory = max((gpu.total for gpu in machine.gpus), default=int(asked * GIB) if asked else None)
     need = estimate(recipe, device, memory)
@@ -239,8 +237,7 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
 
 
 def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
-    """Return the room of the GPU with the least memory to plan with; without GPUs, that of the GPU that the recipe
-    plans for."""
+    """Return the least room of these GPUs; without any, that of the GPU that the recipe plans for."""
     asked = recipe.placement.gpu_memory_gib
     if not gpus:
         assert asked is not None
@@ -364,8 +361,7 @@ def _least_cache(recipe: Recipe, server: ServerMemory, cache: int) -> int:
 
 
 def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_real: bool) -> tuple[int, float | None]:
-    """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM, which takes its
-    whole share."""
+    """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM."""
     if recipe.server.engine != "vllm":
         return server.least_cache, None
     share, least = recipe.server.vllm.gpu_memory_utilization, _parts(server) + server.least_cache

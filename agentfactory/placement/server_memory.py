@@ -1,8 +1,5 @@
-"""Memory that an inference server takes, from its recipe and the model's configuration alone.
-
-Weights are counted on the network itself, created on the meta device. GPU overheads and
-vLLM's runtime needs are assumed (machine.py).
-"""
+"""Memory that an inference server takes, from its recipe and the model's configuration alone. Weights are counted on
+the network, on the meta device; GPU overheads and vLLM's runtime needs are assumed (machine.py)."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -54,12 +51,10 @@ def server_memory(
     served: PreTrainedConfig | None = None,
     device_memory: int | None = None,
 ) -> ServerMemory:
-    """Return the memory of a recipe's server on each of its devices, of `device_memory` bytes (None: less than 70
-    GiB).
+    """Return the memory of a recipe's server on each of its devices, of `device_memory` bytes (None: below 70 GiB).
 
-    `config` is that of `model.path`, `served` that of `server.model` if it is set; `device` is cuda or cpu. The
-    quantisation of weights is given by `server.quantization`, or else by the quantization_config of the served model;
-    an unknown method counts as none, which overestimates the memory.
+    `config` is that of `model.path`, `served` that of `server.model` if it is set; `device` is cuda or cpu. Weights are
+    quantised as `server.quantization` or the served model's quantization_config says; an unknown method counts as none.
     """
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
@@ -90,8 +85,7 @@ def server_memory(
 
 
 def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = False) -> PreTrainedModel:
-    """Create the network of a configuration on the meta device: shapes without weights, as if nothing were quantised.
-    With `whole`, include the parts for inputs other than text."""
+    """Create the unquantised network of a configuration on the meta device; if `whole`, with towers."""
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -102,8 +96,7 @@ def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = Fal
 
 
 def _bits_per_weight(method: str | None, config: PreTrainedConfig) -> float | None:
-    """Return the bits per weight of the matrices within layers, with their scales; None if they are not quantised, or
-    the method is unknown."""
+    """Return the bits per weight of the layers' matrices, with scales; None if there is no known method."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = method or settings.get("quant_method")
@@ -156,8 +149,7 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
 def _workspace(
     recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype, device: str, device_memory: int | None
 ) -> int:
-    """Return the bytes for computing a step: the widest activations of the prompts' tokens, attention's masks, the
-    sampler, and captured steps."""
+    """Return the bytes for computing a step: the widest activations, attention's masks, the sampler, captured steps."""
     server, text = recipe.server, network.config.get_text_config()
     # the residual stream, its norm, attention's inputs and output; gate, up and their product
     width = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
@@ -187,8 +179,7 @@ def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
 
 
 def _arriving(network: PreTrainedModel) -> int:
-    """Return the bytes of the broadcasts that a worker holds at a time. Each ends with the weight that fills it; every
-    worker receives whole weights."""
+    """Return the bytes of the broadcasts that a worker holds at a time; each ends with the weight that fills it."""
     largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
     return BUFFERS * BUFFER_BYTES + sum(largest)
 

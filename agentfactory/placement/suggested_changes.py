@@ -19,8 +19,7 @@ _RANK = 16
 
 
 def refusal(recipe: Recipe, tried: list[Plan], machine: Machine, estimate: Estimate) -> SettingError:
-    """Return the error that explains, with the sums, why none of the tried plans fits, and names the nearest change
-    that makes one fit."""
+    """Return the error that explains why none of the tried plans fits, with the nearest change that makes one fit."""
     problem = "; ".join(f"does not fit, {plan.title}: {plan.worst}" for plan in tried)
     return SettingError("placement.mode", problem, _advice(recipe, machine, estimate))
 
@@ -113,8 +112,7 @@ def _halved(start: int, least: int) -> list[int]:
 
 
 def _ways(recipe: Recipe) -> list[list[Settings]]:
-    """Return the ways to lower the memory of a recipe: settings, the mildest first. They are tried in this order: ways
-    that cost speed come before those that cost precision or change what is trained."""
+    """Return the ways to lower the memory of a recipe: settings, the mildest first; first ways that only cost speed."""
     train, server, lora, mode = recipe.train, recipe.server, recipe.model.lora, recipe.placement.mode
     started, late = server.url is None, {"rollout.max_staleness": 0} if recipe.rollout.max_staleness else {}
     ways: list[list[Settings]] = []

@@ -48,13 +48,10 @@ def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
 def check_recipe(
     recipe: Recipe | StagedRecipe, purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> None:
-    """Check the fields of a loaded recipe against each other, this machine's files and the user's code, which is
-    imported.
+    """Check the fields of a loaded recipe against each other, this machine's files and the user's code (imported).
 
     `purpose` is the command that will use the recipe: a server's settings are checked only if one is started. With
-    `lacks`, errors about missing programs and packages are appended to it instead of raised: the recipe may be for
-    another machine.
-
+    `lacks`, errors about missing programs and packages are appended to it: the recipe may be for another machine.
     Raises SettingError for the first field that cannot work.
     """
     with recipe.composed.located():
@@ -73,8 +70,7 @@ def check_recipe(
 def _check_run(
     recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lacks: list[SettingError] | None
 ) -> None:
-    """Check one run. `prepared` is the folder that `prepare` will fill (None: there is no `prepare`). `after` is the
-    stage that this one continues: its checkpoint does not exist yet."""
+    """Check one run. `prepared`: the folder that `prepare` will fill, if any. `after`: the stage before."""
 
     def lack(field: str, problem: str, fix: str) -> None:
         error = SettingError(field, problem, fix)
@@ -112,8 +108,7 @@ def _check_run(
 
 
 def parts_of(recipe: Recipe) -> list[Part[Recipe]]:
-    """Return the parts of a recipe, one for each source of tasks and of held-out tasks; the recipe itself if it has no
-    tasks."""
+    """Return a recipe's parts, one per source of tasks and of held-out tasks; the recipe itself if it has no tasks."""
     return [*recipe.parts(), *recipe.held_out_parts()] or [Part("data", recipe)]
 
 
@@ -228,8 +223,7 @@ def _check_data_file(recipe: Recipe, prepared: Path | None) -> None:
 def _require(
     name: str, value: str, is_right: Callable[[Path], bool], kind: str, recipe: Recipe, made: Path | None
 ) -> None:
-    """Raise SettingError unless the field `name` names a path of this kind, or one in the folder `made`, which
-    `prepare` will fill."""
+    """Raise SettingError unless a field names a path of this kind, or one that `prepare` will make in `made`."""
     path = Path(value)
     if made is not None and path.is_relative_to(made):
         return
@@ -242,11 +236,8 @@ def _require(
 
 
 def _check_rows(part: Part[Recipe], purpose: Purpose, prepared: Path | None) -> None:
-    """Check that the rows of a data file are tasks with all fields that rewards and resets need.
-
-    Rows from the hub, in parquet and in huge files are checked before the first chain: reading them here, in every
-    process, would take too long.
-    """
+    """Check that a data file's rows are tasks with the fields that rewards and resets need. Rows from the hub, in
+    parquet and in huge files are checked before the first chain: it would take too long in every process."""
     recipe, section, data = part.recipe, part.section, part.recipe.data
     assert data is not None
     acts = runs_chains(recipe, purpose)
@@ -289,8 +280,8 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
 
 
 def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
-    """Load the first rows of the recipe's task sources, and check them. Return the errors that only concern this
-    machine, because the recipe may be for another one. Raises SettingError for all other errors."""
+    """Load and check the first rows of the recipe's task sources. Return errors that only concern this machine; raise
+    SettingError for others."""
     lacks = []
     for part in _used_parts(recipe, purpose):
         data, section = part.recipe.data, part.section
@@ -312,9 +303,8 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
-    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it is unusable,
-    for example because `rollout.parser` cannot parse its tool calls, if transformers has no such architecture, or if
-    model.lora.trainable_tokens names a token that the tokenizer lacks."""
+    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it cannot be used,
+    transformers lacks the architecture, or the tokenizer a token of model.lora.trainable_tokens."""
     # imported here, because they import transformers
     from transformers import AutoConfig
 
@@ -425,8 +415,7 @@ def _chain_faults(recipe: Recipe, purpose: Purpose, held_out: bool) -> Iterator[
 
 
 def _variable_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield the variables of `env` that are not set, and those that user code reads, and that are set, but do not reach
-    the process in which this code runs."""
+    """Yield the variables of `env` that are not set, and set ones that user code reads but will not get."""
     for name in recipe.env:
         if name not in os.environ:
             yield "env", f"the environment variable {name} is not set", "export it, or remove it"

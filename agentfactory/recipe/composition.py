@@ -110,8 +110,7 @@ def _fix_of_yaml(text: str, error: str) -> str:
 
 
 def recipe_file(name: str | Path, base: Path) -> Path:
-    """Return the file `name`, relative to `base`; if it does not exist, one of the recipes that come with AgentFactory,
-    such as recipes/quickstart/quickstart.yaml."""
+    """Return the file `name`, relative to `base`; if there is none, AgentFactory's own recipe of that name."""
     path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
     return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.exists() and not path.exists() else path
 
@@ -332,8 +331,7 @@ _OF_A_SOURCE = {
 
 
 def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
-    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); other types fail validation
-    later."""
+    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); others fail validation later."""
     key, *rest = keys
     if isinstance(data, dict):
         entries: list[Any] = list(data) if key == "*" else [key] * (key in data)

@@ -27,8 +27,7 @@ def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) ->
 
 
 def _rank(error: Any) -> int:
-    """Return the rank of one of pydantic's errors: a wrong choice explains why its options are unknown, and a misspelt
-    key why the right one is missing."""
+    """Return the rank of an error: a wrong choice explains unknown options, and a misspelt key a missing one."""
     choosers = {"algorithm", *(kind.chooser for kind in CHOICES.values())}
     if "options" not in error["loc"] and not choosers.isdisjoint(error["loc"][-1:]):
         return 0

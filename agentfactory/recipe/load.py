@@ -68,9 +68,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
 
 
 def default_name(file: Path) -> str:
-    """Return the default name of a run of the recipe `file`: its folder and stem, so that runs of
-    recipes/webshop/small.yaml and recipes/alfworld/small.yaml differ. If the stem begins with the folder's name, or the
-    file is in the current folder, return the stem alone."""
+    """Return the default name of a run of the recipe `file`: its folder and stem; the stem alone if it begins with the
+    folder's name, or the file is in the current folder."""
     folder, name = file.parent.name, file.stem
     return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 
@@ -150,8 +149,7 @@ def _take_over(composed: Composed) -> None:
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:
-    """Give a stage its seed, output and import path from the whole recipe; its own values apply only when it runs
-    alone, as do those of `adapters.follow`."""
+    """Give a stage its seed, output and import path from the whole recipe; its own apply only when it runs alone."""
     prepare = stage.data.pop("prepare", None)
     with stage.located():
         if prepare not in (None, whole.prepare):

@@ -115,8 +115,7 @@ def _missing_packages(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    """Check that no sequence of the server or the trainer is too long for the positions of a model that is on this
-    machine."""
+    """Check that no sequence is too long for the positions of the models that are on this machine."""
     trained = {"rollout.max_total_tokens": recipe.rollout.max_total_tokens}
     served = {"server.max_model_len": recipe.server.max_model_len} | trained
     teacher = recipe.teacher.model if recipe.teacher is not None else None
