@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -72,27 +73,30 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
         append_folders(assignment.recipe.import_path)
         return assignment.recipe, assignment
     if options.recipe is None:
-        raise SettingError(
-            "RECIPE", "missing", "accelerate launch -m agentfactory.train RECIPE [key=value ...]", source=COMMAND_LINE
-        )
+        fix = "accelerate launch -m agentfactory.train RECIPE [key=value ...]"
+        raise SettingError("RECIPE", "missing", fix, source=COMMAND_LINE)
     recipe = load_recipe(options.recipe, options.overrides)
     check_recipe(recipe)
+    for fault in _faults(recipe):
+        raise SettingError(*fault, source=options.recipe)
+    assert isinstance(recipe, Recipe)
+    return recipe, options.resume
+
+
+def _faults(recipe: Recipe | StagedRecipe) -> Iterator[tuple[str, str, str]]:
+    """Yield what only `agentfactory train` can do."""
     if isinstance(recipe, StagedRecipe):
-        raise SettingError(
-            "stages", "train.py trains one stage", "run `agentfactory train` on it", source=options.recipe
-        )
+        yield "stages", "train.py trains one stage", "run `agentfactory train` on it"
+        return
     if runs_chains(recipe, "train") and recipe.server.url is None:
         fix = "run `agentfactory serve` and pass server.url=ADDRESS, or run `agentfactory train`"
-        raise SettingError("server.url", "missing: there is no server to roll out on", fix, source=options.recipe)
+        yield "server.url", "missing: there is no server to roll out on", fix
     if recipe.model.lora is not None and recipe.model.lora.merge:
         problem = "the adapter of model.lora.from must be merged first, and train.py does not merge"
         fix = "run `agentfactory train` on the recipe, or `agentfactory export` the adapter and name that as model.path"
-        raise SettingError("model.lora.merge", problem, fix, source=options.recipe)
+        yield "model.lora.merge", problem, fix
     if recipe.prepare and not (recipe.output / "prepared").exists():
-        raise SettingError(
-            "prepare", "has not run yet", "run `agentfactory train` on the recipe", source=options.recipe
-        )
-    return recipe, options.resume
+        yield "prepare", "has not run yet", "run `agentfactory train` on the recipe"
 
 
 def _signalled(number: int, frame: FrameType | None) -> NoReturn:

@@ -80,10 +80,9 @@ def _check_run(
 
     with recipe.composed.located():
         _check(recipe, purpose, prepared, after, lack)
-        for part in parts_of(recipe):
-            if purpose != "tools":
-                with part_named(part):
-                    _check_data_file(part.recipe, prepared)
+        for part in parts_of(recipe) if purpose != "tools" else ():
+            with part_named(part):
+                _check_data_file(part.recipe, prepared)
         for part in distinct(parts_of(recipe)):
             with part_named(part):
                 _check_acting(part.recipe, purpose, prepared, lack)

@@ -1,10 +1,10 @@
 """Explain pydantic's errors about a recipe: the field, the problem, and the probable fix."""
 
 import difflib
-import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -141,11 +141,9 @@ def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
     names = []
     for key, field in fields_of(model).items():
         names.append(prefix + key)
-        annotation = field.annotation
         if key == "options" and issubclass(model, Choice):
             names += [f"{prefix}options.{name}" for kind in model.kinds.values() for name in kind.model_fields]
-        inner = _section(annotation)
-        if inner and not str(annotation).startswith(("dict", "list")):
+        if (inner := _section(field.annotation)) and not str(field.annotation).startswith(("dict", "list")):
             names += _all_names(inner, f"{prefix}{key}.")
     return names
 
@@ -169,11 +167,8 @@ def familiar(name: str, value: object) -> str | None:
 
 def _found(name: str, value: object) -> Iterator[tuple[str, str, str] | None]:
     """Yield our fields, the program, and its name for a setting, or for each one in a section."""
-    inside = (
-        [found for key, item in value.items() for found in _found(f"{name}.{key}", item)]
-        if isinstance(value, dict)
-        else []
-    )
+    items = value.items() if isinstance(value, dict) else ()
+    inside = [found for key, item in items for found in _found(f"{name}.{key}", item)]
     yield from filter(None, inside) if any(inside) else [_match(name)]
 
 
@@ -182,13 +177,10 @@ def _match(name: str) -> tuple[str, str, str] | None:
     best, longest = None, 0
     for program, known in familiar_names().items():
         for theirs, ours in known.items():
-            length = _common_end(name.split("."), theirs.split("."))
+            # the last parts that both have
+            ends = zip(reversed(name.split(".")), reversed(theirs.split(".")), strict=False)
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
             enough = length > 1 or "." not in theirs or _DISTINCT.fullmatch(theirs.rpartition(".")[2])
             if length > longest and enough:
                 best, longest = (ours, program, theirs), length
     return best
-
-
-def _common_end(one: list[str], other: list[str]) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

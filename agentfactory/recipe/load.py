@@ -59,7 +59,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
     if purpose != "train":
         composed.data = (_FOR_TOOLS if purpose == "tools" else _WITHOUT_TRAINING) | composed.data
     _set_import_path(composed)
-    _set_output(composed, file)
+    _set_output(composed)
     _take_over(composed)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
@@ -86,17 +86,16 @@ def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> St
         elif first in Recipe.model_fields:
             for stage in stages.values():
                 override(stage, name, value)
-        elif name in stages:
-            raise SettingError(
-                name, f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY", source=COMMAND_LINE
-            )
         else:
-            fix = familiar(name, value) or did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
-            raise SettingError(name, f"unknown key {first!r}", fix, source=COMMAND_LINE)
+            problem, fix = f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY"
+            if name not in stages:
+                fix = familiar(name, value) or did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
+                problem = f"unknown key {first!r}"
+            raise SettingError(name, problem, fix, source=COMMAND_LINE)
     for name, stage in stages.items():
         _check_import_path(stage, f"{name}.import_path")
     _set_import_path(composed, *stages.values())
-    _set_output(composed, file)
+    _set_output(composed)
     whole = _validate(StagedRecipe, composed, f"{composed.data['output']}/prepared")
     append_folders(whole.import_path)
     for name, stage in stages.items():
@@ -178,11 +177,10 @@ def _check_import_path(composed: Composed, field: str) -> None:
         raise SettingError(field, problem, "write it as [FOLDER, ...]", source=composed.origin("import_path"))
 
 
-def _set_output(composed: Composed, file: Path) -> None:
+def _set_output(composed: Composed) -> None:
     output = composed.data.setdefault("output", f"runs/{composed.data['name']}")
-    if not isinstance(output, str):
-        return
-    composed.data["output"] = os.path.abspath(os.path.expanduser(output))
+    if isinstance(output, str):
+        composed.data["output"] = os.path.abspath(os.path.expanduser(output))
 
 
 def _validate(model: type[RecipeT], composed: Composed, prepared: str) -> RecipeT:
