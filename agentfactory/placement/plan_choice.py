@@ -226,10 +226,10 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
             raise SettingError("sync.backend", problem, "use auto, or set placement.mode=split or time_share")
         return ["separate"]
     if mode == "separate" or not alone:
-        needed = f"the trainer needs {for_trainer} and the server {for_server} separate GPUs"
+        problem = f"the trainer needs {for_trainer} and the server {for_server} separate GPUs"
         fix = "use fewer processes (train.processes), another machine, or a server elsewhere (server.url)"
         fix = "set auto, split or time_share" if alone else fix
-        raise SettingError("placement.mode", f"{needed}, but there are {here} here", fix)
+        raise SettingError("placement.mode", f"{problem}, but there are {here} here", fix)
     if backend.devices == "apart":
         problem = f"got {backend.name!r}, which needs separate GPUs, but there is one"
         raise SettingError("sync.backend", problem, "use auto, ipc or file")

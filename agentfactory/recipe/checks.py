@@ -64,7 +64,7 @@ def check_recipe(
         # the other commands use the last stage
         used = purpose if purpose == "tools" or stage is recipe.stages[-1] else "train"
         with recipe.composed.stage_named(stage.name):
-            _check_run(stage, used, prepared, before and before.name, lacks)
+            _check_run(stage, used, prepared, before.name if before else None, lacks)
 
 
 def _check_run(

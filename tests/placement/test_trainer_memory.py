@@ -118,8 +118,7 @@ HYBRID = Qwen3_5TextConfig(
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(SHAPES["qwen2"], id="one kind", marks=long), pytest.param(HYBRID, id="two kinds")],
+    "config", [pytest.param(SHAPES["qwen2"], id="one kind", marks=long), pytest.param(HYBRID, id="two kinds")]
 )
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=long), True])
 def test_all_layers_take_what_a_few_say(config: PreTrainedConfig, checkpointing: bool) -> None:

@@ -110,7 +110,7 @@ async def _open_chains(
     agent: AgentHooks | None = None,
     processes: int = 1,
 ) -> AsyncIterator[ChainRunner]:
-    acting = agent or load_agent(recipe.rollout.agent, base)
+    acting: Any = agent or load_agent(recipe.rollout.agent, base)
     async with (
         rewards or Rewards.load(recipe.rewards, base) as used,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
