@@ -1,7 +1,9 @@
 """Where trainer and server go, what fits, and what is said where nothing does: the choice on given figures, and the
 commands as a person runs them."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, ta
 from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
 from agentfactory.recipe.schema import Recipe, StagedRecipe
+from tests.placement.shapes import sizes
 from tests.project import Command, load_and_check, refused
 
 NO_GPU = Machine((), 64 * GIB, 60 * GIB)
@@ -323,13 +326,13 @@ def test_what_may_not_fit_is_told(
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentfactory.launching.placement.GPU_DRIVERS", ())
     monkeypatch.setattr("agentfactory.launching.placement._ask", lambda *_: pytest.fail("a child would import torch"))
-    asked = load_and_check("recipe.yaml")
+    asked = load_and_check()
     assert place([asked], "train") == [Placement()]
     assert Placement().for_trainer(asked) == asked
 
 
 def test_what_the_processes_are_told(project: Path) -> None:
-    asked = load_and_check("recipe.yaml")
+    asked = load_and_check()
     placement = Placement(mode="split", on_gpu=True, trainer_devices="0", gpu_memory_utilization=0.4, sync="ipc")
     told = placement.for_trainer(asked)
     assert (told.placement.mode, told.sync.backend) == ("split", "ipc")
@@ -343,9 +346,7 @@ def test_what_the_processes_are_told(project: Path) -> None:
 @pytest.fixture
 def shaped(project: Path) -> Path:
     """The project, whose model has a configuration, and no weights."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    Qwen3Config(**shape, **heads).save_pretrained(project / "model")
+    Qwen3Config(**sizes(256, 512, 4, 4, 2, 1000), head_dim=64).save_pretrained(project / "model")
     return project
 
 
@@ -358,18 +359,15 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     # the second stage's model is made by the first, and has its shape
     small = ["recipe.placement={mode: split, gpu_memory_gib: 3.2}", "recipe.train.gradient_checkpointing=true"]
     result = agentfactory("train", "both.yaml", "--dry-run", *small)
-    assert result.returncode == 2
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert yaml.safe_load(result.stdout)["stages"][0]["placement"]["gpu_memory_gib"] == 24.0
     said = [line for line in result.stdout.splitlines() if line.startswith("#") and not line.startswith("# warning: ")]
     assert said[:2] == ["# first: new, in runs/both/first", "# first: memory by estimate, split: a GPU of 24.0 GiB"]
     assert "# recipe: memory by estimate, split: a GPU of 3.2 GiB" in said
     names = {line.removeprefix("# ").split("  ")[0] for line in said}
     assert {"weights", "gradients", "optimizer", "activations (16,384 tokens)", "KV cache", "context", "total"} <= names
-    assert result.stderr.startswith(
-        "agentfactory: recipe: placement.mode: does not fit, split: a GPU of 3.2 GiB: trainer "
-    )
-    assert "of 3.20 GiB together; fix: server.max_num_seqs=" in result.stderr
-    assert result.stderr.count("\n") == 1
+    told = "agentfactory: recipe: placement.mode: does not fit, split: a GPU of 3.2 GiB: trainer "
+    assert re.match(f"{told}.* of 3.20 GiB together; fix: server.max_num_seqs=", result.stderr)
     assert sorted(shaped.rglob("*")) == before
 
 
@@ -386,47 +384,43 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 ) -> None:
     unfit = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [unfit] * len(recipes))
-    asked, before, said = load_and_check("recipe.yaml"), sorted(project.rglob("*")), []
-    with pytest.raises(SettingError, match="does not fit; fix: a smaller model"):
+    assert refused_by_launcher(project, load_and_check(), "does not fit; fix: a smaller model") == ["the table"]
+
+
+def refused_by_launcher(project: Path, asked: Any, told: str) -> list[str]:
+    """What the launcher says before it refuses to train, having written nothing."""
+    before, said = sorted(project.rglob("*")), []
+    with pytest.raises(SettingError, match=told):
         launcher.train(asked, False, None, said.append)
-    assert said == ["the table"]
     assert sorted(project.rglob("*")) == before
+    return said
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("setting", "told"),
     [
-        (["placement.mode=time_share"], "placement.mode: 'time_share': vLLM sleeps on GPUs only"),
-        (["sync.backend=ipc"], "sync.backend: got 'ipc': vLLM has it on GPUs only"),
+        ("placement.mode=time_share", "placement.mode: 'time_share': vLLM sleeps on GPUs only"),
+        ("sync.backend=ipc", "sync.backend: got 'ipc': vLLM has it on GPUs only"),
     ],
 )
 @pytest.mark.parametrize("is_there", [True, False], ids=["model", "no model yet"])
 def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
-    project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str, is_there: bool
+    project: Path, monkeypatch: pytest.MonkeyPatch, setting: str, told: str, is_there: bool
 ) -> None:
-    asked = load_and_check("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
+    asked = load_and_check(overrides=["server.engine=vllm", setting], lacks=[])
     planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
     monkeypatch.setattr(plan, "may_have_gpu", lambda: False)
-    first = load_and_check("recipe.yaml", ["name=first"])
+    first = load_and_check(overrides=["name=first"])
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
     (project / "model" / "config.json").write_text("{}")
-    before = sorted(project.rglob("*"))
-    with pytest.raises(SettingError, match=said):
-        launcher.train(whole, False, None, print)
-    assert sorted(project.rglob("*")) == before
+    refused_by_launcher(project, whole, told)
 
 
 def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:
-    figures = estimate()
-
     def without(part: str) -> Callable[..., Need]:
-        def of(asked: Recipe, device: str, memory: int | None) -> Need:
-            need = figures(asked, device, memory)
-            return Need({}, need.server) if part == "trainer" else Need(need.trainer, None)
-
-        return of
+        return lambda *asked: replace(estimate()(*asked), **{part: {} if part == "trainer" else None})
 
     asked = recipe(placement={"gpu_memory_gib": None})
     plan = chosen(asked, gpus(24), without("server"))
