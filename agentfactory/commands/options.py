@@ -240,11 +240,11 @@ def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[
 def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentParser]) -> None:
     """Add the commands of extensions, also of those that installed packages register. Print the error of a command that
     cannot be added."""
+    places = {"view": "agentfactory.viewer.view_command"}
     try:
-        places = {"view": "agentfactory.viewer.view_command", **registered(COMMANDS)}
+        places |= registered(COMMANDS)
     except SettingError as error:
         print(f"agentfactory: {error}", file=sys.stderr)
-        return
     for name, place in places.items():
         try:
             if name in _ABOUT:
