@@ -313,6 +313,5 @@ def test_targets_that_fit_no_module_are_refused(project: Path, path: str, target
     ViTConfig().save_pretrained(project / "eyes")
     (project / "broken").mkdir()
     (project / "broken" / "config.json").write_text("{")
-    recipe = single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: {targets}}}")
     with pytest.raises(SettingError, match=told) if told else nullcontext():
-        check_targets(recipe)
+        check_targets(single(f"model.path={path}", f"model.lora={{rank: 4, target_modules: {targets}}}"))
