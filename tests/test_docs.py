@@ -398,11 +398,9 @@ def test_the_mixtures_of_the_page_load(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.yaml"
         path.write_text(yaml.safe_dump({**rest, **yaml.safe_load(text)}))
         recipe = load_and_check(path)
-        assert isinstance(recipe, Recipe)
         arithmetic, words = [found.recipe for found in recipe.parts()]
         assert (arithmetic.tools, words.tools) == (["calculator"], [])
     first = load_and_check(tmp_path / "0.yaml")
-    assert isinstance(first, Recipe)
     assert [found.recipe.rollout.max_turns for found in first.held_out_parts()] == [6, 2]
 
 
