@@ -60,14 +60,10 @@ def see_machine() -> Machine:
     """Return the visible GPUs and the machine's memory."""
     memory = psutil.virtual_memory()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = tuple(_see_gpu(index) for index in range(count))
-    return Machine(gpus, memory.total, memory.available, is_installed("vllm"))
-
-
-def _see_gpu(index: int) -> Gpu:
-    free, total = torch.cuda.mem_get_info(index)
+    seen = map(torch.cuda.mem_get_info, range(count))
     # the query creates a CUDA context, which ends with this process
-    return Gpu(total, min(total, free + ASKING_CONTEXT))
+    gpus = tuple(Gpu(total, min(total, free + ASKING_CONTEXT)) for free, total in seen)
+    return Machine(gpus, memory.total, memory.available, is_installed("vllm"))
 
 
 if __name__ == "__main__":

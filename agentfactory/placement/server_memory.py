@@ -72,7 +72,9 @@ def server_memory(
     parts = {name: -(-size // devices) for name, size in shared.items()}
     cuda = device == "cuda"
     parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0) if cuda else LIBRARIES
-    per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.vllm.args, dtype), dtype, devices)
+    is_fp8 = (_flag(server.vllm.args, "--kv-cache-dtype") or "").startswith("fp8")
+    cached = torch.float8_e4m3fn if is_fp8 else dtype
+    per_token, per_sequence = _cache(config.get_text_config(), cached, dtype, devices)
     if embedded:
         per_token, per_sequence = _embedded_cache(config.get_text_config(), dtype), 0
         # as in Engine.cache_shape
@@ -192,10 +194,6 @@ def _flag(args: Sequence[str], name: str) -> str | None:
         if arg == name:
             return args[place + 1] if place + 1 < len(args) else ""
     return None
-
-
-def _cache_dtype(args: Sequence[str], dtype: torch.dtype) -> torch.dtype:
-    return torch.float8_e4m3fn if (_flag(args, "--kv-cache-dtype") or "").startswith("fp8") else dtype
 
 
 def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from agentfactory.recipe.server_checks import check_engine, server_faults, sglan
 from agentfactory.recipe.train_checks import Fault, Lack, check_training, placement_faults, refuse
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening_prompt import check_lengths, check_texts
-from agentfactory.rollout.config import DataConfig, Inflight, Part, RolloutRecipe, distinct
+from agentfactory.rollout.config import Inflight, Part, RolloutRecipe, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
@@ -85,7 +85,10 @@ def _check_run(
                 _check_data_file(part.recipe, prepared)
         for part in distinct(parts_of(recipe)):
             with part_named(part):
-                _check_acting(part.recipe, purpose, prepared, lack)
+                check_programs(part.recipe, lack, prepared)
+                check_user_code(part.recipe, lack, tools_only=purpose == "tools")
+                if runs_chains(part.recipe, purpose) or purpose == "tools":
+                    check_servers(part.recipe, prepared)
         if runs_chains(recipe, purpose):
             refuse(_missing_tasks(recipe, purpose))
             for part in parts_of(recipe):
@@ -93,7 +96,7 @@ def _check_run(
                     check_context(part.recipe.rollout)
                     if purpose == "train":
                         check_anchors(part.recipe)
-                    refuse(_chain_faults(part.recipe, purpose, is_held_out(part)))
+                    refuse(_chain_faults(part.recipe, purpose, part.section.startswith("eval.")))
         if purpose == "train":
             refuse(_variable_faults(recipe))
         if runs_chains(recipe, purpose) or purpose == "serve":
@@ -111,11 +114,6 @@ def parts_of(recipe: Recipe) -> list[Part[Recipe]]:
     return [*recipe.parts(), *recipe.held_out_parts()] or [Part("data", recipe)]
 
 
-def is_held_out(part: Part[Recipe]) -> bool:
-    """Return whether a part has held-out tasks."""
-    return part.section.startswith("eval.")
-
-
 @contextmanager
 def part_named(part: Part[Recipe]) -> Iterator[None]:
     """Give the errors about a part the names of its fields in the whole recipe."""
@@ -129,7 +127,12 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     """Check what does not depend on the sources of tasks."""
     if purpose != "tools":
         _check_files(recipe, prepared, after)
-    refuse(_source_faults(recipe, purpose))
+    sources = recipe.data.sources if recipe.data is not None else []
+    if recipe.train.algorithm == "sft" and purpose == "train" and sources:
+        problem = "set, but sft reads the conversations of one file"
+        raise SettingError("data.sources", problem, "join the files, or train a stage on each")
+    if recipe.train.advantage.per_source and not sources:
+        raise SettingError("train.advantage.per_source", "got true without data.sources", "remove it")
     if recipe.server.engine == "sglang" and (runs_chains(recipe, purpose) or purpose == "serve"):
         refuse(sglang_faults(recipe))
     if purpose == "train":
@@ -137,23 +140,6 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     if purpose == "serve" and recipe.server.url is not None:
         problem = f"got {short(recipe.server.url)}, which is already running"
         raise SettingError("server.url", problem, "set null to start one here")
-
-
-def _source_faults(recipe: Recipe, purpose: Purpose) -> Iterator[Fault]:
-    sources = recipe.data.sources if recipe.data is not None else []
-    if recipe.train.algorithm == "sft" and purpose == "train" and sources:
-        fix = "join the files, or train a stage on each"
-        yield "data.sources", "set, but sft reads the conversations of one file", fix
-    if recipe.train.advantage.per_source and not sources:
-        yield "train.advantage.per_source", "got true without data.sources", "remove it"
-
-
-def _check_acting(recipe: Recipe, purpose: Purpose, prepared: Path | None, lack: Lack) -> None:
-    """Check the tools, rewards and agent of a part."""
-    check_programs(recipe, lack, prepared)
-    check_user_code(recipe, lack, tools_only=purpose == "tools")
-    if runs_chains(recipe, purpose) or purpose == "tools":
-        check_servers(recipe, prepared)
 
 
 def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
@@ -337,19 +323,16 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
 
 def doubts(recipe: Recipe) -> list[str]:
     """Return warnings about settings of a training run that can work, but hardly as meant."""
-    data, size = recipe.data, recipe.train.batch_size
-    found = doubts_about_adapter(recipe)
-    if recipe.train.from_trajectories or data is None or not _is_quick(data) or (rows := len(load_tasks(data))) >= size:
+    size, found = recipe.train.batch_size, doubts_about_adapter(recipe)
+    data = None if recipe.train.from_trajectories else recipe.data
+    # only rows in a file that exists and is fast to read
+    if data is None or data.file is None or not (data.file.is_file() and is_quick(data.file)):
+        return found
+    if (rows := len(load_tasks(data))) >= size:
         return found
     each = "the same row" if recipe.train.algorithm == "sft" else "groups of the same task"
     problem = f"got {size}, more than the rows of data ({rows}): a batch has {each} several times"
     return [*found, f"train.batch_size: {problem}; fix: lower it to {rows}, or add rows"]
-
-
-def _is_quick(data: DataConfig) -> bool:
-    """Return whether the rows are in a file that exists and is fast to read."""
-    file = data.file
-    return file is not None and file.is_file() and is_quick(file)
 
 
 def _used_parts(recipe: Recipe, purpose: Purpose) -> list[Part[Recipe]]:

@@ -270,11 +270,6 @@ def _absolute(value: str, base: Path) -> str:
     return os.path.realpath(base / Path(value).expanduser())
 
 
-def _program(value: str, base: Path) -> str:
-    # keep links: a virtual environment's Python is one, and the environment is found through it
-    return os.path.abspath(base / Path(value).expanduser())
-
-
 def _hub_or_absolute(value: str, base: Path) -> str:
     path = _absolute(value, base)
     # Qwen2.5-0.5B is a name, tasks.csv is not
@@ -308,7 +303,8 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "mcp_servers.*.cwd": _absolute,
     "mcp_servers.*.workspace": _absolute,
     "mcp_servers.*.keep_workspaces": _absolute,
-    "server.options.python": _program,
+    # keeps links: a virtual environment's Python is one, and the environment is found through it
+    "server.options.python": lambda value, base: os.path.abspath(base / Path(value).expanduser()),
     "model.path": _hub_or_absolute,
     "model.lora.from": _absolute,
     "server.model": _hub_or_absolute,
