@@ -42,26 +42,22 @@ __all__ = [
     "tool",
 ]
 
-_HOME = {
-    "Agent": "agentfactory.agent",
-    "Completion": "agentfactory.rollout.inference.inference_client",
-    "Environment": "agentfactory.tools.environments.environment",
-    "FormatError": "agentfactory.rollout.text.parsers",
-    "Group": "agentfactory.rollout.trajectory",
-    "ModelView": "agentfactory.tools.images.coordinates",
-    "Outcome": "agentfactory.rollout.trajectory",
-    "Parsed": "agentfactory.rollout.text.renderer",
-    "Parser": "agentfactory.rollout.text.parsers",
-    "Reading": "agentfactory.rollout.text.parsers",
-    "TaskSource": "agentfactory.rollout.config",
-    "ToolInfrastructureError": "agentfactory.base.messages",
-    "Trajectory": "agentfactory.rollout.trajectory",
-    "Turn": "agentfactory.rollout.chains.agent_hooks",
-    "finish": "agentfactory.tools.tool",
-    "read_groups": "agentfactory.rollout.groups.group_files",
-    "reward": "agentfactory.rollout.rewards",
-    "tool": "agentfactory.tools.tool",
+_NAMES = {
+    "agent": ("Agent",),
+    "base.messages": ("ToolInfrastructureError",),
+    "rollout.chains.agent_hooks": ("Turn",),
+    "rollout.config": ("TaskSource",),
+    "rollout.groups.group_files": ("read_groups",),
+    "rollout.inference.inference_client": ("Completion",),
+    "rollout.rewards": ("reward",),
+    "rollout.text.parsers": ("FormatError", "Parser", "Reading"),
+    "rollout.text.renderer": ("Parsed",),
+    "rollout.trajectory": ("Group", "Outcome", "Trajectory"),
+    "tools.environments.environment": ("Environment",),
+    "tools.images.coordinates": ("ModelView",),
+    "tools.tool": ("finish", "tool"),
 }
+_HOME = {name: f"agentfactory.{module}" for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -54,8 +54,7 @@ class AgentResult:
 
 @dataclass(frozen=True)
 class _Engine:
-    """The open resources of an agent. `weights` is the server's name for the weights; `server` is the server that the
-    agent started, if any."""
+    """Open resources of an agent: `weights` is the server's name for the weights, `server` the started one, if any."""
 
     runner: ChainRunner
     weights: str
@@ -231,9 +230,8 @@ class Agent(AgentHooks):
 
     def _check_engine(self) -> None:
         server = self._recipe.server
-        starts = server.engine == "vllm" or (server.engine == "sglang" and server.sglang.attach is None)
         python = server.vllm.python or server.sglang.python
-        if starts and (missing := missing_from(python, server.engine)):
+        if server.engine != "embedded" and server.starts and (missing := missing_from(python, server.engine)):
             where = "here" if python is None else f"for server={{'options': {{'python': {python!r}}}}}"
             raise ValueError(
                 f"engine: {missing} is not installed {where}; install it, give the address of a running server, or use "

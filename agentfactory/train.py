@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -26,7 +27,7 @@ from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.launch_plan import Assignment
 from agentfactory.launching import add_resume_option, settle_resume
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.checks import check_recipe, runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
@@ -72,26 +73,30 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
         append_folders(assignment.recipe.import_path)
         return assignment.recipe, assignment
     if options.recipe is None:
-        raise SettingError(
-            "RECIPE", "missing", "accelerate launch -m agentfactory.train RECIPE [key=value ...]", source=COMMAND_LINE
-        )
+        fix = "accelerate launch -m agentfactory.train RECIPE [key=value ...]"
+        raise SettingError("RECIPE", "missing", fix, source=COMMAND_LINE)
     recipe = load_recipe(options.recipe, options.overrides)
+    check_recipe(recipe)
+    for fault in _faults(recipe):
+        raise SettingError(*fault, source=options.recipe)
+    assert isinstance(recipe, Recipe)
+    return recipe, options.resume
+
+
+def _faults(recipe: Recipe | StagedRecipe) -> Iterator[tuple[str, str, str]]:
+    """Yield what only `agentfactory train` can do."""
     if isinstance(recipe, StagedRecipe):
-        raise SettingError(
-            "stages", "train.py trains one stage", "run `agentfactory train` on it", source=options.recipe
-        )
+        yield "stages", "train.py trains one stage", "run `agentfactory train` on it"
+        return
     if runs_chains(recipe, "train") and recipe.server.url is None:
         fix = "run `agentfactory serve` and pass server.url=ADDRESS, or run `agentfactory train`"
-        raise SettingError("server.url", "missing: there is no server to roll out on", fix, source=options.recipe)
+        yield "server.url", "missing: there is no server to roll out on", fix
     if recipe.model.lora is not None and recipe.model.lora.merge:
         problem = "the adapter of model.lora.from must be merged first, and train.py does not merge"
         fix = "run `agentfactory train` on the recipe, or `agentfactory export` the adapter and name that as model.path"
-        raise SettingError("model.lora.merge", problem, fix, source=options.recipe)
+        yield "model.lora.merge", problem, fix
     if recipe.prepare and not (recipe.output / "prepared").exists():
-        raise SettingError(
-            "prepare", "has not run yet", "run `agentfactory train` on the recipe", source=options.recipe
-        )
-    return recipe, options.resume
+        yield "prepare", "has not run yet", "run `agentfactory train` on the recipe"
 
 
 def _signalled(number: int, frame: FrameType | None) -> NoReturn:
@@ -115,8 +120,8 @@ def main() -> int:
 
 
 def _main() -> int:
-    """Run the command line and return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by a
-    symptom of train.stop_when, 4 most chains dropped, 128 + the signal's number if stopped by a signal."""
+    """Return the exit status: 0 success, 1 failure, 2 invalid recipe or launch, 3 stopped by train.stop_when, 4 most
+    chains dropped, 128 + the signal's number if stopped by a signal."""
     parent_watch.follow_parent()
     spare_loopback(os.environ)
     # exit through the interpreter, so that the worker and the progress display are closed in order
@@ -161,18 +166,14 @@ def _main() -> int:
 
 
 def print_error(error: Exception | str) -> None:
-    """Print the error that ended this process. With several processes, prefix it with the rank as torch prefixes a
-    traceback, so that the launcher can tell the cause from its consequences."""
+    """Print the error that ended this process, with its rank if there are several, for the launcher."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     print(f"[rank{os.environ.get('RANK', '0')}]: {error}" if several else error, file=sys.stderr)
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; if it is one of several, skip the interpreter's shutdown.
-
-    A gloo thread takes the GIL when it releases the tensors of its last collective. If the interpreter shuts down at
-    that moment, Python ends that thread, and C++ treats this as a fault and aborts the process.
-    """
+    """End this process; if it is one of several, skip the interpreter's shutdown, during which a gloo thread that takes
+    the GIL would abort the process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(status)
     logging.shutdown()

@@ -125,7 +125,7 @@ def recipe_of(world: str, model: Path, output: Path, url: str) -> Recipe:
         source = {"url": url, "tasks": 50, "seconds": 20}
         fields = {"model": {"path": str(model)}, "data": {"openenv": source}, "train": {"steps": 1}}
         path.write_text(json.dumps(fields))
-    recipe = load_recipe(path, [*overrides, f"output={output}"], "rollout", [])
+    recipe = load_recipe(path, [*overrides, f"output={output}"], "rollout")
     assert isinstance(recipe, Recipe)
     if recipe.prepare is not None:
         # this would end the server of OpenEnv, too
@@ -134,7 +134,7 @@ def recipe_of(world: str, model: Path, output: Path, url: str) -> Recipe:
     rollout = {"max_turns": TURNS + 1, "max_total_tokens": 8192, "parser": "hermes", "context": {"policy": "keep"}}
     settings = [f"rollout.{name}={json.dumps(value)}" for name, value in rollout.items()]
     longer = ["server.max_model_len=8192", f"model.path={model}", f"output={output}"]
-    found = load_recipe(path, [*overrides, *settings, *longer], "rollout", [])
+    found = load_recipe(path, [*overrides, *settings, *longer], "rollout")
     assert isinstance(found, Recipe)
     return found
 

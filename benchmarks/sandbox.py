@@ -16,9 +16,9 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable
 
+from agentfactory.base.processes.sandbox_limits import SandboxSettings
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
 from agentfactory.tools.sandbox.interpreter import find_interpreter
-from agentfactory.tools.sandbox.limits import SandboxSettings
 from agentfactory.tools.sandbox.session import Sandbox, run_script
 
 CELL_SECONDS, START_SECONDS, SANDBOXES = 0.002, 1.0, 16

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentfactory.launching.prepare import prepare
 from agentfactory.launching.start_server import serve
+from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from agentfactory.rollout.chains.chain_runner import ChainRunner
@@ -161,6 +162,7 @@ def main() -> None:
     recipe = load_recipe(
         QUICKSTART, [f"output={options.output}", f"seed={options.seed}", f"grpo.train.steps={options.steps}"]
     )
+    check_recipe(recipe)
     assert isinstance(recipe, StagedRecipe)
     assert recipe.prepare is not None
     if options.output.exists():

@@ -1,11 +1,16 @@
 """Recipes on disk, and the command as a user runs it."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentfactory.base.errors import SettingError
+from agentfactory.recipe.checks import check_recipe
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Purpose
 from tests.forked import COMMAND, Forked
 
 TOOLS = '''
@@ -61,6 +66,25 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_tools.py").write_text(TOOLS)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
+
+
+def load_and_check(
+    path: Path | str = "recipe.yaml",
+    overrides: Sequence[str] = (),
+    purpose: Purpose = "train",
+    lacks: list[SettingError] | None = None,
+) -> Any:
+    """Load and check a recipe, as each command does."""
+    recipe = load_recipe(path, overrides, purpose)
+    check_recipe(recipe, purpose, lacks)
+    return recipe
+
+
+def refused(told: str, *overrides: str, path: Path | str = "recipe.yaml", **more: Any) -> SettingError:
+    """Return the error, which says `told` (a regular expression), about a recipe with these overrides."""
+    with pytest.raises(SettingError, match=told) as caught:
+        load_and_check(path, overrides, **more)
+    return caught.value
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -4,8 +4,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agentfactory.base.processes.sandbox_limits import sandbox_user
 from agentfactory.tools.sandbox.interpreter import find_interpreter
-from agentfactory.tools.sandbox.limits import sandbox_user
 
 
 def sandboxed_python(library: ModuleType, *arguments: str) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from agentfactory.launching.child_processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
 from agentfactory.rollout.chains.agent_hooks import Turn
 from agentfactory.rollout.chains.context import check_context
+from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.config import AgentConfig, RolloutConfig
-from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Trajectory
 from tests.conftest import QUICKSTART
@@ -85,10 +85,8 @@ async def test_an_environment_judges_where_no_reward_is_given_and_else_nothing_d
         result = await agent.run("The treasure lies south.\nYou stand in row 2, column 2.", num_chains=4)
     assert result.rewards == [None] * 4
     assert not any(t.outcome.failed for t in result.trajectories)
-    assert counter.calls == sum(
-        t.metrics["tool/move/calls"] - t.metrics["tool/move/errors"] for t in result.trajectories
-    )
-    assert counter.calls > 0, "a method of an object acts on that object"
+    worked = [t.metrics["tool/move/calls"] - t.metrics["tool/move/errors"] for t in result.trajectories]
+    assert counter.calls == sum(worked) > 0, "a method of an object acts on that object"
 
 
 class Brief(Agent):
@@ -141,9 +139,7 @@ async def test_what_cannot_work_is_said(warm_server: str, warm_start: Path, tmp_
         await Agent().run("go")
     with pytest.raises(ValueError, match=r"server\.options\.gpu_memory_utilization: unknown key .*engine is embedded"):
         Agent(warm_start, engine="embedded", server={"options": {"gpu_memory_utilization": 0.5}})
-    with pytest.raises(
-        ValueError, match=r"^temperature: unknown key 'temperature'; fix: did you mean rollout\.temperature\?$"
-    ):
+    with pytest.raises(ValueError, match=r"^temperature: unknown key .*; fix: did you mean rollout\.temperature\?$"):
         Agent(warm_start, temperature=0.5)
     with pytest.raises(ValueError, match="num_chains=0; use at least 1"):
         await Agent(warm_server).run("go", num_chains=0)

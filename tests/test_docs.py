@@ -31,7 +31,6 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.plan_choice import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.reference import PAGES, meaning, renewed, sections, title
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig, LoraConfig, RolloutConfig
@@ -59,6 +58,7 @@ from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.canary_verdict import Drift
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 
 DOCS = REPOSITORY / "docs"
 SHOWN = [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md"]
@@ -308,7 +308,7 @@ def test_what_the_prose_names_exists(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_option_is_among_the_commands() -> None:
     page = (DOCS / "commands.md").read_text(encoding="utf-8")
-    _, commands = make_parser(with_viewer=True)
+    _, commands = make_parser()
     for name, command in commands.choices.items():
         assert f"`agentfactory {name}" in page
         for action in command._actions:
@@ -394,12 +394,10 @@ def test_the_mixtures_of_the_page_load(tmp_path: Path) -> None:
     for number, text in enumerate((whole, part)):
         path = tmp_path / f"{number}.yaml"
         path.write_text(yaml.safe_dump({**rest, **yaml.safe_load(text)}))
-        recipe = load_recipe(path)
-        assert isinstance(recipe, Recipe)
+        recipe = load_and_check(path)
         arithmetic, words = [found.recipe for found in recipe.parts()]
         assert (arithmetic.tools, words.tools) == (["calculator"], [])
-    first = load_recipe(tmp_path / "0.yaml")
-    assert isinstance(first, Recipe)
+    first = load_and_check(tmp_path / "0.yaml")
     assert [found.recipe.rollout.max_turns for found in first.held_out_parts()] == [6, 2]
 
 

@@ -16,7 +16,6 @@ from mcp import StdioServerParameters
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import environment
 from agentfactory.base.processes.killable import KillableProcess
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Share
 from agentfactory.rollout.rewards import math_equal
@@ -29,6 +28,7 @@ from agentfactory.worlds.reasoning_gym import gym_tasks
 from agentfactory.worlds.scienceworld.jvm import Jvm
 from agentfactory.worlds.verifiers import verifiers_process
 from tests.conftest import QUICKSTART
+from tests.project import load_and_check, refused
 
 pytestmark = pytest.mark.processes
 
@@ -48,10 +48,10 @@ RUN_PREPARE = """
 import sys
 from agentfactory.launching.child_processes import Children
 from agentfactory.launching.prepare import run_prepare
-from agentfactory.recipe.load import load_recipe
+from tests.project import load_and_check
 
 with Children() as children:
-    run_prepare(load_recipe(sys.argv[1]), children, print)
+    run_prepare(load_and_check(sys.argv[1]), children, print)
 """
 
 Environment = dict[str, str]
@@ -69,8 +69,7 @@ def recipe_in(folder: Path, code: str = OWN, **fields: object) -> Recipe:
     (folder / "own.py").write_text(code)
     content = {"extends": str(QUICKSTART / "grpo.yaml"), "prepare": "own.py:make", "env": [NAMED], **fields}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**content, "output": str(folder / "run")}))
-    recipe = load_recipe(folder / "recipe.yaml")
-    assert isinstance(recipe, Recipe)
+    recipe = load_and_check(folder / "recipe.yaml")
     return recipe
 
 
@@ -174,11 +173,13 @@ def test_code_that_reads_an_unnamed_variable_is_refused(
     recipe_in(tmp_path, code, rewards=["own.py:right"])
     monkeypatch.setenv("MY_KEY", "mine")
     fix = r"env: own.py reads MY_KEY, which the recipe does not name.*; fix: env: \[SEARCH_KEY, MY_KEY\], or unset"
-    with pytest.raises(SettingError, match=fix):
-        load_recipe(tmp_path / "recipe.yaml")
-    load_recipe(tmp_path / "recipe.yaml", ["env=[MY_KEY]"])
-    with pytest.raises(SettingError, match="env: the environment variable OTHER_KEY is not set; fix: export it"):
-        load_recipe(tmp_path / "recipe.yaml", ["env=[MY_KEY,OTHER_KEY]"])
+    refused(fix, path=tmp_path / "recipe.yaml")
+    load_and_check(tmp_path / "recipe.yaml", ["env=[MY_KEY]"])
+    refused(
+        "env: the environment variable OTHER_KEY is not set; fix: export it",
+        "env=[MY_KEY,OTHER_KEY]",
+        path=tmp_path / "recipe.yaml",
+    )
 
 
 def test_a_recipe_names_variables_where_it_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

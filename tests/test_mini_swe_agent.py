@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.sandbox_limits import SandboxKind
 from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.sandbox.limits import SandboxKind
 from tests.command_line_agents import CHAINS, call, check_completed, left, play
 
 MINI = os.environ.get("AGENTFACTORY_MINI", "")

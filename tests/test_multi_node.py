@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.processes.accelerator import launch_command
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import reserved_port
+from tests.project import load_and_check
 
 pytestmark = pytest.mark.processes
 
@@ -163,7 +163,7 @@ def test_what_the_script_cannot_run_is_refused_before_a_server_loads(cluster: di
 
 
 def test_the_recipe_is_for_what_the_script_starts() -> None:
-    recipe = load_recipe(FOLDER / "multi-node.yaml")
+    recipe = load_and_check(FOLDER / "multi-node.yaml")
     assert isinstance(recipe, Recipe)
     assert (recipe.train.processes, recipe.train.strategy, recipe.sync.backend) == (2 * 8, "fsdp2", "file")
     assert recipe.model.lora is None

@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.user_code.entry_points import COMMANDS, SOURCES, WORLDS, registered
-from benchmarks.house import size
+from benchmarks.house import loaded, size
 from tests.conftest import REPOSITORY
 
 LINKS = ("rollout", "tools", "trainers")
-OTHERS = {
-    "CHANGELOG.md",
-    "tests/test_namespace.py",
-    "tests/test_users_project.py",
-}
+OTHERS = {"CHANGELOG.md", "tests/test_namespace.py", "tests/test_users_project.py"}
 """Files that mention old names, or a user's packages with these names."""
 BINARY = {".parquet", ".png", ".zst"}
 FIELDS = {"rollout.agent", "rollout.concurrency", "rollout.context", "rollout.curriculum", "rollout.workers"}
@@ -169,6 +165,11 @@ def test_the_house_does_not_grow() -> None:
     assert {name: count for name, count in size().items() if count > LINES[name]} == {}
 
 
+@pytest.mark.processes
+def test_loading_a_recipe_imports_few_modules() -> None:
+    assert loaded() <= 40
+
+
 MOST_ENTRIES = 16
 _NO_ENTRIES = {"__pycache__", "__init__.py"}
 _DATA = {"__pycache__", "chat_templates", "pages", "page", "shapes", "templates"}
@@ -185,6 +186,32 @@ def test_the_core_names_no_world() -> None:
     quoted = re.compile("|".join(f"[\"']{name}[\"']" for name in sorted((worlds | named) - others)))
     core = [found for found in texts() if re.match(r"agentfactory/(?!worlds/).*\.py$", found[0])]
     assert [name for name, text in core if quoted.search(text) or "agentfactory.worlds." in text] == []
+
+
+EXTENSIONS = {
+    **{name: (name,) for name in ("worlds", "audit", "viewer", "placement", "doctor")},
+    "gateway": ("rollout.gateway",),
+    "sglang": ("rollout.inference.sglang",),
+    # also the tools and rewards that run models' code
+    "sandbox": (
+        "tools.sandbox",
+        *("tools.prebuilt.code_interpreter", "tools.prebuilt.shell"),
+        *("rollout.rewards.code_tests", "rollout.rewards.math_equal"),
+    ),
+}
+"""Extension -> its modules and folders. The core names them in strings, which are loaded on first use: entry points,
+tables of prebuilt tools and rewards, and `entry_points.load_named`."""
+
+
+def test_the_core_imports_no_extension() -> None:
+    def extension(module: str) -> str | None:
+        places = ((name, place) for name, known in EXTENSIONS.items() for place in known)
+        return next((name for name, place in places if f"{module}.".startswith(f"{place}.")), None)
+
+    found = imports()
+    assert {extension(module) for module in found} == {*EXTENSIONS, None}
+    core = {module: names for module, names in found.items() if extension(module) is None}
+    assert [f"{module} imports {name}" for module, names in core.items() for name in names if extension(name)] == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

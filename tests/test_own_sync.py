@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.recipe.load import load_recipe
 from agentfactory.trainers.sync.backends import BACKENDS, backend_of
 from tests.conftest import QUICKSTART, REPOSITORY
-from tests.project import Command
+from tests.project import Command, load_and_check
 from tests.test_own_algorithm import write_page
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
@@ -26,6 +25,7 @@ class OneGpu:
     devices = "one"
     def __init__(self, servers): pass
 """
+FAST = ["sync.backend=own.py:Adapters", "sync.options.speed=1"]
 
 
 @pytest.fixture
@@ -36,14 +36,13 @@ def files(project: Path) -> None:
 
 @pytest.mark.usefixtures("files")
 def test_what_a_class_says_of_itself() -> None:
-    ours = load_recipe("recipe.yaml")
+    ours = load_and_check("recipe.yaml")
     assert backend_of(ours) == BACKENDS["file"]
-    assert backend_of(load_recipe("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
-    copied = load_recipe("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
+    assert backend_of(load_and_check("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
+    copied = load_and_check("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
     made = backend_of(copied)
     assert (made.routes, made.transfer, made.devices) == (BACKENDS["file"].routes, "file", "any")
-    settings = ["model.lora.rank=8", "sync.backend=own.py:Adapters", "sync.options.speed=1", "server.engine=vllm"]
-    adapters = backend_of(load_recipe("recipe.yaml", settings, lacks=[]))
+    adapters = backend_of(load_and_check(overrides=[*FAST, "model.lora.rank=8", "server.engine=vllm"], lacks=[]))
     assert (adapters.adapters, adapters.routes, adapters.transfer) == (True, ("/v1/load_lora_adapter",), None)
 
 
@@ -52,23 +51,17 @@ def test_what_a_class_says_of_itself() -> None:
     [
         (["sync.backend=rsync"], r"sync\.backend: got 'rsync'; fix: use auto, file, .*FILE\.py:NAME of a class"),
         (["sync.options={a: 1}"], r"sync\.options: got .* with sync\.backend=auto; fix: remove it"),
-        (["sync.backend=own.py:Adapters", "sync.options.speed=1"], "but every weight is trained"),
+        (FAST, "but every weight is trained"),
         (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' without a value"),
-        (
-            ["sync.backend=own.py:Adapters", "sync.options.speed=1", "model.lora.rank=8"],
-            r"own\.py:Adapters', which server\.engine=embedded does not support",
-        ),
-        (
-            ["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"],
-            "an adapter",
-        ),
+        ([*FAST, "model.lora.rank=8"], r"own\.py:Adapters', which server\.engine=embedded does not support"),
+        (["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"], "an adapt"),
         (["sync.backend=own.py:OneGpu", "server.engine=vllm", "placement.mode=separate"], "it is for one GPU"),
     ],
 )
 @pytest.mark.usefixtures("files")
 def test_backends_that_are_refused(overrides: list[str], told: str) -> None:
     with pytest.raises(SettingError, match=told):
-        load_recipe("recipe.yaml", overrides, lacks=[])
+        load_and_check("recipe.yaml", overrides, lacks=[])
 
 
 @pytest.mark.parametrize(

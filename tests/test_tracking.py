@@ -25,8 +25,6 @@ from wandb.proto import wandb_internal_pb2
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.recipe.load import load_recipe
-from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
@@ -35,6 +33,7 @@ from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
+from tests.project import load_and_check, refused
 from tests.saved_groups import write_groups
 from tests.waiting import wait_for
 
@@ -281,8 +280,7 @@ def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
     """A line per group, in order, although a step was trained twice; log-probabilities match independent code."""
     assert [line["group"] for line in tracked.credit] == [group.id for group in tracked.groups]
     assert [line["step"] for line in tracked.credit] == [1, 1, 2, 2, 3, 3, 4, 4]
-    recipe = load_recipe(tracked.output / "recipe.yaml")
-    assert isinstance(recipe, Recipe)
+    recipe = load_and_check(tracked.output / "recipe.yaml")
     policy = load_policy(recipe, "cpu")
     for line, group in zip(tracked.credit[:BATCH], tracked.groups, strict=False):
         rewards = torch.tensor([chain.reward for chain in group.trajectories])
@@ -311,16 +309,17 @@ def test_what_is_not_installed_is_refused(tracked: Tracked, monkeypatch: pytest.
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name))
     file = tracked.output / "recipe.yaml"
-    with pytest.raises(SettingError, match=r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf"):
-        load_recipe(file, ["track.trackers=[mlflow]"])
+    refused(
+        r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf",
+        "track.trackers=[mlflow]",
+        path=file,
+    )
     # the key may be meant for another machine
     lacks: list[SettingError] = []
-    load_recipe(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
+    load_and_check(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
     assert len(lacks) == 1
-    with pytest.raises(SettingError, match=r"track\.trackers: got wandb, wandb; fix: name each once"):
-        load_recipe(file, ["track.trackers=[wandb, wandb]"])
-    with pytest.raises(SettingError, match=r"track\.trackers.*use .*'mlflow'"):
-        load_recipe(file, ["track.trackers=[neptune]"])
+    refused(r"track\.trackers: got wandb, wandb; fix: name each once", "track.trackers=[wandb, wandb]", path=file)
+    refused(r"track\.trackers.*use .*'mlflow'", "track.trackers=[neptune]", path=file)
 
 
 def test_a_tracker_that_does_not_start_says_why(accelerator: Accelerator, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,15 @@ def test_what_train_py_cannot_do_is_told_with_the_command_that_can(
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def train(folder: Path, recipe: dict[str, Any], *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command, by default train, on a small recipe."""
+    base = {"server": {"engine": "embedded", "max_model_len": 512}, "output": "run"}
+    # JSON is YAML
+    (folder / "recipe.yaml").write_text(json.dumps({**base, **recipe}))
+    arguments = [sys.executable, "-m", "agentfactory", *(command or ("train", "recipe.yaml"))]
+    return subprocess.run(arguments, capture_output=True, text=True, cwd=folder)
 
 
 FAULTS = """
@@ -59,35 +69,30 @@ def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path,
         "eval": {"data": {"path": "test.jsonl"}},
         "rewards": ["faults.py:half"],
         "rollout": {"group_size": 2, "max_tokens": 8, "max_total_tokens": 512},
-        "server": {"engine": "embedded", "max_model_len": 512},
         "train": {"steps": 1, "batch_size": 2},
-        "output": "run",
     }
-    # JSON is YAML
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    command = [sys.executable, "-m", "agentfactory", "train", "recipe.yaml"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = train(tmp_path, recipe)
     assert result.returncode == 0, result.stderr
     told = "held-out tasks, sampled: 4 of 4 chains ended as reward_error, such as: RewardError"
     assert f"warning: {told}" in result.stdout
-    lines = result.stdout.splitlines()
-    again = lines[lines.index("warnings of this run:") :]
+    again = result.stdout.partition("warnings of this run:\n")[2].splitlines()
     assert any(line.startswith(f"  {told}") and line.endswith("run/logs/worker.log") for line in again)
-    assert [line.strip() for line in again if line.startswith("  ")] == json.loads(
-        (tmp_path / "run" / "summary.json").read_text()
-    )["warnings"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [line.strip() for line in again if line.startswith("  ")] == summary["warnings"]
     assert told in (tmp_path / "run" / "logs" / "train.log").read_text()
 
 
 def test_a_template_that_cannot_be_used_is_told_as_the_trainer_hears_it(tmp_path: Path, warm_start: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "Go?", "answer": "yes"}\n')
-    settings = {"model.path": warm_start, "data.path": "rows.jsonl", "rewards": "[exact_match]", "train.steps": 1}
-    settings |= {"rollout.parser": "mistral", "tools": "[calculator]", "server.engine": "embedded", "output": "run"}
-    settings |= {"server.max_model_len": 512, "rollout.max_total_tokens": 512, "rollout.max_tokens": 8}
-    (tmp_path / "recipe.yaml").write_text("name: mine\n")
-    command = [sys.executable, "-m", "agentfactory", "train", "recipe.yaml"]
-    command += [f"{name}={value}" for name, value in settings.items()]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    recipe = {
+        "model": {"path": str(warm_start)},
+        "data": {"path": "rows.jsonl"},
+        "rewards": ["exact_match"],
+        "tools": ["calculator"],
+        "rollout": {"parser": "mistral", "max_tokens": 8, "max_total_tokens": 512},
+        "train": {"steps": 1},
+    }
+    result = train(tmp_path, recipe)
     assert result.returncode == 1
     told = "the trainer ended with exit status 1: the chat template writes tool calls in a format that rollout.parser "
     assert told in result.stderr
@@ -118,27 +123,21 @@ def test_a_run_that_drops_most_of_its_chains_says_so_and_exits_with_4(tmp_path: 
         "data": {"path": "train.jsonl", "shuffle": False},
         "tools": ["world.py:World"],
         "rollout": {"group_size": 2, "max_tokens": 4, "max_total_tokens": 256},
-        "server": {"engine": "embedded", "max_model_len": 256},
         "train": {"steps": 3, "batch_size": 1},
-        "output": "run",
     }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    command = [sys.executable, "-m", "agentfactory", "train", "recipe.yaml"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = train(tmp_path, recipe)
     assert result.returncode == 4, result.stderr
     told = "chains ended as tool_infrastructure, such as: "
     first, *_, last = [line for line in result.stdout.splitlines() if told in line]
     assert first.startswith("warning: 4 of ")
     assert last.startswith("  ")
-    assert last.endswith("; they are not trained; see run/logs/worker.log") or "run/logs/worker.log" in last
+    assert "run/logs/worker.log" in last
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     chains, dropped = summary["chains"], summary["dropped_chains"]
     assert chains > 2 * 3
     assert dropped > chains / 2
     assert summary["status"] == "completed"
     assert f"agentfactory: most chains were dropped: {dropped} of {chains} chains" in result.stderr
-    lost = subprocess.run(
-        [*command[:3], "rollout", "recipe.yaml", "output=o"], capture_output=True, text=True, cwd=tmp_path
-    )
+    lost = train(tmp_path, recipe, "rollout", "recipe.yaml", "output=o")
     assert lost.returncode == 4, lost.stderr
     assert "24 of 32 chains have no reward" in lost.stderr

@@ -17,6 +17,7 @@ from agentfactory.base.files.untrusted_files import lines_of, open_file
 from agentfactory.base.findings import Evidence, Finding, Severity
 from agentfactory.launching.run_folder import RECIPE as RECIPE_FILE
 from agentfactory.launching.run_folder import RunFolder, RunFolderError, check_run_of, is_run
+from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.groups.group_files import CREDIT_FILE, read_groups, train_files
@@ -54,7 +55,8 @@ def _record(folder: RunFolder, whole: RunFolder) -> Record:
     try:
         if folder.recipe.stat().st_uid != os.geteuid():
             raise SettingError("", "it is another user's, and its code is not run", "copy the folder to audit it whole")
-        recipe = load_recipe(folder.recipe, (), "train", [])
+        recipe = load_recipe(folder.recipe)
+        check_recipe(recipe, lacks=[])
         assert isinstance(recipe, Recipe)
         record.recipe = recipe
     except (SettingError, OSError, ValueError) as error:

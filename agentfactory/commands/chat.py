@@ -16,6 +16,7 @@ from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.launching.run_folder import RECIPE, RunFolder, RunFolderError, check_run_of
 from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import serve
+from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.composition import COMMAND_LINE
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -72,6 +73,7 @@ def _of_run(folder: Path, checkpoint: Path | None) -> tuple[Recipe, Path]:
     check_run_of(folder / RECIPE)
     # the run folder may have moved, and the chat starts its own server
     recipe = load_recipe(folder / RECIPE, [f"output={folder}", "server.url=null"], "serve")
+    check_recipe(recipe, "serve")
     last = stages_of(recipe)[-1]
     found = checkpoint or RunFolder(last.output).last_checkpoint()
     if found is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from agentfactory.base.errors import is_interruption
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
+from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.commands.options import answer_completion, completion_script, parse
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ def _ended_by(error: BaseException) -> int:
     from agentfactory.base.messages import ToolInfrastructureError
     from agentfactory.launching.child_processes import ChildFailed
     from agentfactory.launching.launcher import RunStopped
+    from agentfactory.launching.placement import PlacementError
     from agentfactory.launching.run_folder import RunFolderError
     from agentfactory.launching.run_results import MostChainsDroppedError
-    from agentfactory.placement.placement import PlacementError
 
     match error:
         case SettingError() | RunFolderError():
@@ -171,6 +172,7 @@ def _run(options: argparse.Namespace) -> int | None:
     # these imports do not load torch
     from agentfactory.launching.progress import tell_information
     from agentfactory.launching.run_folder import check_run_of, is_run
+    from agentfactory.recipe.checks import check_recipe
     from agentfactory.recipe.load import load_recipe
 
     if options.command == "eval" and options.url is not None:
@@ -181,7 +183,8 @@ def _run(options: argparse.Namespace) -> int | None:
     check_run_of(Path(options.recipe).expanduser())
     # a dry run's stdout is the recipe
     with tell_information(partial(print, file=sys.stderr)):
-        recipe = load_recipe(options.recipe, options.overrides, options.command, lacks)
+        recipe = load_recipe(options.recipe, options.overrides, options.command)
+        check_recipe(recipe, options.command, lacks)
     if options.dry_run:
         _show(recipe, options, lacks or [])
         return OK
@@ -221,9 +224,9 @@ def _run(options: argparse.Namespace) -> int | None:
 
 def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "Sequence[SettingError]") -> None:
     from agentfactory.launching.launch_plan import describe_memory, plan_run
+    from agentfactory.launching.placement import place
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
-    from agentfactory.placement.placement import place
     from agentfactory.recipe import checks
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.config import distinct
@@ -254,9 +257,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
             for stage in stages_of(recipe):
                 if stage.model.lora is not None:
                     # it imports transformers
-                    from agentfactory.placement.meta_model import check_targets
-
-                    check_targets(stage)
+                    load_named("agentfactory.placement.meta_model:check_targets")(stage)
                 for doubt in checks.doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)
@@ -280,13 +281,12 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from agentfactory.doctor import run
-
     look = None
     if options.sample is not None:
         from agentfactory.commands.sample_command import sample
 
         look = partial(sample, options.recipe, options.overrides, options.sample, _say)
+    run = load_named("agentfactory.doctor:run")
     return OK if run(options.recipe, options.overrides, _say, coordinates=options.coordinates, look=look) else FAILED
 
 
@@ -315,7 +315,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 _MODULES = {
     "new": "commands.new",
     "chat": "commands.chat",
-    "view": "viewer.view_command",
     "export": "commands.export_command",
     "tools": "commands.tools_command",
     "worlds": "commands.worlds.worlds_command",

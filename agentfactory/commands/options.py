@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
@@ -32,9 +31,7 @@ def answer_completion() -> None:
     """Print the completions at the shell's cursor, and end the process."""
     import argcomplete
 
-    # the viewer's packages take longer to import than everything else
-    words = os.environ.get("COMP_LINE", "").split()
-    parser, _ = make_parser("view" in words[1:2])
+    parser, _ = make_parser()
     argcomplete.autocomplete(parser, default_completer=argcomplete.completers.FilesCompleter())
 
 
@@ -88,7 +85,6 @@ _ABOUT = {
     "rollout": "run chains on the recipe's data and save them, without training",
     "eval": "evaluate a model, a checkpoint or any chat endpoint on the recipe's held-out tasks",
     "chat": "talk to a run's last checkpoint, with its tools",
-    "view": "show runs as a web page on this machine: curves, chains, tokens",
     "export": "turn a checkpoint into a folder to use or share: the model, with an adapter merged in, or the adapter",
     "tools": "list, call, check or serve a recipe's tools, without a model",
     "worlds": "list, show, try or serve the installed worlds, without a model",
@@ -127,7 +123,6 @@ _EXAMPLES = {
         "eval recipe.yaml --model models/teacher --beside runs/mine/eval",
     ],
     "chat": ["chat runs/mine", "chat runs/mine --checkpoint runs/mine/checkpoints/step-000100"],
-    "view": ["view runs/mine", "view runs/first runs/second --port 0", "view runs/mine --export mine.html"],
     "export": [
         "export runs/mine --output model",
         "export runs/mine/checkpoints/step-000100 --output adapter --adapter",
@@ -178,7 +173,7 @@ _HAVE_OVERRIDES = ("doctor", "train", "serve", "rollout", "eval")
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse `arguments`. End the process with exit status 2 if they are invalid."""
-    parser, commands = make_parser("view" in arguments[:1])
+    parser, commands = make_parser()
     if arguments and (near := difflib.get_close_matches(arguments[0], commands.choices, 1)) and near[0] != arguments[0]:
         parser.error(f"there is no command {arguments[0]!r}; did you mean {near[0]}?")
     # argparse returns overrides that follow an option in the rest
@@ -212,11 +207,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def make_parser(
-    with_viewer: bool,
-) -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"]:
-    """Return the parser and its commands. `with_viewer` adds the options of `view`, which need the viewer's
-    packages."""
+def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[argparse.ArgumentParser]"]:
+    """Return the parser and its commands."""
     parser = argparse.ArgumentParser(
         prog="agentfactory",
         description="Reinforcement learning for agents that use tools.",
@@ -240,18 +232,19 @@ def make_parser(
         )
 
     for name, about in _ABOUT.items():
-        _add_options(name, add(name, about, _EXAMPLES[name]), with_viewer)
+        _add_options(name, add(name, about, _EXAMPLES[name]))
     _add_registered(add)
     return parser, commands
 
 
 def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentParser]) -> None:
-    """Add the commands that installed packages register. Print the error of a command that cannot be added."""
+    """Add the commands of extensions, also of those that installed packages register. Print the error of a command that
+    cannot be added."""
+    places = {"view": "agentfactory.viewer.view_command"}
     try:
-        places = registered(COMMANDS)
+        places |= registered(COMMANDS)
     except SettingError as error:
         print(f"agentfactory: {error}", file=sys.stderr)
-        return
     for name, place in places.items():
         try:
             if name in _ABOUT:
@@ -264,7 +257,7 @@ def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentPa
             print(f"agentfactory: the command {name} cannot be loaded: {place}: {error!r}", file=sys.stderr)
 
 
-def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool) -> None:
+def _add_options(name: str, command: argparse.ArgumentParser) -> None:
     if name in _HAVE_OVERRIDES:
         _add_recipe(command, required=name != "doctor")
     if name in ("train", "serve", "rollout", "eval"):
@@ -300,10 +293,6 @@ def _add_options(name: str, command: argparse.ArgumentParser, with_viewer: bool)
             command.add_argument("run", metavar="RUN", type=Path, help="a run folder, such as runs/quickstart")
             about = "checkpoint to talk to; default: the run's last"
             command.add_argument("--checkpoint", type=Path, metavar="PATH", help=about)
-        case "view" if with_viewer:
-            from agentfactory.viewer.view_command import add_options
-
-            add_options(command)
         case "export":
             _add_export(command)
         case "tools":

@@ -15,7 +15,7 @@ from agentfactory.launching.launcher import Say
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.progress import follow_groups, tell_warnings
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
-from agentfactory.recipe.checks import runs_chains
+from agentfactory.recipe.checks import check_recipe, runs_chains
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 
@@ -27,8 +27,8 @@ def sample(recipe: str, overrides: Sequence[str], chains: int, say: Say) -> Iter
     the look, and advice as warnings. Nothing is left in the recipe's `output`."""
     folder, logs = Path(tempfile.mkdtemp(prefix="agentfactory-look-")), ""
     try:
-        kept = load_recipe(recipe, overrides, "train", [])
-        aside = load_recipe(recipe, [*overrides, f"output={folder}"], "train", [])
+        kept, aside = (load_recipe(recipe, [*overrides, *other]) for other in ([], [f"output={folder}"]))
+        check_recipe(aside, lacks=[])
         yield from _look(kept, aside, chains, say)
     except (ChildFailed, SettingError, RunFolderError, ToolInfrastructureError) as error:
         text, _, fix = str(error).partition("; fix: ")

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentfactory.base.http.server_keys import key_file_of
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.launching.child_processes import POLL_SECONDS, ChildFailed, Children
 from agentfactory.launching.launcher import Say
+from agentfactory.launching.placement import Placement, may_have_gpu, place
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.launching.progress import follow_groups, tell_information, tell_warnings
 from agentfactory.launching.reach_early import check_hub, check_tools_open
@@ -21,7 +23,6 @@ from agentfactory.launching.run_folder import RunFolder, check_writable, next_fr
 from agentfactory.launching.run_results import MostChainsDroppedError
 from agentfactory.launching.served_weights import Served, what_is_served
 from agentfactory.launching.start_server import begin_server, wait_for_server
-from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
@@ -70,8 +71,7 @@ def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat
 
 
 async def _chat(served: Served, url: str, folder: RunFolder, port: int, say: Say, check: Callable[[], None]) -> None:
-    from agentfactory.rollout.gateway.serve_chat import serve_chat
-
+    serve_chat = load_named("agentfactory.rollout.gateway.serve_chat:serve_chat")
     turns, variable = folder.path / "turns.jsonl", served.recipe.server.api_key_env
     key = os.environ[variable] if variable else None  # the server has started with it
     async with serve_chat(served.recipe, url, served.name, turns, port, key, folder.path) as endpoint:

@@ -19,7 +19,7 @@ from agentfactory.base.messages import Content, EnvironmentReward, ToolCall, Too
 from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.commands.options import json_object
 from agentfactory.commands.tried_servers import TriedServer, for_tools, model_view, open_each
-from agentfactory.recipe.checks import parts_of
+from agentfactory.recipe.checks import check_recipe, parts_of
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -89,6 +89,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Run `list`, `call` or `check`. Raises SettingError or ToolsRefused if nothing was done, CommandFailed if a server
     cannot be used, a call failed or a prompt cannot be shown, and ToolsUnchecked."""
     whole = load_recipe(options.recipe, options.overrides, "tools")
+    check_recipe(whole, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
     parts = parts_of(recipe) if any(part.name for part in parts_of(recipe)) else [Part("data", recipe)]
     with TemporaryDirectory(prefix="agentfactory-images-") as images:

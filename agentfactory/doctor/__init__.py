@@ -32,7 +32,7 @@ from agentfactory.doctor.recipe_checks import (
     runs_code,
     starts_server,
 )
-from agentfactory.recipe.checks import parts_of, runs_chains
+from agentfactory.recipe.checks import check_recipe, parts_of, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -100,7 +100,8 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
     if recipe is not None:
         lacks: list[SettingError] = []
         try:
-            loaded = load_recipe(recipe, overrides, "train", lacks)
+            loaded = load_recipe(recipe, overrides)
+            check_recipe(loaded, "train", lacks)
         except SettingError as error:
             yield problem("recipe", error.without_fix, error.fix)
         else:

@@ -48,8 +48,7 @@ def pictures() -> list[Picture]:
 
 
 def scores(asked: Sequence[Picture], answers: Sequence[str], sizes: SizeRule | None) -> dict[Coordinates, float]:
-    """Return the mean IoU of the boxes in `answers` by coordinate system; an answer without a box counts 0. Without
-    `sizes`, pixels of resized images are left out."""
+    """Return the mean IoU of the boxes in `answers` by coordinate system; without `sizes`, not for resized images."""
     found = {}
     for way in Coordinates:
         if way is Coordinates.RESIZED and sizes is None:

@@ -1,5 +1,4 @@
-"""`python -m agentfactory.doctor.devices`: print the devices that torch finds as JSON, so that the caller need not
-import torch."""
+"""`python -m agentfactory.doctor.devices`: print the devices that torch finds as JSON, in a process of its own."""
 
 import json
 from typing import Any
@@ -12,9 +11,8 @@ from agentfactory.placement.machine import see_machine
 
 
 def see_devices() -> dict[str, Any]:
-    """Return `build`: torch's platform ("cpu", "cuda 13.0", "rocm 6.4"); `gpus`: name, total and free bytes, and
-    bfloat16 support of each; `error`: the reason why a GPU build finds no GPU; `torchvision`: its import error, if it
-    is installed."""
+    """Return torch's platform, each GPU's name, total and free bytes and bfloat16 support, why a GPU build finds none,
+    and torchvision's import error."""
     version = torch.version
     build = f"cuda {version.cuda}" if version.cuda else f"rocm {version.hip}" if version.hip else "cpu"
     seen: dict[str, Any] = {"build": build, "gpus": [], "error": "", "torchvision": _torchvision_error()}

@@ -1,10 +1,8 @@
 """Checks of a machine, with or without a recipe: versions, devices, memory, disk, sandbox."""
 
 import importlib.metadata
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +16,11 @@ from agentfactory.base.findings import Finding, ok, problem, warning
 from agentfactory.base.http.connections import raise_open_files
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.processes.sandbox_limits import SandboxSettings, SandboxUnavailable
 from agentfactory.base.user_code.entry_points import WORLDS
 from agentfactory.base.user_code.extras import DISTRIBUTION
-from agentfactory.base.user_code.import_path import own_python
-from agentfactory.placement.placement import GPU_DRIVERS
+from agentfactory.launching.placement import GPU_DRIVERS
 from agentfactory.rollout.inference import concurrency
-from agentfactory.tools.sandbox.limits import SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import Sandbox
 
 _LITTLE_MEMORY = 3 * 2**30
@@ -66,14 +63,8 @@ def check_versions() -> Iterator[Finding]:
 
 def see_devices() -> dict[str, Any]:
     """Return the devices that torch finds; see agentfactory.doctor.devices. Raises RuntimeError if that fails."""
-    env = {**os.environ, **parent_watch.environment()}
-    asked = subprocess.run(
-        own_python("-m", "agentfactory.doctor.devices"), capture_output=True, text=True, check=False, env=env
-    )
-    if asked.returncode != 0:
-        lines = [line for line in asked.stderr.splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else f"exit status {asked.returncode}")
-    return json.loads(asked.stdout.splitlines()[-1])
+    found: dict[str, Any] = parent_watch.answer_of("agentfactory.doctor.devices")
+    return found
 
 
 def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) -> Iterator[Finding]:
@@ -82,10 +73,8 @@ def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) 
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     for index, gpu in enumerate(seen["gpus"]):
         text = f"GPU {index}: {gpu['name']}, {gib(gpu['free'])} of {gib(gpu['total'])} free"
-        if gpu["free"] < 0.9 * gpu["total"]:
-            yield warning("devices", text, "end the other processes on it (`nvidia-smi` shows them)")
-        else:
-            yield ok("devices", text)
+        fix = "end the other processes on it (`nvidia-smi` shows them)"
+        yield warning("devices", text, fix) if gpu["free"] < 0.9 * gpu["total"] else ok("devices", text)
         if not gpu["bf16"]:
             yield warning("devices", f"GPU {index} has no bfloat16", "use model.dtype=float32")
     if not seen["gpus"]:
@@ -109,11 +98,8 @@ def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) 
 
 def check_memory(room: int) -> Iterator[Finding]:
     """Check that there is enough memory for small models."""
-    text = f"{gib(room)} of {gib(psutil.virtual_memory().total)} free"
-    if room < _LITTLE_MEMORY:
-        yield warning("memory", text, f"end other processes; small models need {gib(_LITTLE_MEMORY)}")
-    else:
-        yield ok("memory", text)
+    text, fix = f"{gib(room)} of {gib(psutil.virtual_memory().total)} free", "end other processes; small models need"
+    yield warning("memory", text, f"{fix} {gib(_LITTLE_MEMORY)}") if room < _LITTLE_MEMORY else ok("memory", text)
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
@@ -127,10 +113,8 @@ def check_disk(folder: Path) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(place).free
     text, fix = f"{gib(free)} free in {place}", "make room, or output=OTHER on another disk"
-    if free < _NO_DISK:
-        yield problem("disk", text, fix)
-    elif free < _LITTLE_DISK:
-        yield warning("disk", text, fix)
+    if free < _LITTLE_DISK:
+        yield (problem if free < _NO_DISK else warning)("disk", text, fix)
     else:
         yield ok("disk", text)
 
@@ -169,9 +153,7 @@ def check_sandbox(used: bool) -> Iterator[Finding]:
     if shown == "42":
         yield ok("sandbox", "bubblewrap runs code")
     else:
-        fix = (
-            "update bubblewrap (0.8 or newer) and the system's python3, or set `sandbox: none` for code that you trust"
-        )
+        fix = "update bubblewrap (0.8 or newer) and the system's python3, or set `sandbox: none` for trusted code"
         yield problem("sandbox", f"6 * 7 is {shown!r} there", fix)
 
 

@@ -20,7 +20,7 @@ from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.extras import DISTRIBUTION
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.doctor.machine_checks import existing, gib
-from agentfactory.placement.placement import place
+from agentfactory.launching.placement import place
 from agentfactory.recipe.checks import hub_names, runs_chains, try_template
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
@@ -46,9 +46,8 @@ def runs_code(recipe: Recipe) -> bool:
     known = prebuilt()
     named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
     places = [place for name, place in known.items() if name in named]
-    if any(getattr(load_named(place), "sandboxed", False) for place in places):
-        return True
-    return any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
+    by_tools = any(getattr(load_named(place), "sandboxed", False) for place in places)
+    return by_tools or any(entry.reward in _CODE_REWARDS for entry in recipe.rewards)
 
 
 def starts_server(recipe: Recipe) -> bool:
@@ -66,10 +65,8 @@ def check_output(recipe: Recipe) -> Iterator[Finding]:
     if recipe.model.lora is None and weights and place_.is_dir():
         need, free = weights * kept, shutil.disk_usage(place_).free
         text = f"{kept} checkpoints take at least {gib(need)}; {gib(free)} are free in {place_}"
-        if need > free:
-            yield problem("disk", text, "train.keep_last=2, a larger train.checkpoint_every, or output=OTHER")
-        else:
-            yield ok("disk", text)
+        fix = "train.keep_last=2, a larger train.checkpoint_every, or output=OTHER"
+        yield problem("disk", text, fix) if need > free else ok("disk", text)
 
 
 def _weights(model: str) -> int:
@@ -110,29 +107,24 @@ def check_rewards(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_format(recipe: Recipe) -> Iterator[Finding]:
-    """Check that the model's chat template is usable; report its tool-call format, the treatment of reasoning, and the
-    first prompt."""
+    """Check that the chat template is usable; report its tool-call format, its rows, and the first prompt."""
     try:
         info = try_template(recipe)
     except SettingError as error:
         yield problem("format", error.without_fix, error.fix)
         return
     yield ok("format", f"{info['parser']}: {info['reasons'][0]}; rows: {info['choice']}, {info['rows']}")
-    if has_tasks(recipe) and not _has_own_loop(recipe):
+    # imported here, because it imports transformers
+    from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
+
+    # only an agent with its own loop knows its first prompt
+    if has_tasks(recipe) and not has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
         yield from _show_prompt(recipe)
 
 
 def has_tasks(recipe: Recipe) -> bool:
     """Return whether the recipe's tasks are in a local file."""
     return recipe.data is not None and recipe.data.file is not None and recipe.data.file.exists()
-
-
-def _has_own_loop(recipe: Recipe) -> bool:
-    """Return whether an agent of the user's requests the turns, so that only it knows the first prompt."""
-    from agentfactory.rollout.gateway.client_agents import ClientAgent
-    from agentfactory.rollout.gateway.load_agent import load_agent
-
-    return isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent)
 
 
 def _show_prompt(recipe: Recipe) -> Iterator[Finding]:
@@ -174,10 +166,8 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
         # nothing is planned on a CPU, but a requirement that cannot be met is still reported
         copies = 2 if starts_server(recipe) else 1
         text = f"trainer and server hold at least {gib(copies * weights)} of weights; {gib(room)} are free"
-        if copies * weights > room:
-            yield problem("memory", text, "a smaller model.path, or server.url on another machine")
-        else:
-            yield ok("memory", text)
+        fix = "a smaller model.path, or server.url on another machine"
+        yield problem("memory", text, fix) if copies * weights > room else ok("memory", text)
 
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
@@ -190,14 +180,14 @@ def check_address(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
-    """Check that the vLLM of `server.options.python` (or this Python) can be used. Whether vLLM and AgentFactory are
-    installed there is checked with the recipe."""
+    """Check the version and build of the vLLM of `server.options.python`, or of this Python, if there is one."""
     found = _installed_vllm(recipe.server.vllm.python)
     if found is None:
         return
     name, version = found
     where = recipe.server.vllm.python or "this Python"
-    specifier = _required("vllm").specifier
+    known = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
+    specifier = next(requirement.specifier for requirement in known if requirement.name == "vllm")
     if not specifier.contains(version, prereleases=True):
         fix = f"pip install '{name}{specifier}' there"
         yield problem("vllm", f"{name} of {where} is {version}, but AgentFactory needs {specifier}", fix)
@@ -218,14 +208,8 @@ def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
     return (name, version) if version else None
 
 
-def _required(name: str) -> Requirement:
-    known = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
-    return next(requirement for requirement in known if requirement.name == name)
-
-
 def check_servers(recipe: Recipe) -> Iterator[Finding]:
-    """Check that each server of `server.url` answers, has the routes that training needs, and accepts chains that are
-    long enough."""
+    """Check that each server of `server.url` answers, has training's routes, and takes chains that are long enough."""
     # imported here, because the sync's backends import torch
     from agentfactory.trainers.sync.backends import backend_of
     from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl, ServerGoneError, SyncError

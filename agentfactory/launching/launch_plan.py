@@ -21,10 +21,10 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.launching.merging import Merge
+from agentfactory.launching.placement import Placement, may_have_gpu, place
 from agentfactory.launching.prepare import prepare_command
 from agentfactory.launching.resumption import changed_code, check_recipe, choose
 from agentfactory.launching.run_folder import RunFolder, RunFolderError
-from agentfactory.placement.placement import Placement, may_have_gpu, place
 from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display

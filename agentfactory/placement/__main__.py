@@ -1,8 +1,7 @@
 """`python -m agentfactory.placement`: plan the placement of recipes for the launcher, which does not import torch.
 
-Read a JSON object from stdin: `recipes` (resolved ones) and `purpose` (train, or serve: then the trainer counts only if
-it shares a GPU with the server). Write a JSON list to stdout with `Placement`'s fields for each recipe (placement.py).
-"""
+It reads {"recipes": [...], "purpose": train or serve} from stdin, and writes a list of launching.placement.Placement's
+fields to stdout. To serve, the trainer counts only if it shares a GPU with the server."""
 
 import contextlib
 import json
@@ -34,8 +33,7 @@ class Estimates:
         self._known: dict[str, Any] = {}
 
     def __call__(self, recipe: Recipe, device: Device, memory: int | None) -> Need:
-        """Return the memory that a recipe needs. Raises SettingError if a model's shapes are not available, if it
-        cannot be trained this way, or if a different model is served."""
+        """Return the memory that a recipe needs. Raises SettingError if its models' shapes do not suit it."""
         config, note = self._config("model.path", recipe.model.path)
         notes = [note] if note else []
         trainer: dict[str, int] = {}

@@ -60,17 +60,18 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func.namespace == "prim":
             # only reads a tensor's device
-            return func(*args, **kwargs or {})
-        for tensor in _tensors((*args, *(kwargs or {}).values())):
+            return func(*args, **kwargs)
+        for tensor in _tensors((*args, *kwargs.values())):
             # unknown tensors existed before, and are not counted
             self._meet(tensor, counted=False)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
             # a product of experts: the kernels accept float32, but torch's shape functions for them do not
-            out = func(*(a.bfloat16() if a.is_floating_point() else a for a in args), **kwargs or {}).float()
+            out = func(*(a.bfloat16() if a.is_floating_point() else a for a in args), **kwargs).float()
         else:
-            out = func(*args, **kwargs or {})
+            out = func(*args, **kwargs)
         for tensor in _tensors(out if isinstance(out, list | tuple) else (out,)):
             self._meet(tensor, counted=True)
         return out
@@ -107,8 +108,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class KnownValues(TorchFunctionMode):
-    """A mode that provides `numpy()` for fake tensors with known values, because attention masks determine which
-    operations run."""
+    """A mode that provides `numpy()` for fake tensors with known values: attention masks decide on operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,12 +132,11 @@ _READS = (Tensor.__getitem__, Tensor.cpu, Tensor.numpy)
 
 
 def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[Peak, float]:
-    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step takes in
-    addition.
+    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step adds.
 
-    Weights, gradients and the optimizer's state are not included: the peak is that of a later micro-batch of an update,
-    which adds its gradients to existing ones. Each phase's peak grows linearly with the layers of a kind. Therefore
-    run a network with one layer of each kind, and for each kind one with a second layer of that kind below it.
+    Weights, gradients and the optimizer's state are not included: the peak is that of a later micro-batch, which adds
+    its gradients to existing ones. Each phase's peak grows linearly with the layers of a kind, so run a network with
+    one layer of each kind, and for each kind one with a second layer of that kind below it.
     """
     kinds = _kinds(config)
     # the last layer of each kind: backward passes begin and peak there
@@ -195,11 +194,15 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
             with _phases(live, Role.POLICY, policy):
                 role = (Role.POLICY,) if isinstance(model, ActorCritic) else ()
                 found = model(*role, *inputs, *options)
-                _backward(live, Role.POLICY, sum(value.sum() for value in found))
+                loss: Any = sum(value.sum() for value in found)
+                live.phase = f"{Role.POLICY} head backward"
+                loss.backward()
             del found, measure
             if isinstance(model, ActorCritic):
                 with _phases(live, Role.CRITIC, model.critic.backbone or policy):
-                    _backward(live, Role.CRITIC, model(Role.CRITIC, *inputs).sum())
+                    loss = model(Role.CRITIC, *inputs).sum()
+                    live.phase = f"{Role.CRITIC} head backward"
+                    loss.backward()
         return live.peaks | {_STEP: _step(model, recipe)}
 
 
@@ -241,11 +244,6 @@ def _materialise(model: nn.Module, recipe: TrainRecipe) -> None:
             module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _backward(live: LiveBytes, role: Role, loss: Tensor) -> None:
-    live.phase = f"{role} head backward"
-    loss.backward()
-
-
 def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
     if recipe.train.optimizer.name not in ("adafactor", "muon"):
         # one fused kernel, or operations in place
@@ -260,8 +258,7 @@ def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
 
 @contextmanager
 def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
-    """Set the phase of `live` to the running part of a forward and backward pass. The peaks of the parts grow
-    differently with the layers."""
+    """Set the phase of `live` to the running part of a pass; the parts' peaks grow differently with the layers."""
 
     def enter(phase: str) -> Callable[..., None]:
         def hook(*args: Any) -> None:
@@ -330,11 +327,5 @@ def _fake(part: MicroBatch, fake: FakeTensorMode, values: KnownValues) -> MicroB
             values.add(made, tensor.numpy())
         return made
 
-    return replace(
-        part,
-        ids=convert(part.ids),
-        positions=convert(part.positions),
-        ends=convert(part.ends),
-        sources=convert(part.sources),
-        labels=convert(part.labels),
-    )
+    fields = ("ids", "positions", "ends", "sources", "labels")
+    return replace(part, **{name: convert(getattr(part, name)) for name in fields})

@@ -18,8 +18,7 @@ from agentfactory.trainers.networks.vision_tower import is_rotary, tower_is_trai
 
 
 def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
-    """Return the bytes for the images of a micro-batch, with IMAGE_SHARE of its `train.token_budget` tokens as image
-    tokens; 0 for a text-only model."""
+    """Return the bytes of a micro-batch's images, IMAGE_SHARE of its tokens; 0 for a text-only model."""
     tower = tower_of(policy.network)
     if tower is None:
         return 0
@@ -32,8 +31,7 @@ def server_image_memory(recipe: RolloutRecipe, network: Any, dtype: torch.dtype,
     """Return the bytes that a server takes for images on each of its devices; 0 for a text-only network.
 
     vLLM encodes a step's images together, up to `step_tokens` tokens or one larger image, and caches as many features
-    (`EncoderCacheManager`). The embedded engine encodes the images that a step's prompts reach one after the other, and
-    caches FEATURE_BYTES.
+    (`EncoderCacheManager`). The embedded engine encodes images one after the other, and caches FEATURE_BYTES.
     """
     tower = tower_of(network)
     if tower is None:

@@ -1,8 +1,5 @@
-"""This machine's devices and memory for trainer and server. `python -m agentfactory.placement.machine` prints the free
-bytes of each visible GPU, as a JSON list.
-
-The constants are values that no GPU has confirmed yet; `make test-gpu` compares the memory table with peaks on a real
-device."""
+"""This machine's devices and memory, and constants that no GPU has confirmed yet (`make test-gpu` compares the memory
+table with peaks). `python -m agentfactory.placement.machine` prints each visible GPU's free bytes as a JSON list."""
 
 import json
 from dataclasses import dataclass
@@ -63,14 +60,10 @@ def see_machine() -> Machine:
     """Return the visible GPUs and the machine's memory."""
     memory = psutil.virtual_memory()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = tuple(_see_gpu(index) for index in range(count))
-    return Machine(gpus, memory.total, memory.available, is_installed("vllm"))
-
-
-def _see_gpu(index: int) -> Gpu:
-    free, total = torch.cuda.mem_get_info(index)
+    seen = map(torch.cuda.mem_get_info, range(count))
     # the query creates a CUDA context, which ends with this process
-    return Gpu(total, min(total, free + ASKING_CONTEXT))
+    gpus = tuple(Gpu(total, min(total, free + ASKING_CONTEXT)) for free, total in seen)
+    return Machine(gpus, memory.total, memory.available, is_installed("vllm"))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ class NoConfigError(Exception):
 
 
 def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
-    """Load the configuration of the model in a folder, or of a hub name: from the hub, from earlier downloads, or from
-    `SHAPES`. The second value is a note if it comes from `SHAPES`, else None. Raises NoConfigError."""
+    """Load the configuration of a model's folder, or of a hub name: from the hub, earlier downloads, or `SHAPES`, which
+    the second value, a note, tells. Raises NoConfigError."""
     # the hub's own client retries for half a minute
     offline = is_hub_name(path) and not hub_answers(path)
     try:
@@ -41,10 +41,8 @@ def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
         shape = SHAPES / f"{path.replace('/', '--')}.json"
         if offline and shape.is_file():
             config = AutoConfig.for_model(**json.loads(shape.read_text(encoding="utf-8")))
-            return (
-                config,
-                f"{path}: the hub cannot be reached; shapes are those of AgentFactory's copy of its config.json",
-            )
+            note = "the hub cannot be reached; shapes are those of AgentFactory's copy of its config.json"
+            return config, f"{path}: {note}"
         why = "the hub cannot be reached, and it was not downloaded before" if offline else str(error).splitlines()[0]
         raise NoConfigError(f"the configuration of {path} cannot be loaded: {why}") from error
 
@@ -60,9 +58,8 @@ def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
     """Return the first difference between the architectures of `served`, such as a quantised copy, and `model`, such as
     "vocab_size is 152064, not 151936"; None if an adapter of one fits the other.
 
-    Compare fields first, then the shapes of all weights below the head, on the meta device: exact for any
-    architecture in transformers. The quantisation of weights, and whether the head is tied, may differ. A config
-    does not show whether the weights are those of the same model; the sync's canary does.
+    Compare fields, then the shapes of all weights below the head. Quantisation, and whether the head is tied, may
+    differ. Whether the weights are those of the same model is shown by the sync's canary.
     """
     first, second = model.get_text_config(), served.get_text_config()
     for name in _WITHOUT_WEIGHTS:
@@ -85,11 +82,10 @@ def _shown(entry: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Policy | ActorCritic:
-    """Return the network that a recipe's learner trains on `device` (cuda or cpu), built by the learner's own code.
+    """Return the network that a recipe's learner trains on `device` (cuda or cpu), on the meta device, by its code.
 
-    It is on the meta device. It omits liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less
-    memory than their replacements here, and offload, for which there is no second device.
-    Raises ValueError if the recipe cannot be trained.
+    It omits liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less memory than their
+    replacements here, and offload. Raises ValueError if the recipe cannot be trained.
     """
     train = recipe.train
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
@@ -115,8 +111,8 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
 
 
 def check_targets(recipe: TrainRecipe) -> None:
-    """Raise SettingError if model.lora.target_modules fits no module of the network, or if transformers has no causal
-    language model of the configuration, which must be in the folder model.path: otherwise nothing is checked."""
+    """Raise SettingError if model.lora.target_modules fits no module of the network in the folder model.path, or
+    transformers cannot make it; without a folder, check nothing."""
     lora, path = recipe.model.lora, recipe.model.path
     if lora is None or lora.target_modules == "all-linear" or not (Path(path) / "config.json").is_file():
         return
@@ -135,10 +131,7 @@ def policy_of(model: Policy | ActorCritic) -> Policy:
 
 
 def _quantise(network: nn.Module) -> None:
-    """Insert stand-ins where transformers inserts bitsandbytes' layers: all linear ones except the head.
-
-    The layers themselves cannot be created from fake tensors, and planning must not require bitsandbytes.
-    """
+    """Insert stand-ins for bitsandbytes' layers, as transformers does: fake tensors cannot make the layers."""
     kept = get_keys_to_not_convert(network)
     for name, module in list(network.named_modules()):
         if type(module) is nn.Linear and should_convert_module(name, kept):
@@ -146,9 +139,8 @@ def _quantise(network: nn.Module) -> None:
 
 
 class _FourBitLinear(nn.Linear):
-    """A linear layer whose weight takes as much memory as in bitsandbytes' NF4 with double quantisation
-    (arXiv:2305.14314, section 3): 4 bits per weight, 8 for the constant of each block of 64, and 32 for the constant of
-    256 blocks each: 4.127 in all."""
+    """A linear layer of bitsandbytes' NF4 with double quantisation (arXiv:2305.14314, section 3): 4 bits per weight, 8
+    for the constant of each block of 64, and 32 for that of 256 blocks: 4.127 in all."""
 
     def __init__(self, plain: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -201,8 +193,7 @@ class _Float8Linear(nn.Linear):
 
 
 class _Float8Product(torch.autograd.Function):
-    """Like torchao's matmul_with_hp_or_float8_args: it saves both operands as they came, casts them again for the
-    backward pass, and computes the gradient of a frozen weight, too."""
+    """Like torchao's matmul_with_hp_or_float8_args: saves operands uncast, and computes frozen weights' gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

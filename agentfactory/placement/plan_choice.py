@@ -1,9 +1,8 @@
-"""Choice of the devices of trainer and server from their needs and the devices' memory, without querying the
-machine."""
+"""Choice of the devices of trainer and server from their needs and the devices' memory."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentfactory.base.errors import SettingError
@@ -111,12 +110,6 @@ class Plan:
         return max(self.least, key=lambda part: part.short)
 
 
-@dataclass
-class _Column:
-    name: str
-    rows: dict[str, int] = field(default_factory=dict)
-
-
 def gib(size: float) -> str:
     """Format bytes as GiB; small values with as many digits as they need."""
     value = size / GIB
@@ -137,13 +130,14 @@ def rows(plan: Plan) -> dict[str, dict[str, int]]:
 def table(plan: Plan, recipe: Recipe) -> str:
     """Format the plan as text: a row per use of memory, a column per process, the sums below."""
     columns = rows(plan)
-    names = _ordered(name for column in columns.values() for name in column)
-    labels = {name: _label(name, recipe) for name in names} | {"total": "total"}
+    # each name once, those that both processes have at the end
+    seen = [*dict.fromkeys(name for column in columns.values() for name in column)]
+    names = [name for name in seen if name not in _LAST_ROWS] + [name for name in _LAST_ROWS if name in seen]
+    labels = {name: name for name in names} | {"total": "total"}
+    if "activations" in labels:
+        labels["activations"] += f" ({recipe.train.token_budget:,} tokens)"
     width = max(map(len, labels.values()))
-    lines = [
-        f"memory by estimate, {plan.title}",
-        "  ".join([f"{'GiB':{width}}", *(f"{name:>8}" for name in columns)]),
-    ]
+    lines = [f"memory by estimate, {plan.title}", "  ".join([f"{'GiB':{width}}", *(f"{name:>8}" for name in columns)])]
     for name in names:
         cells = [f"{gib(column[name]) if name in column else '':>8}" for column in columns.values()]
         note = _cache_note(plan, recipe) if name == "KV cache" else ""
@@ -151,16 +145,6 @@ def table(plan: Plan, recipe: Recipe) -> str:
     totals = [f"{gib(sum(column.values())):>8}" for column in columns.values()]
     lines.append("  ".join([f"{'total':{width}}", *totals]))
     return "\n".join([*lines, *map(str, plan.sums), *plan.need.notes])
-
-
-def _ordered(names: Iterable[str]) -> list[str]:
-    """Return each name once, in order of appearance, with names that both processes have at the end."""
-    seen = [*dict.fromkeys(names)]
-    return [name for name in seen if name not in _LAST_ROWS] + [name for name in _LAST_ROWS if name in seen]
-
-
-def _label(name: str, recipe: Recipe) -> str:
-    return f"{name} ({recipe.train.token_budget:,} tokens)" if name == "activations" else name
 
 
 def _cache_note(plan: Plan, recipe: Recipe) -> str:
@@ -201,14 +185,14 @@ def device_of(recipe: Recipe, machine: Machine) -> Device:
 
 
 def choose(recipe: Recipe, machine: Machine, estimate: Estimate) -> list[Plan]:
-    """Return the plans that were tried, in order; either the last fits, or none does. Raises SettingError if there are
-    too few devices."""
+    """Return the plans that were tried; only the last may fit. Raises SettingError if there are too few devices."""
     device, asked = device_of(recipe, machine), recipe.placement.gpu_memory_gib
     memory = max((gpu.total for gpu in machine.gpus), default=int(asked * GIB) if asked else None)
     need = estimate(recipe, device, memory)
     tried: list[Plan] = []
     for mode in _modes(recipe, machine, need):
-        tried.append(_lay_out(recipe, machine, need, mode))
+        lay_out = _on_cpu if device == "cpu" else _separate if mode == "separate" else _on_one_gpu
+        tried.append(lay_out(recipe, machine, need, mode))
         if tried[-1].fits:
             break
     return tried
@@ -225,11 +209,8 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
         needed = for_trainer or for_server
         if here and needed > here:
             field = "train.processes" if for_trainer else "server.options.tensor_parallel_size"
-            raise SettingError(
-                field,
-                f"needs {needed} GPUs, but there are {here} here",
-                "use fewer, or several machines (docs/multi-node.md)",
-            )
+            fix = "use fewer, or several machines (docs/multi-node.md)"
+            raise SettingError(field, f"needs {needed} GPUs, but there are {here} here", fix)
         return ["separate"]
     if mode in ("split", "time_share"):
         return [mode]
@@ -245,28 +226,18 @@ def _modes(recipe: Recipe, machine: Machine, need: Need) -> list[str]:
             raise SettingError("sync.backend", problem, "use auto, or set placement.mode=split or time_share")
         return ["separate"]
     if mode == "separate" or not alone:
-        problem = (
-            f"the trainer needs {for_trainer} and the server {for_server} separate GPUs, but there are {here} here"
-        )
+        problem = f"the trainer needs {for_trainer} and the server {for_server} separate GPUs"
         fix = "use fewer processes (train.processes), another machine, or a server elsewhere (server.url)"
-        raise SettingError("placement.mode", problem, "set auto, split or time_share" if alone else fix)
+        fix = "set auto, split or time_share" if alone else fix
+        raise SettingError("placement.mode", f"{problem}, but there are {here} here", fix)
     if backend.devices == "apart":
         problem = f"got {backend.name!r}, which needs separate GPUs, but there is one"
         raise SettingError("sync.backend", problem, "use auto, ipc or file")
     return ["split", "time_share"] if recipe.rollout.max_staleness == 0 else ["split"]
 
 
-def _lay_out(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
-    if device_of(recipe, machine) == "cpu":
-        return _on_cpu(recipe, machine, need, mode)
-    if mode == "separate":
-        return _separate(recipe, machine, need)
-    return _on_one_gpu(recipe, machine, need, mode)
-
-
 def _room(recipe: Recipe, *gpus: Gpu) -> _Room:
-    """Return the room of the GPU with the least memory to plan with; without GPUs, that of the GPU that the recipe
-    plans for."""
+    """Return the least room of these GPUs; without any, that of the GPU that the recipe plans for."""
     asked = recipe.placement.gpu_memory_gib
     if not gpus:
         assert asked is not None
@@ -301,7 +272,7 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     return Plan(mode, devices, need, cache, sums, sums)
 
 
-def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
+def _separate(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     """Give the first GPUs to the trainer, and the last to the server."""
     server, count = recipe.server, len(machine.gpus)
     for_server = server.devices if need.server else 0
@@ -318,7 +289,9 @@ def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
         sums.append(Sum("on each GPU of the trainer", terms, room.free))
         devices.append(f"{_gpus(len(own), room)} for the trainer")
     least, cache, utilization = [*sums], 0, None
-    sync = _sync_apart(recipe, machine, need)
+    both = bool(machine.gpus and need.trainer and need.server)
+    by_nccl = both and recipe.model.lora is None and server.engine == "vllm" and machine.has_vllm
+    sync = "nccl" if by_nccl and recipe.sync.backend == "auto" else None
     transfer = need.server.by_nccl if need.server and (sync or backend_of(recipe).name) == "nccl" else 0
     if need.server:
         room = _room(recipe, *(machine.gpus[gpu] for gpu in others if machine.gpus))
@@ -335,27 +308,8 @@ def _separate(recipe: Recipe, machine: Machine, need: Need) -> Plan:
         for made, size in ((sums, cache), (least, _least_cache(recipe, need.server, cache))):
             made.append(Sum(where, {"server": _parts(need.server) + size + transfer, "margin": margin}, room.free))
         devices.append(f"{_gpus(for_server, room)} for the server")
-    both = bool(machine.gpus and need.trainer and need.server)
-    return Plan(
-        "separate",
-        ", ".join(devices),
-        need,
-        cache,
-        tuple(sums),
-        tuple(least),
-        utilization,
-        tuple(own) if both else (),
-        tuple(others) if both else (),
-        sync,
-        transfer,
-    )
-
-
-def _sync_apart(recipe: Recipe, machine: Machine, need: Need) -> str | None:
-    """Return the replacement of sync.backend=auto if trainer and server have separate GPUs here, else None."""
-    both, full = bool(machine.gpus and need.trainer and need.server), recipe.model.lora is None
-    can = both and full and recipe.server.engine == "vllm" and machine.has_vllm
-    return "nccl" if can and recipe.sync.backend == "auto" else None
+    gpus = (tuple(own), tuple(others)) if both else ((), ())
+    return Plan(mode, ", ".join(devices), need, cache, tuple(sums), tuple(least), utilization, *gpus, sync, transfer)
 
 
 def _gpus(count: int, room: _Room) -> str:
@@ -407,18 +361,14 @@ def _least_cache(recipe: Recipe, server: ServerMemory, cache: int) -> int:
 
 
 def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_real: bool) -> tuple[int, float | None]:
-    """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM, which takes its
-    whole share."""
+    """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM."""
     if recipe.server.engine != "vllm":
         return server.least_cache, None
     share, least = recipe.server.vllm.gpu_memory_utilization, _parts(server) + server.least_cache
     if share is not None and usable < least:
-        problem = (
-            f"got {share:g}, which is {gib(usable)} GiB, but with the smallest cache the server needs {gib(least)} GiB"
-        )
-        raise SettingError(
-            "server.options.gpu_memory_utilization", problem, "raise it, or remove it: placement sets what fits"
-        )
+        problem = f"got {share:g}, which is {gib(usable)} GiB, but with the smallest cache the server needs "
+        fix = "raise it, or remove it: placement sets what fits"
+        raise SettingError("server.options.gpu_memory_utilization", f"{problem}{gib(least)} GiB", fix)
     cache = max(usable - _parts(server), server.least_cache)
     # round down: vLLM refuses to start if a byte is missing. If it exceeds the free memory, try less
     told = min(_parts(server) + cache, room.free)

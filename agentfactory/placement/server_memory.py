@@ -1,8 +1,5 @@
-"""Memory that an inference server takes, from its recipe and the model's configuration alone.
-
-Weights are counted on the network itself, created on the meta device. GPU overheads and
-vLLM's runtime needs are assumed (machine.py).
-"""
+"""Memory that an inference server takes, from its recipe and the model's configuration alone. Weights are counted on
+the network, on the meta device; GPU overheads and vLLM's runtime needs are assumed (machine.py)."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -54,12 +51,10 @@ def server_memory(
     served: PreTrainedConfig | None = None,
     device_memory: int | None = None,
 ) -> ServerMemory:
-    """Return the memory of a recipe's server on each of its devices, of `device_memory` bytes (None: less than 70
-    GiB).
+    """Return the memory of a recipe's server on each of its devices, of `device_memory` bytes (None: below 70 GiB).
 
-    `config` is that of `model.path`, `served` that of `server.model` if it is set; `device` is cuda or cpu. The
-    quantisation of weights is given by `server.quantization`, or else by the quantization_config of the served model;
-    an unknown method counts as none, which overestimates the memory.
+    `config` is that of `model.path`, `served` that of `server.model` if it is set; `device` is cuda or cpu. Weights are
+    quantised as `server.quantization` or the served model's quantization_config says; an unknown method counts as none.
     """
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
@@ -77,7 +72,9 @@ def server_memory(
     parts = {name: -(-size // devices) for name, size in shared.items()}
     cuda = device == "cuda"
     parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0) if cuda else LIBRARIES
-    per_token, per_sequence = _cache(config.get_text_config(), _cache_dtype(server.vllm.args, dtype), dtype, devices)
+    is_fp8 = (_flag(server.vllm.args, "--kv-cache-dtype") or "").startswith("fp8")
+    cached = torch.float8_e4m3fn if is_fp8 else dtype
+    per_token, per_sequence = _cache(config.get_text_config(), cached, dtype, devices)
     if embedded:
         per_token, per_sequence = _embedded_cache(config.get_text_config(), dtype), 0
         # as in Engine.cache_shape
@@ -90,8 +87,7 @@ def server_memory(
 
 
 def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = False) -> PreTrainedModel:
-    """Create the network of a configuration on the meta device: shapes without weights, as if nothing were quantised.
-    With `whole`, include the parts for inputs other than text."""
+    """Create the unquantised network of a configuration on the meta device; if `whole`, with towers."""
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -102,8 +98,7 @@ def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = Fal
 
 
 def _bits_per_weight(method: str | None, config: PreTrainedConfig) -> float | None:
-    """Return the bits per weight of the matrices within layers, with their scales; None if they are not quantised, or
-    the method is unknown."""
+    """Return the bits per weight of the layers' matrices, with scales; None if there is no known method."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = method or settings.get("quant_method")
@@ -156,8 +151,7 @@ def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtyp
 def _workspace(
     recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype, device: str, device_memory: int | None
 ) -> int:
-    """Return the bytes for computing a step: the widest activations of the prompts' tokens, attention's masks, the
-    sampler, and captured steps."""
+    """Return the bytes for computing a step: the widest activations, attention's masks, the sampler, captured steps."""
     server, text = recipe.server, network.config.get_text_config()
     # the residual stream, its norm, attention's inputs and output; gate, up and their product
     width = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
@@ -187,8 +181,7 @@ def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
 
 
 def _arriving(network: PreTrainedModel) -> int:
-    """Return the bytes of the broadcasts that a worker holds at a time. Each ends with the weight that fills it; every
-    worker receives whole weights."""
+    """Return the bytes of the broadcasts that a worker holds at a time; each ends with the weight that fills it."""
     largest = sorted({id(weight): weight.nbytes for weight in network.parameters()}.values())[-BUFFERS:]
     return BUFFERS * BUFFER_BYTES + sum(largest)
 
@@ -201,10 +194,6 @@ def _flag(args: Sequence[str], name: str) -> str | None:
         if arg == name:
             return args[place + 1] if place + 1 < len(args) else ""
     return None
-
-
-def _cache_dtype(args: Sequence[str], dtype: torch.dtype) -> torch.dtype:
-    return torch.float8_e4m3fn if (_flag(args, "--kv-cache-dtype") or "").startswith("fp8") else dtype
 
 
 def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int) -> tuple[int, int]:

@@ -19,8 +19,7 @@ _RANK = 16
 
 
 def refusal(recipe: Recipe, tried: list[Plan], machine: Machine, estimate: Estimate) -> SettingError:
-    """Return the error that explains, with the sums, why none of the tried plans fits, and names the nearest change
-    that makes one fit."""
+    """Return the error that explains why none of the tried plans fits, with the nearest change that makes one fit."""
     problem = "; ".join(f"does not fit, {plan.title}: {plan.worst}" for plan in tried)
     return SettingError("placement.mode", problem, _advice(recipe, machine, estimate))
 
@@ -37,9 +36,8 @@ def _advice(recipe: Recipe, machine: Machine, estimate: Estimate) -> str:
             return None
         return min(tried, key=lambda plan: plan.worst.short)
 
-    ways = [found for way in _WAYS if (found := way(recipe))]
     best: tuple[Plan, Settings] | None = None
-    for settings, plan in _combined(ways, plan_with):
+    for settings, plan in _combined(_ways(recipe), plan_with):
         if plan.fits:
             return f"{_written(settings)}: then {gib(plan.worst.total)}{plan.worst.of}"
         if best is None or plan.worst.short < best[0].worst.short:
@@ -113,69 +111,30 @@ def _halved(start: int, least: int) -> list[int]:
     return values
 
 
-def _no_share(recipe: Recipe) -> list[Settings]:
-    return (
-        [] if recipe.server.vllm.gpu_memory_utilization is None else [{"server.options.gpu_memory_utilization": None}]
-    )
-
-
-def _smaller_budget(recipe: Recipe) -> list[Settings]:
+def _ways(recipe: Recipe) -> list[list[Settings]]:
+    """Return the ways to lower the memory of a recipe: settings, the mildest first; first ways that only cost speed."""
+    train, server, lora, mode = recipe.train, recipe.server, recipe.model.lora, recipe.placement.mode
+    started, late = server.url is None, {"rollout.max_staleness": 0} if recipe.rollout.max_staleness else {}
+    ways: list[list[Settings]] = []
+    if server.vllm.gpu_memory_utilization is not None:
+        ways.append([{"server.options.gpu_memory_utilization": None}])
     # a row is never cut: going below its length gains nothing
     least = max(_SMALLEST_BUDGET, recipe.rollout.max_total_tokens)
-    return [{"train.token_budget": size} for size in _halved(recipe.train.token_budget, least)]
-
-
-def _recomputed_layers(recipe: Recipe) -> list[Settings]:
-    return [] if recipe.train.gradient_checkpointing else [{"train.gradient_checkpointing": True}]
-
-
-def _in_turns(recipe: Recipe) -> list[Settings]:
-    mode, late = recipe.placement.mode, recipe.rollout.max_staleness > 0
-    if mode == "split" or (mode == "auto" and late and recipe.train.processes == 1):
-        return [{"placement.mode": "time_share", **({"rollout.max_staleness": 0} if late else {})}]
-    return []
-
-
-def _quantised_server(recipe: Recipe) -> list[Settings]:
-    server = recipe.server
-    if server.engine == "vllm" and server.url is None and server.quantization is None and server.model is None:
-        return [{"server.quantization": "fp8"}]
-    return []
-
-
-def _for_adapter(recipe: Recipe) -> Settings:
-    return {} if recipe.sync.backend == "auto" or backend_of(recipe).adapters else {"sync.backend": "auto"}
-
-
-def _adapter(recipe: Recipe) -> list[Settings]:
-    return [] if recipe.model.lora else [{"model.lora": {"rank": _RANK}, **_for_adapter(recipe)}]
-
-
-def _adapter_on_four_bits(recipe: Recipe) -> list[Settings]:
-    lora = recipe.model.lora
-    if recipe.train.strategy == "fsdp2" or (lora is not None and lora.quantization is not None):
-        return []
-    if lora is not None:
-        return [{"model.lora.quantization": "nf4"}]
-    return [{"model.lora": {"rank": _RANK, "quantization": "nf4"}, **_for_adapter(recipe)}]
-
-
-def _fewer_sequences(recipe: Recipe) -> list[Settings]:
-    if recipe.server.engine != "embedded" or recipe.server.url is not None:
-        return []
-    least = min(recipe.largest_group, recipe.server.max_num_seqs)
-    return [{"server.max_num_seqs": count} for count in _halved(recipe.server.max_num_seqs, least)]
-
-
-_WAYS = (
-    _no_share,
-    _smaller_budget,
-    _recomputed_layers,
-    _in_turns,
-    _quantised_server,
-    _adapter,
-    _adapter_on_four_bits,
-    _fewer_sequences,
-)
-"""Recipe -> settings that lower its memory, the mildest first; empty if there are none. They are tried in this order:
-those that cost speed come before those that cost precision or change what is trained."""
+    ways.append([{"train.token_budget": size} for size in _halved(train.token_budget, least)])
+    if not train.gradient_checkpointing:
+        ways.append([{"train.gradient_checkpointing": True}])
+    if mode == "split" or (mode == "auto" and late and train.processes == 1):
+        ways.append([{"placement.mode": "time_share", **late}])
+    if server.engine == "vllm" and started and server.quantization is None and server.model is None:
+        ways.append([{"server.quantization": "fp8"}])
+    backend = {} if recipe.sync.backend == "auto" or backend_of(recipe).adapters else {"sync.backend": "auto"}
+    if lora is None:
+        ways.append([{"model.lora": {"rank": _RANK}, **backend}])
+    if train.strategy != "fsdp2" and lora is None:
+        ways.append([{"model.lora": {"rank": _RANK, "quantization": "nf4"}, **backend}])
+    if train.strategy != "fsdp2" and lora is not None and lora.quantization is None:
+        ways.append([{"model.lora.quantization": "nf4"}])
+    if server.engine == "embedded" and started:
+        fewest = min(recipe.largest_group, server.max_num_seqs)
+        ways.append([{"server.max_num_seqs": count} for count in _halved(server.max_num_seqs, fewest)])
+    return [way for way in ways if way]

@@ -1,9 +1,7 @@
 """Memory that a trainer process takes, from its recipe and the model's configuration alone.
 
-Weights are counted on the policy that the learner would create, on the meta device; activations are found by running it
-on fake tensors (agentfactory.placement.activation_memory). The GPU's context and libraries are assumed
-(machine.py).
-"""
+Weights are counted on the learner's policy, on the meta device; activations are found on fake tensors
+(activation_memory.py); the GPU's context and libraries are assumed (machine.py)."""
 
 from collections.abc import Iterable
 
@@ -35,16 +33,12 @@ def trainer_memory(
     `rollout.max_total_tokens`: gradients, the optimizer's state and activations then exist at the same time.
 
     Rows: weights, adapter, reference, teacher, critic: the networks; gradients, optimizer: of all trained weights;
-    activations: including autocast's bfloat16 copies of float32 weights (none under fsdp2); images: see
-    image_memory; logits; step: an optimizer step's memory beyond activations and logits; batch: the rows of a
-    step; buckets (ddp); gathered: fsdp2's unsharded weights; context: a GPU's overhead for each process, or on a CPU
-    its libraries.
+    activations: with autocast's bfloat16 copies of float32 weights (none under fsdp2); images; logits; step: an
+    optimizer step's memory beyond activations and logits; batch: a step's rows; buckets (ddp): as large as the
+    gradients; gathered: fsdp2's unsharded weights; context: overhead of a GPU, or on a CPU libraries.
 
-    fsdp2 divides weights, gradients and the optimizer's state among processes. ddp has buckets as large as the
-    gradients, since those of micro-batches that are not synced are not views of them. With liger, compile,
-    flex_attention or flash_attention_2, which are not modelled, the result is an upper bound. Layers count as alike
-    unless the configuration lists their kinds (layer_types and similar). Raises ValueError if the recipe cannot be
-    trained.
+    fsdp2 divides weights, gradients and the optimizer's state among processes. Liger, compile, flex_attention and
+    flash_attention_2 are not modelled: the result is an upper bound. Raises ValueError if the recipe cannot be trained.
     """
     train = recipe.train
     model = meta_model(recipe, config, device)
@@ -102,8 +96,7 @@ def _reference(recipe: TrainRecipe, policy: Policy) -> dict[str, int]:
 
 
 def _teacher(recipe: TrainRecipe, policy: Policy, config: PreTrainedConfig | None) -> dict[str, int]:
-    """Return the bytes of a teacher's network, unless it is the base of the policy's adapter. Its forward pass stores
-    no activations for a backward pass."""
+    """Return the bytes of a teacher's network, unless it is the base of the policy's adapter."""
     if recipe.teacher is None or config is None or (policy.is_lora and recipe.teacher.model == recipe.model.path):
         return {}
     network = meta_network(config, policy.dtype, whole=sees(config))
@@ -120,8 +113,8 @@ def _batch(recipe: TrainRecipe, policy: Policy) -> int:
 
 
 def _units(model: Policy | ActorCritic, recipe: TrainRecipe) -> tuple[int, list[nn.Parameter]]:
-    """Return fsdp2's unsharded weights during a backward pass: the bytes of two layers (the current one, and the
-    next one or the one whose gradients are being sent), and the weights outside layers, which stay throughout."""
+    """Return fsdp2's unsharded weights during a backward pass: the bytes of two layers (the current, and the next or
+    the one being sent), and the weights outside layers."""
     layers = decoder_layers(policy_of(model).network)
     if isinstance(model, ActorCritic) and model.critic.backbone is not None:
         layers += decoder_layers(model.critic.backbone.network)
@@ -139,8 +132,7 @@ def _gathered(weights: Iterable[Tensor], recipe: TrainRecipe) -> int:
 
 
 def _sent(policy: Policy) -> int:
-    """Return the bytes of whole weights on rank 0's device during a sync to the servers: one that is being gathered
-    (twice its size), those of a buffer, and the buffer."""
+    """Return the bytes on rank 0's device during a sync: a gathered weight, twice, a buffer's weights, the buffer."""
     if policy.is_lora:
         return _bytes(weight for weight in policy.parameters() if weight.requires_grad)
     sizes = [weight.numel() * policy.dtype.itemsize for weight in policy.network.parameters()]

@@ -31,8 +31,7 @@ def shape_of(lora: LoraConfig) -> dict[str, Any]:
 
 
 def take_over(data: Mapping[str, Any]) -> None:
-    """Complete `model.lora` of a recipe's mapping from the adapter in its `from`: see `_continue`. An adapter that
-    `prepare` makes later must have the recipe's own values. Raises SettingError."""
+    """Complete `model.lora` of a recipe's mapping from the adapter in its `from`, if it exists. Raises SettingError."""
     model = data.get("model")
     lora = model.get("lora") if isinstance(model, dict) else None
     if not isinstance(lora, dict):
@@ -43,11 +42,8 @@ def take_over(data: Mapping[str, Any]) -> None:
 
 
 def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
-    """Set model and adapter of the mapping of stage `name`, which begins with the network that the stage `before` ends
-    with: its checkpoint, the same base and its adapter, or a base with this adapter merged.
-
-    Raises SettingError.
-    """
+    """Set model and adapter of the mapping of stage `name` to what the stage `before` ends with: its checkpoint, the
+    same base and its adapter, or a base with this adapter merged. Raises SettingError."""
     model, adapter = stage.data.setdefault("model", {}), before.model.lora
     if not isinstance(model, dict):
         return
@@ -104,8 +100,7 @@ def saved_shape(folder: Path) -> dict[str, Any]:
 
 
 def check_adapter(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
-    """Raise SettingError if the recipe cannot begin with the adapter that it names. `prepared` and `after` as in
-    checks.check."""
+    """Raise SettingError if the recipe cannot begin with its adapter. For the parameters see checks._check_run."""
     lora = recipe.model.lora
     if lora is None or after is not None:
         return
@@ -154,10 +149,8 @@ def doubts_about_adapter(recipe: Recipe) -> list[str]:
 
 def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:
     """Set the fields that the mapping `lora` leaves out to those of the adapter that it continues; `merge` to whether
-    the two differ. A new adapter on the merged base takes over the rank alone.
-
-    A foreign adapter has the names of its modules; whether those are all-linear, or fit a pattern, is not known here.
-    """
+    they differ. A new adapter on the merged base takes over the rank alone. Whether a foreign adapter's modules are
+    all-linear, or fit a pattern, is not known here."""
     if lora.get("merge") is not True and lora.get("rank", shape["rank"]) == shape["rank"]:
         for name, value in shape.items():
             lora.setdefault(name, value)
@@ -236,8 +229,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _check_tensors(folder: Path, where: str, has_rows: bool) -> None:
-    """Raise SettingError unless the adapter's file contains nothing but the factors of linear modules, and with
-    `has_rows` of an embedding."""
+    """Raise SettingError unless the file has only factors of linear modules, and with `has_rows` of an embedding."""
     try:
         with safe_open(folder / WEIGHTS, framework="np") as file:
             names = list(file.keys())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.processes.environment import is_setting
@@ -21,13 +21,13 @@ from agentfactory.recipe.code_checks import (
     gives_reward,
     may_open_chains,
 )
-from agentfactory.recipe.composition import Composed, display
-from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.composition import display
+from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 from agentfactory.recipe.server_checks import check_engine, server_faults, sglang_faults
 from agentfactory.recipe.train_checks import Fault, Lack, check_training, placement_faults, refuse
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening_prompt import check_lengths, check_texts
-from agentfactory.rollout.config import DataConfig, Inflight, Part, RolloutRecipe, distinct
+from agentfactory.rollout.config import Inflight, Part, RolloutRecipe, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
 from agentfactory.rollout.data.files import FORMATS, is_data_file, is_quick, unreadable
 from agentfactory.rollout.images.parts import images_of_row
@@ -37,9 +37,6 @@ from agentfactory.tools.images.decode import is_path
 
 _TRIED_ROWS = 3
 
-Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
-"""The command that will use a recipe. `tools` needs no model and no data."""
-
 
 def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
     """Return whether agents run, which requires tools, rewards and a server."""
@@ -48,20 +45,32 @@ def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
     return purpose in ("rollout", "eval")
 
 
-def check(
-    recipe: Recipe,
-    purpose: Purpose,
-    composed: Composed,
-    prepared: Path | None,
-    after: str | None = None,
-    lacks: list[SettingError] | None = None,
+def check_recipe(
+    recipe: Recipe | StagedRecipe, purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> None:
-    """Raise SettingError for the first field that cannot work.
+    """Check the fields of a loaded recipe against each other, this machine's files and the user's code (imported).
 
-    `prepared` is the folder that `prepare` will fill (None: there is no `prepare`). `after` is the stage that this one
-    continues: its checkpoint does not exist yet. With `lacks`, missing programs are appended to it instead of raised:
-    the recipe may be for another machine.
+    `purpose` is the command that will use the recipe: a server's settings are checked only if one is started. With
+    `lacks`, errors about missing programs and packages are appended to it: the recipe may be for another machine.
+    Raises SettingError for the first field that cannot work.
     """
+    with recipe.composed.located():
+        _check_prepare(recipe.prepare)
+    prepared = recipe.output / "prepared" if recipe.prepare else None
+    if isinstance(recipe, Recipe):
+        _check_run(recipe, purpose, prepared, None, lacks)
+        return
+    for before, stage in zip([None, *recipe.stages], recipe.stages, strict=False):
+        # the other commands use the last stage
+        used = purpose if purpose == "tools" or stage is recipe.stages[-1] else "train"
+        with recipe.composed.stage_named(stage.name):
+            _check_run(stage, used, prepared, before.name if before else None, lacks)
+
+
+def _check_run(
+    recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lacks: list[SettingError] | None
+) -> None:
+    """Check one run. `prepared`: the folder that `prepare` will fill, if any. `after`: the stage before."""
 
     def lack(field: str, problem: str, fix: str) -> None:
         error = SettingError(field, problem, fix)
@@ -69,15 +78,17 @@ def check(
             raise error
         lacks.append(error)
 
-    try:
+    with recipe.composed.located():
         _check(recipe, purpose, prepared, after, lack)
-        for part in parts_of(recipe):
-            if purpose != "tools":
-                with part_named(part):
-                    _check_data_file(part.recipe, prepared)
+        for part in parts_of(recipe) if purpose != "tools" else ():
+            with part_named(part):
+                _check_data_file(part.recipe, prepared)
         for part in distinct(parts_of(recipe)):
             with part_named(part):
-                _check_acting(part.recipe, purpose, prepared, lack)
+                check_programs(part.recipe, lack, prepared)
+                check_user_code(part.recipe, lack, tools_only=purpose == "tools")
+                if runs_chains(part.recipe, purpose) or purpose == "tools":
+                    check_servers(part.recipe, prepared)
         if runs_chains(recipe, purpose):
             refuse(_missing_tasks(recipe, purpose))
             for part in parts_of(recipe):
@@ -85,7 +96,7 @@ def check(
                     check_context(part.recipe.rollout)
                     if purpose == "train":
                         check_anchors(part.recipe)
-                    refuse(_chain_faults(part.recipe, purpose, is_held_out(part)))
+                    refuse(_chain_faults(part.recipe, purpose, part.section.startswith("eval.")))
         if purpose == "train":
             refuse(_variable_faults(recipe))
         if runs_chains(recipe, purpose) or purpose == "serve":
@@ -96,19 +107,11 @@ def check(
         for part in _used_parts(recipe, purpose):
             with part_named(part):
                 _check_rows(part, purpose, prepared)
-    except SettingError as error:
-        raise error.at(source=error.source or composed.origin(error.field)) from error.__cause__
 
 
 def parts_of(recipe: Recipe) -> list[Part[Recipe]]:
-    """Return the parts of a recipe, one for each source of tasks and of held-out tasks; the recipe itself if it has no
-    tasks."""
+    """Return a recipe's parts, one per source of tasks and of held-out tasks; the recipe itself if it has no tasks."""
     return [*recipe.parts(), *recipe.held_out_parts()] or [Part("data", recipe)]
-
-
-def is_held_out(part: Part[Recipe]) -> bool:
-    """Return whether a part has held-out tasks."""
-    return part.section.startswith("eval.")
 
 
 @contextmanager
@@ -124,7 +127,12 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     """Check what does not depend on the sources of tasks."""
     if purpose != "tools":
         _check_files(recipe, prepared, after)
-    refuse(_source_faults(recipe, purpose))
+    sources = recipe.data.sources if recipe.data is not None else []
+    if recipe.train.algorithm == "sft" and purpose == "train" and sources:
+        problem = "set, but sft reads the conversations of one file"
+        raise SettingError("data.sources", problem, "join the files, or train a stage on each")
+    if recipe.train.advantage.per_source and not sources:
+        raise SettingError("train.advantage.per_source", "got true without data.sources", "remove it")
     if recipe.server.engine == "sglang" and (runs_chains(recipe, purpose) or purpose == "serve"):
         refuse(sglang_faults(recipe))
     if purpose == "train":
@@ -132,23 +140,6 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     if purpose == "serve" and recipe.server.url is not None:
         problem = f"got {short(recipe.server.url)}, which is already running"
         raise SettingError("server.url", problem, "set null to start one here")
-
-
-def _source_faults(recipe: Recipe, purpose: Purpose) -> Iterator[Fault]:
-    sources = recipe.data.sources if recipe.data is not None else []
-    if recipe.train.algorithm == "sft" and purpose == "train" and sources:
-        fix = "join the files, or train a stage on each"
-        yield "data.sources", "set, but sft reads the conversations of one file", fix
-    if recipe.train.advantage.per_source and not sources:
-        yield "train.advantage.per_source", "got true without data.sources", "remove it"
-
-
-def _check_acting(recipe: Recipe, purpose: Purpose, prepared: Path | None, lack: Lack) -> None:
-    """Check the tools, rewards and agent of a part."""
-    check_programs(recipe, lack, prepared)
-    check_user_code(recipe, lack, tools_only=purpose == "tools")
-    if runs_chains(recipe, purpose) or purpose == "tools":
-        check_servers(recipe, prepared)
 
 
 def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
@@ -169,26 +160,23 @@ def check_prepared(recipe: Recipe, prepared: Path, is_first: bool) -> None:
         raise SettingError(error.field, error.problem, fix, source=error.source or recipe.name) from error.__cause__
 
 
-def check_prepare(reference: str | None, composed: Composed) -> None:
+def _check_prepare(reference: str | None) -> None:
     """Check that the file of `prepare` defines its name, without running it: it may import torch."""
     if reference is None:
         return
-    source = composed.origin("prepare")
     file, colon, name = reference.rpartition(":")
     if not colon:
-        raise SettingError("prepare", f"got {reference!r}", "write FILE.py:NAME", source=source)
+        raise SettingError("prepare", f"got {reference!r}", "write FILE.py:NAME")
     if not Path(file).is_file():
-        raise SettingError(
-            "prepare", f"{display(Path(file))}: no such file", "name an existing Python file", source=source
-        )
+        raise SettingError("prepare", f"{display(Path(file))}: no such file", "name an existing Python file")
     try:
         body = ast.parse(Path(file).read_bytes(), file).body
     except SyntaxError as error:
-        raise SettingError("prepare", f"{error}", "correct the file", source=source) from None
+        raise SettingError("prepare", f"{error}", "correct the file") from None
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef)]
     if name not in functions:
         problem = f"{display(Path(file))} defines no function {name!r}; it defines {', '.join(functions) or 'none'}"
-        raise SettingError("prepare", problem, "name a function (folder, seed) of that file", source=source)
+        raise SettingError("prepare", problem, "name a function (folder, seed) of that file")
 
 
 def _check_files(recipe: Recipe, prepared: Path | None, after: str | None) -> None:
@@ -220,8 +208,7 @@ def _check_data_file(recipe: Recipe, prepared: Path | None) -> None:
 def _require(
     name: str, value: str, is_right: Callable[[Path], bool], kind: str, recipe: Recipe, made: Path | None
 ) -> None:
-    """Raise SettingError unless the field `name` names a path of this kind, or one in the folder `made`, which
-    `prepare` will fill."""
+    """Raise SettingError unless a field names a path of this kind, or one that `prepare` will make in `made`."""
     path = Path(value)
     if made is not None and path.is_relative_to(made):
         return
@@ -234,11 +221,8 @@ def _require(
 
 
 def _check_rows(part: Part[Recipe], purpose: Purpose, prepared: Path | None) -> None:
-    """Check that the rows of a data file are tasks with all fields that rewards and resets need.
-
-    Rows from the hub, in parquet and in huge files are checked before the first chain: reading them here, in every
-    process, would take too long.
-    """
+    """Check that a data file's rows are tasks with the fields that rewards and resets need. Rows from the hub, in
+    parquet and in huge files are checked before the first chain: it would take too long in every process."""
     recipe, section, data = part.recipe, part.section, part.recipe.data
     assert data is not None
     acts = runs_chains(recipe, purpose)
@@ -273,17 +257,16 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
     check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
         # imported here, because it imports transformers
-        from agentfactory.rollout.gateway.client_agents import ClientAgent
-        from agentfactory.rollout.gateway.load_agent import load_agent
+        from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
 
         agent = load_agent(recipe.rollout.agent, Path.cwd())
-        if isinstance(agent, ClientAgent):
+        if has_own_loop(agent):
             agent.check_rows(tasks, section)
 
 
 def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
-    """Load the first rows of the recipe's task sources, and check them. Return the errors that only concern this
-    machine, because the recipe may be for another one. Raises SettingError for all other errors."""
+    """Load and check the first rows of the recipe's task sources. Return errors that only concern this machine; raise
+    SettingError for others."""
     lacks = []
     for part in _used_parts(recipe, purpose):
         data, section = part.recipe.data, part.section
@@ -305,9 +288,8 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
-    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it is unusable,
-    for example because `rollout.parser` cannot parse its tool calls, if transformers has no such architecture, or if
-    model.lora.trainable_tokens names a token that the tokenizer lacks."""
+    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it cannot be used,
+    transformers lacks the architecture, or the tokenizer a token of model.lora.trainable_tokens."""
     # imported here, because they import transformers
     from transformers import AutoConfig
 
@@ -341,19 +323,16 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
 
 def doubts(recipe: Recipe) -> list[str]:
     """Return warnings about settings of a training run that can work, but hardly as meant."""
-    data, size = recipe.data, recipe.train.batch_size
-    found = doubts_about_adapter(recipe)
-    if recipe.train.from_trajectories or data is None or not _is_quick(data) or (rows := len(load_tasks(data))) >= size:
+    size, found = recipe.train.batch_size, doubts_about_adapter(recipe)
+    data = None if recipe.train.from_trajectories else recipe.data
+    # only rows in a file that exists and is fast to read
+    if data is None or data.file is None or not (data.file.is_file() and is_quick(data.file)):
+        return found
+    if (rows := len(load_tasks(data))) >= size:
         return found
     each = "the same row" if recipe.train.algorithm == "sft" else "groups of the same task"
     problem = f"got {size}, more than the rows of data ({rows}): a batch has {each} several times"
     return [*found, f"train.batch_size: {problem}; fix: lower it to {rows}, or add rows"]
-
-
-def _is_quick(data: DataConfig) -> bool:
-    """Return whether the rows are in a file that exists and is fast to read."""
-    file = data.file
-    return file is not None and file.is_file() and is_quick(file)
 
 
 def _used_parts(recipe: Recipe, purpose: Purpose) -> list[Part[Recipe]]:
@@ -418,8 +397,7 @@ def _chain_faults(recipe: Recipe, purpose: Purpose, held_out: bool) -> Iterator[
 
 
 def _variable_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield the variables of `env` that are not set, and those that user code reads, and that are set, but do not reach
-    the process in which this code runs."""
+    """Yield the variables of `env` that are not set, and set ones that user code reads but will not get."""
     for name in recipe.env:
         if name not in os.environ:
             yield "env", f"the environment variable {name} is not set", "export it, or remove it"

@@ -34,9 +34,8 @@ def check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
         if "${chain}" in str(folder):
             folder = Path.cwd()
         if not folder.is_dir() and not (prepared is not None and folder.is_relative_to(prepared)):
-            raise SettingError(
-                f"mcp_servers.{key}.cwd", f"{display(folder)}: no such folder", "name an existing folder"
-            )
+            problem = f"{display(folder)}: no such folder"
+            raise SettingError(f"mcp_servers.{key}.cwd", problem, "name an existing folder")
         _check_program(f"mcp_servers.{key}.command", server.command or "python", server.cwd or "", lack)
     if (agent := recipe.rollout.agent) is not None and agent.command:
         program = agent.command[0]
@@ -99,11 +98,10 @@ def _environments(recipe: Recipe) -> Iterator[Any]:
 def _load_tools(recipe: Recipe, lack: Lack) -> None:
     for field, reference, found in _objects(recipe):
         options: dict[str, Any] = {}
-        if field.startswith("tools."):
-            if not (_is_environment(found) or is_tool(found)):
-                problem = f"{_shown(reference)} is not a tool but a {type(found).__name__}"
-                raise SettingError(field, problem, "put @tool above its definition, or name an Environment class")
-        else:
+        if field.startswith("tools.") and not (_is_environment(found) or is_tool(found)):
+            problem = f"{_shown(reference)} is not a tool but a {type(found).__name__}"
+            raise SettingError(field, problem, "put @tool above its definition, or name an Environment class")
+        if not field.startswith("tools."):
             key = field.removeprefix("mcp_servers.").removesuffix(".module")
             server = recipe.mcp_servers[key]
             options = server.options
@@ -137,12 +135,10 @@ def _load_user_code(recipe: Recipe) -> None:
         if recipe.rollout.agent.name is not None and not recipe.rollout.agent.reports:
             _load(recipe.rollout.agent.name, "rollout.agent")
         # imported here, because it imports transformers
-        from agentfactory.rollout.gateway.client_agents import ClientAgent
-        from agentfactory.rollout.gateway.gateway_runner import check_recipe
-        from agentfactory.rollout.gateway.load_agent import load_agent
+        from agentfactory.rollout.chains.load_agent import check_own_loop, has_own_loop, load_agent
 
-        if isinstance(load_agent(recipe.rollout.agent, Path.cwd()), ClientAgent):
-            check_recipe(recipe.rollout, native)
+        if has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
+            check_own_loop(recipe.rollout, native)
             if context is not None:
                 problem = f"got {short(context)}, but rollout.agent has its own loop, and writes several prompts"
                 raise SettingError("teacher.context", problem, "remove it, or use the recipe's tools without an agent")
@@ -155,14 +151,10 @@ def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
             continue
         needed = reset_schema(found)["required"]
         for number, row in enumerate(tasks, 1):
-            missing = [field for field in needed if field not in row]
-            if not missing:
-                continue
-            problem = (
-                f"the reset of {_shown(reference)} needs {', '.join(missing)}, which row {number} of {section} lacks "
-                f"({', '.join(row)})"
-            )
-            raise SettingError(name, problem, f"give it a default, or rename a field by {section}.columns")
+            if missing := ", ".join(field for field in needed if field not in row):
+                problem = f"the reset of {_shown(reference)} needs {missing}, which row {number} of {section} lacks "
+                fix = f"give it a default, or rename a field by {section}.columns"
+                raise SettingError(name, f"{problem}({', '.join(row)})", fix)
         check_data_rows(found, tasks, section, has_rewards=bool(recipe.rewards) or _may_report_reward(recipe))
 
 
@@ -175,9 +167,8 @@ def check_anchors(recipe: Recipe) -> None:
     if elsewhere or any(overrides(found, "anchor") for found in _environments(recipe)):
         return
     problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
-    raise SettingError(
-        "train.advantage.estimator", problem, "define it, or set train.advantage.options.anchors=observation"
-    )
+    fix = "define it, or set train.advantage.options.anchors=observation"
+    raise SettingError("train.advantage.estimator", problem, fix)
 
 
 def gives_reward(recipe: Recipe) -> bool:
@@ -214,6 +205,4 @@ def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) 
 
 def _shown(reference: str) -> str:
     file, colon, name = reference.rpartition(":")
-    if not colon:
-        return name
-    return f"{display(Path(file))}:{name}"
+    return f"{display(Path(file))}:{name}" if colon else name

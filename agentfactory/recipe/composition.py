@@ -3,7 +3,8 @@
 import copy
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,12 +29,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 @dataclass
 class Composed:
     """A recipe's mapping before validation. `origins` contains, per dotted leaf, the file or command line that set it;
-    `folders` are the folders of its files."""
+    `folders` are the folders of its files. All are equal, so that two files can hold equal recipes."""
 
-    source: str
-    data: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    folders: list[Path] = field(default_factory=list)
+    source: str = field(default="", compare=False)
+    data: dict[str, Any] = field(default_factory=dict, compare=False)
+    origins: dict[str, str] = field(default_factory=dict, compare=False)
+    folders: list[Path] = field(default_factory=list, compare=False)
 
     def merge(self, data: dict[str, Any], source: str) -> None:
         """Merge `data` into this mapping: mappings merge, everything else replaces. If a choice changes, drop options
@@ -71,6 +72,25 @@ class Composed:
             name = name.rpartition(".")[0]
         return self.source
 
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Give errors without a source the one that set their field."""
+        try:
+            yield
+        except SettingError as error:
+            raise error.at(source=error.source or self.origin(error.field)) from error.__cause__
+
+    @contextmanager
+    def stage_named(self, stage: str) -> Iterator[None]:
+        """Give errors about fields of a stage that this recipe's file or the command line sets their names there; in a
+        stage's own file, they have their plain names."""
+        try:
+            yield
+        except SettingError as error:
+            if error.source not in (COMMAND_LINE, self.source):
+                raise
+            raise error.at(".".join(filter(None, (stage, error.field))), error.source) from error.__cause__
+
 
 def display(path: Path) -> str:
     """Return `path` relative to the current folder, or unchanged if it is outside."""
@@ -90,8 +110,7 @@ def _fix_of_yaml(text: str, error: str) -> str:
 
 
 def recipe_file(name: str | Path, base: Path) -> Path:
-    """Return the file `name`, relative to `base`; if it does not exist, one of the recipes that come with AgentFactory,
-    such as recipes/quickstart/quickstart.yaml."""
+    """Return the file `name`, relative to `base`; if there is none, AgentFactory's own recipe of that name."""
     path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
     return own.resolve() if Path(name).parts[:1] == (RECIPES.name,) and own.exists() and not path.exists() else path
 
@@ -117,21 +136,14 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise SettingError("", f"not YAML: {error}", _fix_of_yaml(text, str(error)), source=display(path)) from None
     if not isinstance(data, dict):
-        raise SettingError(
-            "",
-            f"holds {short(data)}, not a mapping",
-            "write `key: value` lines, such as `model: ...`",
-            source=display(path),
-        )
+        fix = "write `key: value` lines, such as `model: ...`"
+        raise SettingError("", f"holds {short(data)}, not a mapping", fix, source=display(path))
     return data
 
 
 def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) -> Composed:
-    """Merge `data`, the contents of `file`, into the recipe that it extends; paths are relative to the file that names
-    them.
-
-    A parent's `name` is not inherited.
-    """
+    """Merge `data`, the contents of `file`, into the recipe that it extends, whose `name` is not inherited; paths are
+    relative to the file that names them."""
     source, data = display(file), dict(data)
     composed = Composed(source)
     parent = data.pop("extends", None)
@@ -183,9 +195,8 @@ def override(composed: Composed, name: str, value: Any) -> None:
             _override_entry(composed, above, [*parents, last][depth:], value)
             return
         if not isinstance(section, dict):
-            raise SettingError(
-                name, f"{above} is {short(section)}, not a section", f"set {above} itself", source=COMMAND_LINE
-            )
+            problem = f"{above} is {short(section)}, not a section"
+            raise SettingError(name, problem, f"set {above} itself", source=COMMAND_LINE)
     nested = _nested([*parents, last], value)
     composed.merge(anchor(_from_here(nested, Path.cwd()), Path.cwd()), COMMAND_LINE)
 
@@ -259,11 +270,6 @@ def _absolute(value: str, base: Path) -> str:
     return os.path.realpath(base / Path(value).expanduser())
 
 
-def _program(value: str, base: Path) -> str:
-    # keep links: a virtual environment's Python is one, and the environment is found through it
-    return os.path.abspath(base / Path(value).expanduser())
-
-
 def _hub_or_absolute(value: str, base: Path) -> str:
     path = _absolute(value, base)
     # Qwen2.5-0.5B is a name, tasks.csv is not
@@ -297,7 +303,8 @@ _PATH_FIELDS: dict[str, Callable[..., str]] = {
     "mcp_servers.*.cwd": _absolute,
     "mcp_servers.*.workspace": _absolute,
     "mcp_servers.*.keep_workspaces": _absolute,
-    "server.options.python": _program,
+    # keeps links: a virtual environment's Python is one, and the environment is found through it
+    "server.options.python": lambda value, base: os.path.abspath(base / Path(value).expanduser()),
     "model.path": _hub_or_absolute,
     "model.lora.from": _absolute,
     "server.model": _hub_or_absolute,
@@ -320,8 +327,7 @@ _OF_A_SOURCE = {
 
 
 def _convert(data: Any, keys: list[str], convert: Callable[[str], str]) -> None:
-    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); other types fail validation
-    later."""
+    """Apply `convert` in place to the strings that `keys` reach ('*' is every entry); others fail validation later."""
     key, *rest = keys
     if isinstance(data, dict):
         entries: list[Any] = list(data) if key == "*" else [key] * (key in data)

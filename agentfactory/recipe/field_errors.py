@@ -1,10 +1,10 @@
 """Explain pydantic's errors about a recipe: the field, the problem, and the probable fix."""
 
 import difflib
-import itertools
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,8 +27,7 @@ def setting_error(errors: ValidationError, data: Any, model: type[BaseModel]) ->
 
 
 def _rank(error: Any) -> int:
-    """Return the rank of one of pydantic's errors: a wrong choice explains why its options are unknown, and a misspelt
-    key why the right one is missing."""
+    """Return the rank of an error: a wrong choice explains unknown options, and a misspelt key a missing one."""
     choosers = {"algorithm", *(kind.chooser for kind in CHOICES.values())}
     if "options" not in error["loc"] and not choosers.isdisjoint(error["loc"][-1:]):
         return 0
@@ -61,21 +60,13 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
         case "missing":
             field = section.model_fields.get(keys[-1])
             return name, "missing", f"add it{f': {field.description}' if field and field.description else ''}"
-        case "extra_forbidden" if choice is not None:
-            return (
-                name,
-                f"unknown key {keys[-1]!r}",
-                _other_choice(*choice, keys)
-                or familiar(name, error["input"])
-                or did_you_mean(name, list(fields_of(section)), model),
-            )
-        case "extra_forbidden" if issubclass(section, TaskSource):
-            # its fields are its own: other programs' names for ours do not occur in it
-            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(fields_of(section)))
-        case "extra_forbidden" if (fix := familiar(name, error["input"])) is not None:
-            return name, f"unknown key {keys[-1]!r}", fix
         case "extra_forbidden":
-            return name, f"unknown key {keys[-1]!r}", did_you_mean(name, list(fields_of(section)), model)
+            fix = None if choice is None else _other_choice(*choice, keys)
+            if issubclass(section, TaskSource):
+                # its fields are its own: other programs' names for ours do not occur in it
+                fix = did_you_mean(name, list(fields_of(section)))
+            fix = fix or familiar(name, error["input"]) or did_you_mean(name, list(fields_of(section)), model)
+            return name, f"unknown key {keys[-1]!r}", fix
         case "value_error":
             told = context["error"]
             if isinstance(told, SettingError):
@@ -91,12 +82,10 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}, not a section", fix
         case "list_type":
             given = error["input"]
-            written = (
-                ", ".join(given.split() if keys[-1] in ("command", "args") else [given])
-                if isinstance(given, str)
-                else ""
-            )
-            return name, f"got {got}, not a list", f"write [{written}]" if written else "write a list"
+            if isinstance(given, str) and keys[-1] in ("command", "args"):
+                given = ", ".join(given.split())
+            fix = f"write [{given}]" if given and isinstance(given, str) else "write a list"
+            return name, f"got {got}, not a list", fix
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes if it looks like another type"
         case "too_short":
@@ -152,11 +141,9 @@ def _all_names(model: type[BaseModel], prefix: str = "") -> list[str]:
     names = []
     for key, field in fields_of(model).items():
         names.append(prefix + key)
-        annotation = field.annotation
         if key == "options" and issubclass(model, Choice):
             names += [f"{prefix}options.{name}" for kind in model.kinds.values() for name in kind.model_fields]
-        inner = _section(annotation)
-        if inner and not str(annotation).startswith(("dict", "list")):
+        if (inner := _section(field.annotation)) and not str(field.annotation).startswith(("dict", "list")):
             names += _all_names(inner, f"{prefix}{key}.")
     return names
 
@@ -180,11 +167,8 @@ def familiar(name: str, value: object) -> str | None:
 
 def _found(name: str, value: object) -> Iterator[tuple[str, str, str] | None]:
     """Yield our fields, the program, and its name for a setting, or for each one in a section."""
-    inside = (
-        [found for key, item in value.items() for found in _found(f"{name}.{key}", item)]
-        if isinstance(value, dict)
-        else []
-    )
+    items = value.items() if isinstance(value, dict) else ()
+    inside = [found for key, item in items for found in _found(f"{name}.{key}", item)]
     yield from filter(None, inside) if any(inside) else [_match(name)]
 
 
@@ -193,13 +177,10 @@ def _match(name: str) -> tuple[str, str, str] | None:
     best, longest = None, 0
     for program, known in familiar_names().items():
         for theirs, ours in known.items():
-            length = _common_end(name.split("."), theirs.split("."))
+            # the last parts that both have
+            ends = zip(reversed(name.split(".")), reversed(theirs.split(".")), strict=False)
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
             enough = length > 1 or "." not in theirs or _DISTINCT.fullmatch(theirs.rpartition(".")[2])
             if length > longest and enough:
                 best, longest = (ours, program, theirs), length
     return best
-
-
-def _common_end(one: list[str], other: list[str]) -> int:
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""Load a recipe file and overrides as a `Recipe`: compose, validate, resolve and check it."""
+"""Load a recipe file and overrides as a `Recipe`: compose, validate and resolve it. recipe.checks checks it."""
 
 import json
 import os
@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from agentfactory.base.config import Section
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.processes.environment import name_variables
 from agentfactory.base.user_code.import_path import append_folders
 from agentfactory.recipe.adapters import follow, take_over
-from agentfactory.recipe.checks import Purpose, check, check_prepare
 from agentfactory.recipe.composition import (
     COMMAND_LINE,
     Composed,
@@ -27,9 +25,9 @@ from agentfactory.recipe.composition import (
     replace_prefixes,
 )
 from agentfactory.recipe.field_errors import did_you_mean, familiar, setting_error
-from agentfactory.recipe.schema import Recipe, StagedRecipe
+from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 
-SectionT = TypeVar("SectionT", bound=Section)
+RecipeT = TypeVar("RecipeT", Recipe, StagedRecipe)
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rollout"}
 
@@ -41,15 +39,13 @@ _FOR_TOOLS = {"model": {"path": NO_MODEL}, **_WITHOUT_TRAINING}
 """Values for required fields that a tools-only file may omit."""
 
 
-def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train", lacks: list[SettingError] | None = None
-) -> Recipe | StagedRecipe:
-    """Compose, validate and resolve the recipe file `path`, without writing anything.
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train") -> Recipe | StagedRecipe:
+    """Compose, validate and resolve the recipe file `path`, without writing anything. Each field is valid then;
+    `checks.check_recipe` checks whether they fit together, this machine and the user's code.
 
     `overrides` are `key=value`. In a staged recipe, a key that begins with a stage's name applies to that stage;
     `name`, `output`, `prepare` and `seed` apply to the whole recipe; all others apply to every stage. `purpose` is the
-    command that will use the recipe: a server's settings are checked only if one is started. With `lacks`, errors
-    about missing programs and packages are appended to it instead of raised.
+    command that will use the recipe, which may need fewer fields.
 
     Raises SettingError, whose text names the file, the field, the value and the fix.
     """
@@ -57,42 +53,30 @@ def load_recipe(
     composed = compose(read_mapping(file, "", "recipe"), file)
     composed.data.setdefault("name", default_name(file))
     if "stages" in composed.data:
-        return _load_staged(composed, file, overrides, purpose, lacks)
+        return _load_staged(composed, file, overrides)
     for name, value in parse_overrides(overrides):
         override(composed, name, value)
     if purpose != "train":
         composed.data = (_FOR_TOOLS if purpose == "tools" else _WITHOUT_TRAINING) | composed.data
     _set_import_path(composed)
-    _set_output(composed, file)
+    _set_output(composed)
     _take_over(composed)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
     name_variables(recipe.env)
-    check_prepare(recipe.prepare, composed)
-    check(recipe, purpose, composed, recipe.output / "prepared" if recipe.prepare else None, lacks=lacks)
     return recipe
 
 
 def default_name(file: Path) -> str:
-    """Return the default name of a run of the recipe `file`: its folder and stem, so that runs of
-    recipes/webshop/small.yaml and recipes/alfworld/small.yaml differ. If the stem begins with the folder's name, or the
-    file is in the current folder, return the stem alone."""
+    """Return the default name of a run of the recipe `file`: its folder and stem; the stem alone if it begins with the
+    folder's name, or the file is in the current folder."""
     folder, name = file.parent.name, file.stem
     return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 
 
-def _load_staged(
-    composed: Composed, file: Path, overrides: Sequence[str], purpose: Purpose, lacks: list[SettingError] | None
-) -> StagedRecipe:
-    entries = composed.data.pop("stages")
-    if not isinstance(entries, list) or not entries:
-        raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file", source=composed.source)
-    stages: dict[str, Composed] = {}
-    for index, entry in enumerate(entries):
-        stage = _compose_stage(entry, f"stages.{index}", composed.source, file)
-        if stages.setdefault(stage.data["name"], stage) is not stage:
-            problem = f"a second stage called {stage.data['name']!r}"
-            raise SettingError(f"stages.{index}", problem, "set another name in one of the two", source=composed.source)
+def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> StagedRecipe:
+    with composed.located():
+        stages = _compose_stages(composed.data.pop("stages"), composed, file)
     for name, value in parse_overrides(overrides):
         first, _, rest = name.partition(".")
         if first in stages and rest:
@@ -102,89 +86,73 @@ def _load_staged(
         elif first in Recipe.model_fields:
             for stage in stages.values():
                 override(stage, name, value)
-        elif name in stages:
-            raise SettingError(
-                name, f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY", source=COMMAND_LINE
-            )
         else:
-            fix = familiar(name, value) or did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
-            raise SettingError(name, f"unknown key {first!r}", fix, source=COMMAND_LINE)
+            problem, fix = f"got {short(value)} for a stage", f"set one of its keys: {name}.KEY"
+            if name not in stages:
+                fix = familiar(name, value) or did_you_mean(first, [*stages, *Recipe.model_fields], Recipe)
+                problem = f"unknown key {first!r}"
+            raise SettingError(name, problem, fix, source=COMMAND_LINE)
     for name, stage in stages.items():
         _check_import_path(stage, f"{name}.import_path")
     _set_import_path(composed, *stages.values())
-    _set_output(composed, file)
+    _set_output(composed)
     whole = _validate(StagedRecipe, composed, f"{composed.data['output']}/prepared")
     append_folders(whole.import_path)
-    check_prepare(whole.prepare, composed)
-    prepared = whole.output / "prepared"
-    previous: str | None = None
     for name, stage in stages.items():
         _give_to_stage(whole, name, stage)
-        # the other commands use the last stage
-        stage_purpose = purpose if purpose == "tools" or name == [*stages][-1] else "train"
-        try:
+        with composed.stage_named(name):
             if whole.stages:
                 follow(stage, name, whole.stages[-1], whole.output)
             else:
                 _take_over(stage)
-            recipe = _validate(Recipe, stage, str(prepared))
-            name_variables(recipe.env)
-            check(recipe, stage_purpose, stage, prepared if whole.prepare else None, previous, lacks)
-        except SettingError as error:
-            if error.source in (COMMAND_LINE, composed.source):
-                field = ".".join(filter(None, (name, error.field)))
-                raise error.at(field, error.source) from None
-            # a stage's own file has the field under its plain name
-            raise
-        whole.stages.append(recipe)
-        previous = name
+            whole.stages.append(_validate(Recipe, stage, f"{whole.output}/prepared"))
     name_variables({name for stage in whole.stages for name in stage.env})
     return whole
 
 
-def _compose_stage(entry: Any, field: str, source: str, file: Path) -> Composed:
-    if isinstance(entry, str):
-        path = recipe_file(entry, file.parent)
-        stage = compose(read_mapping(path, source, field), path)
-        stage.data.setdefault("name", path.stem)
-    elif isinstance(entry, dict) and "name" in entry:
-        stage = compose(entry, file)
-    else:
-        raise SettingError(
-            field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name", source=source
-        )
-    name = stage.data["name"]
+def _compose_stages(entries: Any, composed: Composed, file: Path) -> dict[str, Composed]:
+    """Return the stages of the recipe `file` by their names."""
+    if not isinstance(entries, list) or not entries:
+        raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file")
+    stages: dict[str, Composed] = {}
+    for index, entry in enumerate(entries):
+        field = f"stages.{index}"
+        if isinstance(entry, str):
+            path = recipe_file(entry, file.parent)
+            stage = compose(read_mapping(path, composed.source, field), path)
+            stage.data.setdefault("name", path.stem)
+        elif isinstance(entry, dict) and "name" in entry:
+            stage = compose(entry, file)
+        else:
+            raise SettingError(field, f"got {short(entry)}", "name a recipe file, or write a recipe with a name")
+        with stage.located():
+            _check_stage(stage.data["name"], stage)
+        if stages.setdefault(stage.data["name"], stage) is not stage:
+            problem = f"a second stage called {stage.data['name']!r}"
+            raise SettingError(field, problem, "set another name in one of the two")
+    return stages
+
+
+def _check_stage(name: Any, stage: Composed) -> None:
     if "stages" in stage.data:
-        raise SettingError(
-            "stages", f"{name} is itself a stage", "list its stages in the outer recipe", source=stage.source
-        )
+        raise SettingError("stages", f"{name} is itself a stage", "list its stages in the outer recipe")
     if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
-        raise SettingError(
-            "name", f"got {short(name)}", "a stage's name is letters, digits, _ and -", source=stage.source
-        )
+        raise SettingError("name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
     if name in _FOLDER_NAMES or name in Recipe.model_fields:
-        raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name", source=stage.source)
-    return stage
+        raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name")
 
 
 def _take_over(composed: Composed) -> None:
-    try:
+    with composed.located():
         take_over(composed.data)
-    except SettingError as error:
-        raise error.at(source=composed.origin(error.field)) from None
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:
-    """Give a stage its seed, output and import path from the whole recipe; its own values apply only when it runs
-    alone, as do those of `adapters.follow`."""
+    """Give a stage its seed, output and import path from the whole recipe; its own apply only when it runs alone."""
     prepare = stage.data.pop("prepare", None)
-    if prepare not in (None, whole.prepare):
-        raise SettingError(
-            "prepare",
-            f"got {prepare!r}",
-            f"stages share one: name it in the {whole.name} recipe",
-            source=stage.origin("prepare"),
-        )
+    with stage.located():
+        if prepare not in (None, whole.prepare):
+            raise SettingError("prepare", f"got {prepare!r}", f"stages share one: name it in the {whole.name} recipe")
     stage.data |= {"seed": whole.seed, "output": f"{whole.output}/{name}"}
     stage.data["import_path"] = [str(folder) for folder in whole.import_path]
 
@@ -209,20 +177,20 @@ def _check_import_path(composed: Composed, field: str) -> None:
         raise SettingError(field, problem, "write it as [FOLDER, ...]", source=composed.origin("import_path"))
 
 
-def _set_output(composed: Composed, file: Path) -> None:
+def _set_output(composed: Composed) -> None:
     output = composed.data.setdefault("output", f"runs/{composed.data['name']}")
-    if not isinstance(output, str):
-        return
-    composed.data["output"] = os.path.abspath(os.path.expanduser(output))
+    if isinstance(output, str):
+        composed.data["output"] = os.path.abspath(os.path.expanduser(output))
 
 
-def _validate(model: type[SectionT], composed: Composed, prepared: str) -> SectionT:
+def _validate(model: type[RecipeT], composed: Composed, prepared: str) -> RecipeT:
     drop_constants(composed.data)
     placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
     data = replace_prefixes(composed.data, placeholders)
-    try:
-        # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express
-        return model.model_validate_json(json.dumps(data, default=str), strict=True)
-    except ValidationError as errors:
-        error = setting_error(errors, data, model)
-        raise error.at(source=composed.origin(error.field)) from None
+    with composed.located():
+        try:
+            # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express
+            recipe = model.model_validate_json(json.dumps(data, default=str), strict=True)
+        except ValidationError as errors:
+            raise setting_error(errors, data, model) from None
+    return recipe.loaded_from(composed)

@@ -1,7 +1,5 @@
-"""Generator of reference pages in docs/: every field of a recipe, and every metric.
-
-`python -m agentfactory.recipe.reference DOCS` writes the generated parts below the hand-written ones.
-"""
+"""Generator of reference pages: `python -m agentfactory.recipe.reference DOCS` writes every field and metric below the
+hand-written parts."""
 
 import ast
 import inspect
@@ -45,8 +43,7 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def sections(model: type[BaseModel]) -> dict[type[BaseModel], list[str]]:
     """Return `model`'s sections, outermost first, each with its keys, such as `train.loss`; entries of a mapping or a
-    list are `<name>` or `<n>`. The options of a choice are sections too. The settings of a source of tasks come last,
-    since they are the recipe's."""
+    list are `<name>` or `<n>`. Options of a choice are sections too. A source's settings come last."""
     found: dict[type[BaseModel], list[str]] = {}
     for section, path in sorted(_sections(model, ""), key=lambda item: ".sources." in item[1]):
         found.setdefault(section, []).append(path)
@@ -126,8 +123,7 @@ def _bounds(metadata: list[Any]) -> list[str]:
 
 
 def default_words(field: FieldInfo) -> str:
-    """Return a field's default as YAML, or that it is required. Empty for a section, whose fields have their own
-    defaults, and for fields that are filled in when a recipe is loaded, see their description."""
+    """Return a field's default as YAML, or that it is required; "" if fields below it, or loading, give the default."""
     if field.is_required():
         return "" if "default:" in (field.description or "") else "**required**"
     value = field.default
@@ -162,8 +158,7 @@ def recipe_reference() -> str:
 
 
 def _part(names: tuple[str, ...]) -> str:
-    """Return the sections of a recipe below the fields `names`, with their fields (type, default, meaning), and the
-    described values; without names, the recipe itself."""
+    """Return the tables of the sections below the fields `names` (none: of the recipe itself), and of values."""
     parts: list[str] = []
     enums: dict[type[StrEnum], None] = {}
     documented = sections(Recipe)
@@ -275,8 +270,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def renewed(page: str, text: str) -> str:
-    """Replace the part of the page below the marker with generated text. Raises ValueError if the page has no
-    marker."""
+    """Replace the part of the page below the marker with generated text. Raises ValueError without a marker."""
     head, marker, _ = text.partition(MARKER)
     if not marker:
         raise ValueError(f"{page}: the line {MARKER!r} is missing; fix: add it above the tables")

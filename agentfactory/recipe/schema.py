@@ -2,48 +2,60 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from agentfactory.base.config import Section
-from agentfactory.recipe.composition import HERE, replace_prefixes
+from agentfactory.recipe.composition import HERE, Composed, replace_prefixes
 from agentfactory.trainers.config import TrainRecipe
 
 MERGED = "merged"
 """Folder of a run, or of a stage, for the base with an adapter merged into it, on which it trains."""
 
+Purpose = Literal["train", "serve", "rollout", "eval", "tools"]
+"""The command that will use a recipe. `tools` needs no model and no data."""
 
-class Recipe(TrainRecipe):
-    """One run. Paths are absolute, except hub names."""
 
+class _WholeRecipe(Section):
     name: str
     """Name of the run; default: the recipe file's folder and name, such as webshop-small."""
     output: Path
     """Run folder; default: runs/<name> in the current folder."""
     prepare: str | None = None
     """`FILE.py:NAME` of a function (folder, seed) that runs once before the run and fills `${prepared}`."""
+    _composed: Composed = PrivateAttr(default_factory=Composed)
+
+    @property
+    def composed(self) -> Composed:
+        """The mapping that the recipe was loaded from, for the sources of its fields."""
+        return self._composed
+
+    def loaded_from(self, composed: Composed) -> Self:
+        self._composed = composed
+        return self
 
     def to_yaml(self) -> str:
         """Return the resolved recipe, which can run unchanged; the run folder is written as `${output}`."""
-        return _dump(self.model_dump(mode="json"), self.output)
+        return _dump(self._data(), self.output)
 
     def to_saved(self, whole: Path | None = None) -> str:
         """Return the resolved recipe for a file in its run folder, with paths relative to that file, so that the folder
         can be moved or copied. `whole` is the folder that is moved as a unit if the run is a stage or an evaluation."""
-        return _dump(self.model_dump(mode="json"), self.output, whole or self.output)
+        return _dump(self._data(), self.output, whole or self.output)
+
+    def _data(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
 
 
-class StagedRecipe(Section):
+class Recipe(_WholeRecipe, TrainRecipe):
+    """One run. Paths are absolute, except hub names."""
+
+
+class StagedRecipe(_WholeRecipe):
     """Recipes that run in order, each from the previous one's checkpoint, in folders `<output>/<stage>`."""
 
-    name: str
-    """Name of the run; default: the recipe file's folder and name, such as webshop-small."""
-    output: Path
-    """Folder of all stages; default: runs/<name> in the current folder."""
-    prepare: str | None = None
-    """`FILE.py:NAME` of a function (folder, seed) that runs once before all stages and fills `${prepared}`."""
     import_path: list[Path] = []
     """Folders from which user code of every stage can import, after all installed packages; default: the folders of the
     files of the recipe and its stages."""
@@ -52,16 +64,8 @@ class StagedRecipe(Section):
     stages: list[Recipe] = []
     """Recipe files (or inline recipes, each with a `name`), in order."""
 
-    def to_yaml(self) -> str:
-        """Return the resolved recipe, which can run unchanged."""
-        return _dump(self._data(), self.output)
-
-    def to_saved(self, whole: Path | None = None) -> str:
-        """Return the resolved recipe for a file in its run folder, like `Recipe.to_saved`."""
-        return _dump(self._data(), self.output, whole or self.output)
-
     def _data(self) -> dict[str, Any]:
-        data = self.model_dump(mode="json")
+        data = super()._data()
         for index, stage in enumerate(data["stages"]):
             # fields that stages get from the whole recipe
             for name in ("output", "seed", "prepare", "import_path"):
@@ -79,8 +83,8 @@ def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
 
 
 def _dump(data: dict[str, Any], output: Path, whole: Path | None = None) -> str:
-    """Return YAML with the run's identity on top, and the run folder as a placeholder, so that another `output` can
-    replace it. With `whole`, the YAML is for a file in `output`, and paths below `whole` are relative to that file."""
+    """Return YAML with the run's identity on top and placeholders for the run folder, so that it can be replaced; with
+    `whole`, for a file in `output`, with paths below `whole` relative to it."""
     top = {name: data.pop(name) for name in ("name", "output", "prepare", "import_path", "seed")}
     prefixes = {f"{output}/prepared": "${prepared}", str(output): "${output}"}
     if whole is not None:

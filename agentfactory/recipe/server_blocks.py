@@ -40,8 +40,8 @@ _BARE = re.compile(r"(?<![\w$])\$([A-Z_][A-Z0-9_]*)")
 
 
 def take_server_blocks(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's mapping with the server blocks of other programs as `mcp_servers`. Raises SettingError for a
-    part that AgentFactory cannot take, with the line to write instead."""
+    """Return a recipe's mapping with other programs' server blocks as `mcp_servers`. Raises SettingError with the line
+    to write instead."""
     taken, servers = dict(data), data.get(_FIELD)
     if servers is not None:
         taken[_FIELD] = servers = _read(_FIELD, _unwrapped(servers))
@@ -150,8 +150,7 @@ def _texts(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unfilled(name: str, text: str) -> tuple[str, str] | None:
-    """Return problem and fix of a placeholder that AgentFactory would pass on unchanged; None if there is none. The
-    rest of the text may be a secret, so it is not quoted."""
+    """Return problem and fix of a placeholder that would be passed on unchanged; the rest may be a secret."""
     filled_in = name.partition(".")[0] in _FILLED_IN
     for found in _PLACEHOLDER.finditer(text):
         # a text with spaces may be a shell's, which fills in its own variables

@@ -66,7 +66,10 @@ def _network_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "train.strategy", f"got 'single' with train.processes={train.processes}", "use ddp, or one process"
     if train.strategy != "single" and train.processes == 1:
         yield "train.processes", f"got 1 with train.strategy={train.strategy}", "use at least 2, or strategy single"
-    yield from _adapter_as_model(model.path)
+    folder = Path(model.path)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        fix = f"set it to the base that {ADAPTER} names, and model.lora.from={display(folder)} to continue the adapter"
+        yield "model.path", f"{display(folder)} holds a LoRA adapter, not a model", fix
     if train.strategy == "fsdp2":
         if quantization is not None:
             problem = f"got {quantization!r} with train.strategy=fsdp2"
@@ -89,13 +92,6 @@ def _network_faults(recipe: Recipe) -> Iterator[Fault]:
         yield "train.vision", problem, "remove it, or train a model that accepts images"
 
 
-def _adapter_as_model(path: str) -> Iterator[Fault]:
-    folder = Path(path)
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
-        fix = f"set it to the base that {ADAPTER} names, and model.lora.from={display(folder)} to continue the adapter"
-        yield "model.path", f"{display(folder)} holds a LoRA adapter, not a model", fix
-
-
 def _missing_packages(recipe: Recipe) -> Iterator[Fault]:
     train, lora = recipe.train, recipe.model.lora
     needed = {
@@ -115,8 +111,7 @@ def _missing_packages(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    """Check that no sequence of the server or the trainer is too long for the positions of a model that is on this
-    machine."""
+    """Check that no sequence is too long for the positions of the models that are on this machine."""
     trained = {"rollout.max_total_tokens": recipe.rollout.max_total_tokens}
     served = {"server.max_model_len": recipe.server.max_model_len} | trained
     teacher = recipe.teacher.model if recipe.teacher is not None else None

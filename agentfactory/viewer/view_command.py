@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.http_server import serve_http
 from agentfactory.base.user_code.extras import check_extra
-from agentfactory.viewer.access import PrivatePath
-from agentfactory.viewer.app import make_app
-from agentfactory.viewer.html_export import export
-from agentfactory.viewer.runs.follower import Follower
 
+ABOUT = "show runs as a web page on this machine: curves, chains, tokens"
+EXAMPLES = ["view runs/mine", "view runs/first runs/second --port 0", "view runs/mine --export mine.html"]
 PORT = 8765
 _HOST = "127.0.0.1"
 
@@ -32,6 +29,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Show the runs until Ctrl-C, or export them. Raises SettingError, also without the extra `viewer`."""
     check_extra("viewer")
     if options.export is not None:
+        from agentfactory.viewer.html_export import export
+
         say(export(options.runs, options.export))
         return
     serve(options.runs, options.port, say)
@@ -39,6 +38,12 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
     """Show runs on loopback until Ctrl-C or SIGTERM. Raises SettingError if it cannot start."""
+    # these take longer to import than everything else
+    from agentfactory.base.http.http_server import serve_http
+    from agentfactory.viewer.access import PrivatePath
+    from agentfactory.viewer.app import make_app
+    from agentfactory.viewer.runs.follower import Follower
+
     follower = Follower(folders)
     listener = _listen(port)
     port = listener.getsockname()[1]

@@ -12,7 +12,7 @@ import yaml
 from agentfactory.base.messages import ToolSpec
 from agentfactory.commands.main import main
 from agentfactory.commands.worlds.trial import RandomCalls
-from agentfactory.recipe.load import load_recipe
+from tests.project import load_and_check
 
 GARDEN = '''
 import time
@@ -236,7 +236,7 @@ def test_the_shown_recipe_is_valid(world: str, tmp_path: Path, monkeypatch: pyte
         shown["mcp_servers"]["search"]["options"]["source"] = "http://127.0.0.1:1/retrieve"
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(shown))
-    loaded = load_recipe(recipe, ["server.engine=embedded"], "train", lacks=[])
+    loaded = load_and_check(recipe, ["server.engine=embedded"], "train", lacks=[])
     assert loaded.name == "recipe"
 
 

@@ -7,16 +7,15 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-import yaml
 from aiohttp import web
 from PIL import Image
 
 from agentfactory.base.findings import Finding, Severity
 from agentfactory.doctor.coordinate_checks import check_coordinates, pictures, scores
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
+from tests.project import load_and_check
 from tests.seeing_server import SeeingServer
 from tests.vision_models import KINDS, make_vision_model, vision_tokenizer
 
@@ -63,16 +62,15 @@ class Grounder(SeeingServer):
 
 def recipe_of(folder: Path, model: Path, url: str | None, coordinates: str) -> Recipe:
     (folder / "tasks.jsonl").write_text('{"question": "?", "answer": "!"}\n')
-    recipe = {
-        "model": {"path": str(model), "max_image_pixels": 300_000, "dtype": "float32"},
-        "data": {"path": "tasks.jsonl"},
-        "rewards": ["exact_match"],
-        "rollout": {"coordinates": coordinates},
-        "server": {"url": url, "engine": "embedded"},
-        "train": {"steps": 1},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return load_recipe(str(folder / "recipe.yaml"), [], "train", [])
+    (folder / "recipe.yaml").write_text(f"""
+model: {{path: {model}, max_image_pixels: 300_000, dtype: float32}}
+data: {{path: tasks.jsonl}}
+rewards: [exact_match]
+rollout: {{coordinates: {coordinates}}}
+server: {{url: {url or "null"}, engine: embedded}}
+train: {{steps: 1}}
+""")
+    return load_and_check(folder / "recipe.yaml", lacks=[])
 
 
 async def asked(folder: Path, kind: str, way: Coordinates, coordinates: str = "auto") -> list[Finding]:

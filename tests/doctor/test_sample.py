@@ -62,7 +62,8 @@ def test_only_a_failure_leaves_its_logs(
         yield
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(sample_command, "load_recipe", lambda *_: None)
+    for name in ("load_recipe", "check_recipe"):
+        monkeypatch.setattr(sample_command, name, lambda *_, **__: None)
     monkeypatch.setattr(sample_command, "_look", look)
     with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
         (finding,) = sample_command.sample("recipe.yaml", [], 4, print)

@@ -12,8 +12,8 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
 from agentfactory.commands.main import main
 from agentfactory.launching.launch_plan import Assignment, RunPlan, StagePlan, State, plan_run
+from agentfactory.launching.placement import Placement
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.placement.placement import Placement
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT
@@ -22,7 +22,7 @@ from tests.launching.test_resume import recipe_of, write_checkpoint
 
 @pytest.fixture
 def two_stages(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("agentfactory.placement.placement.GPU_DRIVERS", ())
+    monkeypatch.setattr("agentfactory.launching.placement.GPU_DRIVERS", ())
     recipe = yaml.safe_load((project / "recipe.yaml").read_text())
     for name in ("first", "second"):
         (project / f"{name}.yaml").write_text(yaml.safe_dump({**recipe, "name": name}))

@@ -12,8 +12,8 @@ from agentfactory.launching import launcher
 from agentfactory.launching.launcher import train
 from agentfactory.launching.reach_early import check_tools_open
 from agentfactory.recipe.checks import doubts
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
+from tests.project import load_and_check
 
 TOOLS = '''
 from agentfactory import tool
@@ -29,7 +29,7 @@ GONE = {"command": "python", "args": ["-m", "no_such_module"]}
 
 
 def load(*overrides: str) -> Recipe:
-    recipe = load_recipe("recipe.yaml", overrides)
+    recipe = load_and_check("recipe.yaml", overrides)
     assert isinstance(recipe, Recipe)
     return recipe
 

@@ -23,7 +23,6 @@ def allocations() -> Iterator[Allocations]:
     found = Allocations()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         yield found
-    assert prof.profiler is not None
     events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     # positive where memory is taken, negative where it is given back

@@ -1,12 +1,14 @@
 """Where trainer and server go, what fits, and what is said where nothing does: the choice on given figures, and the
 commands as a person runs them."""
 
-import subprocess
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
 from transformers import Qwen3Config
@@ -15,17 +17,16 @@ from agentfactory.base.errors import SettingError
 from agentfactory.commands import main
 from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
+from agentfactory.launching.placement import Placement, place
 from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import MARGIN, Gpu, Machine
 from agentfactory.placement.meta_model import SHAPES, NoConfigError, load_config
-from agentfactory.placement.placement import Placement, place
 from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
 from agentfactory.placement.server_memory import ServerMemory, meta_network
 from agentfactory.placement.suggested_changes import refusal
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, StagedRecipe
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
+from tests.placement.shapes import sizes
+from tests.project import Command, load_and_check, refused
 
 NO_GPU = Machine((), 64 * GIB, 60 * GIB)
 VLLM = {"server": {"engine": "vllm"}}
@@ -41,9 +42,7 @@ def recipe(**sections: Any) -> Recipe:
         "placement": {"gpu_memory_gib": 24},
         **VLLM,
     }
-    for name, values in sections.items():
-        data[name] = {**data.get(name, {}), **values}
-    return Recipe.model_validate(data)
+    return Recipe.model_validate(data | {name: {**data.get(name, {}), **given} for name, given in sections.items()})
 
 
 def gpus(*free: float, total: float = 24.0) -> Machine:
@@ -54,28 +53,26 @@ def estimate(weights: float = 6.0, activations: float = 4.0, cache: float = 2.0)
     """A model of so many GiB, activations of so many at 16,384 tokens; what changes them changes them as it would."""
 
     def figures(asked: Recipe, device: str, memory: int | None) -> Need:
-        train, lora = asked.train, asked.model.lora
-        share = 0.25 if train.gradient_checkpointing else 1.0
-        trainer = {"weights": weights if lora else 2 * weights, "activations": activations * share}
-        trainer["activations"] *= train.token_budget / 16384
+        train, lora, server = asked.train, asked.model.lora, asked.server
+        share = (0.25 if train.gradient_checkpointing else 1.0) * train.token_budget / 16384
+        trainer = {"weights": weights if lora else 2 * weights, "activations": activations * share, "context": 0.5}
         if lora and lora.quantization:
             trainer["weights"] /= 4
         if lora is None:
             trainer |= {"gradients": 2 * weights, "optimizer": 4 * weights}
-        trainer["context"] = 0.5
-        halved = asked.server.quantization == "fp8"
-        parts = {"weights": weights / (2 if halved else 1), "context": 0.5}
-        embedded = asked.server.engine == "embedded"
-        least = cache * asked.server.max_num_seqs / 128 if embedded else cache
-        sizes = {name: int(size * GIB) for name, size in parts.items()}
-        server = ServerMemory(sizes, 2**16, 0, int(least * GIB), by_nccl=int(1.5 * GIB))
-        return Need({name: int(size * GIB) for name, size in trainer.items()}, server)
+        parts = {"weights": weights / (2 if server.quantization == "fp8" else 1), "context": 0.5}
+        least = cache * server.max_num_seqs / 128 if server.engine == "embedded" else cache
+        return Need(_bytes(trainer), ServerMemory(_bytes(parts), 2**16, 0, int(least * GIB), by_nccl=int(1.5 * GIB)))
 
     return figures
 
 
-def chosen(asked: Recipe, machine: Machine, figures: Callable[..., Need]) -> Plan:
-    plan = choose(asked, machine, figures)[-1]
+def _bytes(sizes: dict[str, float]) -> dict[str, int]:
+    return {name: int(size * GIB) for name, size in sizes.items()}
+
+
+def chosen(asked: Recipe, machine: Machine, figures: Callable[..., Need] | None = None) -> Plan:
+    plan = choose(asked, machine, figures or estimate())[-1]
     assert plan.fits, plan.worst
     return plan
 
@@ -87,7 +84,7 @@ def advice(asked: Recipe, machine: Machine, figures: Callable[..., Need]) -> Set
 
 
 def test_one_gpu_is_split_and_vllm_takes_what_the_trainer_leaves() -> None:
-    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(24), estimate())
+    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(24))
     assert plan.mode == "split"
     # 24 less the trainer's 10.5 and a margin of 5 %
     assert plan.utilization == pytest.approx((24 * 0.95 - 10.5) / 24, abs=1e-4)
@@ -97,27 +94,27 @@ def test_one_gpu_is_split_and_vllm_takes_what_the_trainer_leaves() -> None:
 
 
 def test_what_other_processes_have_taken_is_not_planned_with() -> None:
-    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(22), estimate())
+    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(22))
     assert plan.utilization == pytest.approx((22 - 1.2 - 10.5) / 24, abs=1e-4)
     assert "22.0 GiB of it free" in plan.devices
     assert not choose(recipe(placement={"mode": "split", "gpu_memory_gib": None}), gpus(19), estimate())[-1].fits
     # a larger GPU is used as the recipe plans
-    plan = chosen(recipe(), gpus(80, total=80), estimate())
+    plan = chosen(recipe(), gpus(80, total=80))
     assert plan.utilization == pytest.approx((24 * 0.95 - 10.5) / 80, abs=1e-4)
 
 
 def test_without_a_gpu_the_recipes_own_is_planned_and_nothing_is_told_to_vllm() -> None:
-    plan = chosen(recipe(), NO_GPU, estimate())
+    plan = chosen(recipe(), NO_GPU)
     assert (plan.mode, plan.utilization, plan.trainer_gpus) == ("split", None, ())
     assert plan.sums[0].room == 24 * GIB
 
 
 def test_two_gpus_are_separate_and_the_last_is_the_servers() -> None:
-    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(24, 24), estimate())
+    plan = chosen(recipe(placement={"gpu_memory_gib": None}), gpus(24, 24))
     assert (plan.mode, plan.trainer_gpus, plan.server_gpus) == ("separate", (0,), (1,))
     assert plan.utilization is None, "vLLM's default"
     assert rows(plan)["server"]["KV cache"] == pytest.approx((24 * 0.92 - 6.5) * GIB, abs=2)
-    held = chosen(recipe(), gpus(80, 80, total=80), estimate())
+    held = chosen(recipe(), gpus(80, 80, total=80))
     assert held.utilization == pytest.approx(24 * 0.92 / 80, abs=2e-4), "no more than the recipe plans"
 
 
@@ -137,29 +134,30 @@ def test_what_does_not_fit_together_takes_turns() -> None:
 
 def test_what_is_parked_has_to_fit_into_the_machines_memory() -> None:
     small = Machine((Gpu(24 * GIB, 24 * GIB),), 32 * GIB, 20 * GIB)
-    refused = advice(recipe(placement={"mode": "time_share"}), small, estimate(weights=12))
-    assert "in the machine's memory" in refused.problem
-    assert "24.00 of 20.00 GiB" in refused.problem
-    assert refused.fix.startswith("server.quantization=fp8: then 18.")
+    error = advice(recipe(placement={"mode": "time_share"}), small, estimate(weights=12))
+    assert "in the machine's memory" in error.problem
+    assert "24.00 of 20.00 GiB" in error.problem
+    assert error.fix.startswith("server.quantization=fp8: then 18.")
 
 
 def test_chains_that_run_ahead_cannot_take_turns() -> None:
-    refused = advice(recipe(rollout={"max_staleness": 1}), NO_GPU, estimate(weights=12))
+    error = advice(recipe(rollout={"max_staleness": 1}), NO_GPU, estimate(weights=12))
     said = "trainer 16.50 + server 14.50 + margin 1.20 = 32.20 of 24.00 GiB together"
-    assert refused.problem == f"does not fit, split: a GPU of 24.0 GiB: {said}"
-    assert refused.fix.startswith("placement.mode=time_share rollout.max_staleness=0: then ")
+    assert error.problem == f"does not fit, split: a GPU of 24.0 GiB: {said}"
+    assert error.fix.startswith("placement.mode=time_share rollout.max_staleness=0: then ")
 
 
 def test_the_nearest_change_is_the_mildest_that_fits() -> None:
     split = {"mode": "split"}
-    # 24 - 1.2 of margin - 8.5 of the server - 6.5 of the trainer: 7.8 for activations
-    assert advice(recipe(placement=split), NO_GPU, estimate(activations=10)).fix.startswith("train.token_budget=8192: ")
-    assert advice(recipe(placement=split), NO_GPU, estimate(activations=20)).fix.startswith("train.token_budget=4096: ")
-    fix = advice(recipe(placement=split), NO_GPU, estimate(activations=31)).fix
-    assert fix == "train.token_budget=4096: then 23.95 of 24.00 GiB"
-    # a row has 4096 tokens: below that nothing is gained
-    fix = advice(recipe(placement=split), NO_GPU, estimate(activations=31.5)).fix
-    assert fix == "train.token_budget=8192 train.gradient_checkpointing=true: then 20.14 of 24.00 GiB"
+    for activations, fix in (
+        # 24 - 1.2 of margin - 8.5 of the server - 6.5 of the trainer: 7.8 for activations
+        (10, "train.token_budget=8192: "),
+        (20, "train.token_budget=4096: "),
+        (31, "train.token_budget=4096: then 23.95 of 24.00 GiB"),
+        # a row has 4096 tokens: below that nothing is gained
+        (31.5, "train.token_budget=8192 train.gradient_checkpointing=true: then 20.14 of 24.00 GiB"),
+    ):
+        assert advice(recipe(placement=split), NO_GPU, estimate(activations=activations)).fix.startswith(fix)
     shorter = recipe(placement=split, train={"token_budget": 4096})
     assert advice(shorter, NO_GPU, estimate(weights=10)).fix.startswith("placement.mode=time_share: ")
     turns = recipe(placement={"mode": "time_share"}, train={"token_budget": 4096, "gradient_checkpointing": True})
@@ -172,9 +170,9 @@ def test_several_changes_together_and_none_that_helps() -> None:
     full = recipe(model={"lora": None})
     fix = advice(full, NO_GPU, estimate(weights=24)).fix
     assert fix.startswith('server.quantization=fp8 "model.lora={rank: 16, quantization: nf4}": then ')
-    refused = advice(full, NO_GPU, estimate(weights=100))
-    assert refused.problem.count("does not fit") == 2, "split and time_share"
-    assert refused.fix.startswith("a smaller model, or a larger or additional GPU: even with ")
+    error = advice(full, NO_GPU, estimate(weights=100))
+    assert error.problem.count("does not fit") == 2, "split and time_share"
+    assert error.fix.startswith("a smaller model, or a larger or additional GPU: even with ")
     embedded = recipe(server={"engine": "embedded"}, placement={"mode": "split"}, train={"token_budget": 4096})
     assert advice(embedded, NO_GPU, estimate(cache=24)).fix.startswith("server.max_num_seqs=32: then 21.20 ")
     turns = recipe(server={"engine": "embedded"}, placement={"mode": "time_share"})
@@ -182,13 +180,12 @@ def test_several_changes_together_and_none_that_helps() -> None:
 
 
 def test_a_share_that_the_recipe_sets_is_held_to_the_table() -> None:
-    plan = chosen(recipe(server={"options": {"gpu_memory_utilization": 0.45}}), gpus(24), estimate())
+    plan = chosen(recipe(server={"options": {"gpu_memory_utilization": 0.45}}), gpus(24))
     assert plan.utilization is None, "the recipe's stands"
     assert rows(plan)["server"]["KV cache"] == pytest.approx((0.45 * 24 - 6.5) * GIB, abs=2)
     too_much = recipe(server={"options": {"gpu_memory_utilization": 0.9}}, placement={"mode": "split"})
-    assert advice(too_much, gpus(24), estimate()).fix.startswith(
-        "server.options.gpu_memory_utilization=null: then 20.20 of"
-    )
+    fix = advice(too_much, gpus(24), estimate()).fix
+    assert fix.startswith("server.options.gpu_memory_utilization=null: then 20.20 of")
     with pytest.raises(SettingError, match=r"got 0\.3, which is 7\.20 GiB, but with the smallest .* needs 8\.50 GiB"):
         choose(recipe(server={"options": {"gpu_memory_utilization": 0.3}}), gpus(24), estimate())
 
@@ -217,36 +214,37 @@ def test_weights_go_by_the_fastest_way_that_there_is() -> None:
 
 def test_gpus_that_are_not_there() -> None:
     many = recipe(train={"processes": 7, "strategy": "fsdp2"}, placement={"gpu_memory_gib": 80})
-    plan = chosen(many, NO_GPU, estimate())
+    plan = chosen(many, NO_GPU)
     assert plan.mode == "separate"
     assert "7 GPUs of 80.0 GiB for the trainer, a GPU of 80.0 GiB for the server" in plan.devices
-    assert chosen(many, gpus(*[80] * 8, total=80), estimate()).trainer_gpus == tuple(range(7))
-    with pytest.raises(SettingError, match="needs 7 and the server 1 separate GPUs, but there are 4") as refused:
+    assert chosen(many, gpus(*[80] * 8, total=80)).trainer_gpus == tuple(range(7))
+    with pytest.raises(SettingError, match="needs 7 and the server 1 separate GPUs, but there are 4") as caught:
         choose(many, gpus(*[80] * 4, total=80), estimate())
-    assert refused.value.field == "placement.mode"
-    with pytest.raises(SettingError, match="split or time_share"):
-        choose(recipe(placement={"mode": "separate"}), gpus(24), estimate())
-    with pytest.raises(SettingError, match="needs separate GPUs"):
-        choose(recipe(model={"lora": None}, sync={"backend": "nccl"}), gpus(24), estimate())
-    with pytest.raises(SettingError, match="separate GPUs"):
-        choose(recipe(model={"lora": None}, sync={"backend": "ipc"}), gpus(24, 24), estimate())
+    assert caught.value.field == "placement.mode"
+    for told, machine, sections in (
+        ("split or time_share", gpus(24), {"placement": {"mode": "separate"}}),
+        ("needs separate GPUs", gpus(24), {"model": {"lora": None}, "sync": {"backend": "nccl"}}),
+        ("separate GPUs", gpus(24, 24), {"model": {"lora": None}, "sync": {"backend": "ipc"}}),
+    ):
+        with pytest.raises(SettingError, match=told):
+            choose(recipe(**sections), machine, estimate())
 
 
 def test_on_a_cpu_everything_stands_in_one_memory() -> None:
     here = Machine((), 32 * GIB, 24 * GIB)
     asked = {"placement": {"mode": "split", "gpu_memory_gib": None}, "server": {"engine": "embedded"}}
-    plan = chosen(recipe(**asked), here, estimate())
+    plan = chosen(recipe(**asked), here)
     assert plan.sums[0].terms["trainer"] == 10.5 * GIB
     assert plan.sums[0].room == 24 * GIB
     turns = {**asked, "placement": {"mode": "time_share", "gpu_memory_gib": None}}
-    training, acting = chosen(recipe(**turns), here, estimate()).sums
+    training, acting = chosen(recipe(**turns), here).sums
     assert training.terms["sleeping server"] == 6.5 * GIB, "all but the cache"
     assert acting.terms["offloaded trainer"] == 6.5 * GIB, "the weights and the libraries"
 
 
 def test_the_table_has_a_row_for_each_use_and_the_sum() -> None:
     asked = recipe()
-    lines = table(chosen(asked, NO_GPU, estimate()), asked).splitlines()
+    lines = table(chosen(asked, NO_GPU), asked).splitlines()
     assert lines[0] == "memory by estimate, split: a GPU of 24.0 GiB"
     by_name = {line.split("  ")[0]: line.split() for line in lines[1:]}
     assert by_name["weights"][1:] == ["6.00", "6.00"]
@@ -259,12 +257,9 @@ def test_the_table_has_a_row_for_each_use_and_the_sum() -> None:
 
 @pytest.mark.parametrize("file", sorted(SHAPES.glob("*.json")), ids=lambda file: file.stem)
 def test_the_shapes_of_our_recipes_models_need_no_network(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     config, note = load_config(file.stem.replace("--", "/"))
-    assert note is not None
-    assert "hub cannot be reached" in note
+    assert "hub cannot be reached" in str(note)
     network = meta_network(config, torch.bfloat16, whole=True)
     billions = {"0.5B": 0.494, "3B": 3.09, "4B": 4.02, "7B": 7.62, "8B": 8.19, "9B": 8.95}
     billions |= {"VL-4B": 4.44, "VL-7B": 8.29, "VL-8B": 8.77}
@@ -280,46 +275,33 @@ def test_a_model_that_nobody_here_knows(monkeypatch: pytest.MonkeyPatch, tmp_pat
         load_config(str(tmp_path))
 
 
-REFUSED = {
-    "processes on one GPU": (
-        ["placement.mode=split", "train.processes=2", "train.strategy=ddp"],
-        "train.processes",
-        "placement.mode=separate",
-    ),
-    "copies on one GPU": (
-        ["placement.mode=time_share", "server.engine=vllm", "server.options.data_parallel_size=2"],
-        "server.options.data_parallel_size",
-        "use 1",
-    ),
-    "turns ahead": (["placement.mode=time_share", "rollout.max_staleness=1"], "rollout.max_staleness", "use 0"),
-    "turns with several": (
-        ["placement.mode=time_share", "server.url=[http://127.0.0.1:1,http://127.0.0.1:2]"],
-        "server.url",
-        "name one",
-    ),
-    "broadcast on one GPU": (["placement.mode=split", "sync.backend=nccl"], "sync.backend", "use auto, ipc or file"),
-    "one GPU's memory on two": (["placement.mode=separate", "sync.backend=ipc"], "sync.backend", "file or nccl"),
-    "an adapter by ipc": (["model.lora.rank=8", "sync.backend=ipc"], "sync.backend", "use lora or auto"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_whatever_devices_there_are(project: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "field", "fix"),
+    [
+        ("mode=split train.processes=2 train.strategy=ddp", "train.processes", "placement.mode=separate"),
+        ("mode=time_share server.options.data_parallel_size=2", "server.options.data_parallel_size", "use 1"),
+        ("mode=time_share rollout.max_staleness=1", "rollout.max_staleness", "use 0"),
+        ("mode=time_share server.url=[http://127.0.0.1:1,http://127.0.0.1:2]", "server.url", "name one"),
+        ("mode=split sync.backend=nccl", "sync.backend", "use auto, ipc or file"),
+        ("mode=separate sync.backend=ipc", "sync.backend", "file or nccl"),
+        ("mode=auto model.lora.rank=8 sync.backend=ipc", "sync.backend", "use lora or auto"),
+    ],
+)
+def test_refused_whatever_devices_there_are(
+    project: Path, settings: str, field: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # that vLLM is installed nowhere here is another check's business
     monkeypatch.setattr("agentfactory.rollout.inference.server_command.missing_from", lambda *_: None)
-    overrides, field, fix = REFUSED[case]
     engine = [] if "url" in field else ["server.engine=vllm"]
-    with pytest.raises(SettingError, match=fix) as caught:
-        load_recipe("recipe.yaml", [*engine, *overrides], purpose="train")
-    assert caught.value.field == field
+    assert refused(fix, *engine, *f"placement.{settings}".split()).field == field
 
 
 def test_what_may_not_fit_is_tried_where_the_recipe_says_so() -> None:
     split = {"mode": "split", "gpu_memory_gib": None}
-    refused = plan_for(recipe(placement=split), gpus(18), estimate())
-    _, problem, fix = refused["refused"]
+    unfit = plan_for(recipe(placement=split), gpus(18), estimate())
+    _, problem, fix = unfit["refused"]
     assert fix.endswith(" GiB; or placement.on_misfit=warn, to try it anyway")
-    assert "gpu_memory_utilization" not in refused
+    assert "gpu_memory_utilization" not in unfit
     asked = recipe(placement={**split, "on_misfit": "warn"})
     tried = plan_for(asked, gpus(18), estimate())
     assert "refused" not in tried
@@ -334,31 +316,24 @@ def test_what_may_not_fit_is_tried_where_the_recipe_says_so() -> None:
 def test_what_may_not_fit_is_told(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    placement, said = Placement(table="the table", warning="does not fit"), []
-    asked = load_recipe("recipe.yaml")
-    assert isinstance(asked, Recipe)
-    said += placement.describe()
-    assert said == ["the table", "warning: does not fit"]
+    placement = Placement(table="the table", warning="does not fit")
+    assert placement.describe() == ["the table", "warning: does not fit"]
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [placement])
     assert main.main(["train", "recipe.yaml", "--dry-run"]) == 0
     assert "# recipe: the table\n# recipe: warning: does not fit\n" in capsys.readouterr().out
 
 
 def test_nothing_is_planned_where_nothing_was_asked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.placement.placement.GPU_DRIVERS", ())
-    monkeypatch.setattr("agentfactory.placement.placement._ask", lambda *_: pytest.fail("a child would import torch"))
-    asked = load_recipe("recipe.yaml")
-    assert isinstance(asked, Recipe)
+    monkeypatch.setattr("agentfactory.launching.placement.GPU_DRIVERS", ())
+    monkeypatch.setattr("agentfactory.launching.placement._ask", lambda *_: pytest.fail("a child would import torch"))
+    asked = load_and_check()
     assert place([asked], "train") == [Placement()]
     assert Placement().for_trainer(asked) == asked
 
 
 def test_what_the_processes_are_told(project: Path) -> None:
-    asked = load_recipe("recipe.yaml")
-    assert isinstance(asked, Recipe)
-    placement = Placement(
-        mode="split", on_gpu=True, trainer_devices="0", gpu_memory_utilization=0.4, sync="ipc", trainer_bytes=0
-    )
+    asked = load_and_check()
+    placement = Placement(mode="split", on_gpu=True, trainer_devices="0", gpu_memory_utilization=0.4, sync="ipc")
     told = placement.for_trainer(asked)
     assert (told.placement.mode, told.sync.backend) == ("split", "ipc")
     assert placement.weight_transfer(asked) == "ipc"
@@ -371,9 +346,7 @@ def test_what_the_processes_are_told(project: Path) -> None:
 @pytest.fixture
 def shaped(project: Path) -> Path:
     """The project, whose model has a configuration, and no weights."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    Qwen3Config(**shape, **heads).save_pretrained(project / "model")
+    Qwen3Config(**sizes(256, 512, 4, 4, 2, 1000), head_dim=64).save_pretrained(project / "model")
     return project
 
 
@@ -386,18 +359,15 @@ def test_a_dry_run_ends_with_the_tables_and_what_does_not_fit_is_refused(shaped:
     # the second stage's model is made by the first, and has its shape
     small = ["recipe.placement={mode: split, gpu_memory_gib: 3.2}", "recipe.train.gradient_checkpointing=true"]
     result = agentfactory("train", "both.yaml", "--dry-run", *small)
-    assert result.returncode == 2
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert yaml.safe_load(result.stdout)["stages"][0]["placement"]["gpu_memory_gib"] == 24.0
     said = [line for line in result.stdout.splitlines() if line.startswith("#") and not line.startswith("# warning: ")]
     assert said[:2] == ["# first: new, in runs/both/first", "# first: memory by estimate, split: a GPU of 24.0 GiB"]
     assert "# recipe: memory by estimate, split: a GPU of 3.2 GiB" in said
     names = {line.removeprefix("# ").split("  ")[0] for line in said}
     assert {"weights", "gradients", "optimizer", "activations (16,384 tokens)", "KV cache", "context", "total"} <= names
-    assert result.stderr.startswith(
-        "agentfactory: recipe: placement.mode: does not fit, split: a GPU of 3.2 GiB: trainer "
-    )
-    assert "of 3.20 GiB together; fix: server.max_num_seqs=" in result.stderr
-    assert result.stderr.count("\n") == 1
+    told = "agentfactory: recipe: placement.mode: does not fit, split: a GPU of 3.2 GiB: trainer "
+    assert re.match(f"{told}.* of 3.20 GiB together; fix: server.max_num_seqs=", result.stderr)
     assert sorted(shaped.rglob("*")) == before
 
 
@@ -412,51 +382,45 @@ def test_a_model_that_is_not_there_yet_is_planned_later(shaped: Path, capsys: py
 def test_what_does_not_fit_is_refused_before_anything_is_written(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
-    monkeypatch.setattr(plan, "place", lambda recipes, purpose: [refused] * len(recipes))
-    asked, before, said = load_recipe("recipe.yaml"), sorted(project.rglob("*")), []
-    with pytest.raises(SettingError, match="does not fit; fix: a smaller model"):
+    unfit = Placement(table="the table", refused=("placement.mode", "does not fit", "a smaller model"))
+    monkeypatch.setattr(plan, "place", lambda recipes, purpose: [unfit] * len(recipes))
+    assert refused_by_launcher(project, load_and_check(), "does not fit; fix: a smaller model") == ["the table"]
+
+
+def refused_by_launcher(project: Path, asked: Any, told: str) -> list[str]:
+    """What the launcher says before it refuses to train, having written nothing."""
+    before, said = sorted(project.rglob("*")), []
+    with pytest.raises(SettingError, match=told):
         launcher.train(asked, False, None, said.append)
-    assert said == ["the table"]
     assert sorted(project.rglob("*")) == before
+    return said
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("setting", "told"),
     [
-        (["placement.mode=time_share"], "placement.mode: 'time_share': vLLM sleeps on GPUs only"),
-        (["sync.backend=ipc"], "sync.backend: got 'ipc': vLLM has it on GPUs only"),
+        ("placement.mode=time_share", "placement.mode: 'time_share': vLLM sleeps on GPUs only"),
+        ("sync.backend=ipc", "sync.backend: got 'ipc': vLLM has it on GPUs only"),
     ],
 )
 @pytest.mark.parametrize("is_there", [True, False], ids=["model", "no model yet"])
 def test_what_vllm_does_on_gpus_only_is_refused_before_anything_is_written(
-    project: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str, is_there: bool
+    project: Path, monkeypatch: pytest.MonkeyPatch, setting: str, told: str, is_there: bool
 ) -> None:
-    asked = load_recipe("recipe.yaml", ["server.engine=vllm", *overrides], lacks=[])
-    assert isinstance(asked, Recipe)
+    asked = load_and_check(overrides=["server.engine=vllm", setting], lacks=[])
     planned = Placement(mode="time_share" if asked.placement.mode == "time_share" else "separate")
     monkeypatch.setattr(plan, "place", lambda recipes, purpose: [planned if is_there else None] * len(recipes))
     monkeypatch.setattr(plan, "may_have_gpu", lambda: False)
-    first = load_recipe("recipe.yaml", ["name=first"])
-    assert isinstance(first, Recipe)
+    first = load_and_check(overrides=["name=first"])
     whole = StagedRecipe(name="whole", output=project / "runs" / "whole", stages=[first, asked])
     (project / "model" / "config.json").write_text("{}")
-    before = sorted(project.rglob("*"))
-    with pytest.raises(SettingError, match=said):
-        launcher.train(whole, False, None, print)
-    assert sorted(project.rglob("*")) == before
+    refused_by_launcher(project, whole, told)
 
 
 def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:
-    figures = estimate()
-
     def without(part: str) -> Callable[..., Need]:
-        def of(asked: Recipe, device: str, memory: int | None) -> Need:
-            need = figures(asked, device, memory)
-            return Need({}, need.server) if part == "trainer" else Need(need.trainer, None)
-
-        return of
+        return lambda *asked: replace(estimate()(*asked), **{part: {} if part == "trainer" else None})
 
     asked = recipe(placement={"gpu_memory_gib": None})
     plan = chosen(asked, gpus(24), without("server"))

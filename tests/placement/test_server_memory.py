@@ -24,25 +24,9 @@ from agentfactory.rollout.inference.embedded.packed_linear import WHOLE, onednn_
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.step_plan import Planner
 from tests.placement.allocations import allocations
+from tests.placement.shapes import SEVEN, sizes
 
-SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 8000,
-}
-SEVEN = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
-"""Qwen2.5-7B."""
+SMALL = {**sizes(128, 256, 3, 4, 2, 8000), "head_dim": 32}
 LATENT = {
     **{"kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24},
     **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -101,7 +85,6 @@ def check_planned(
                 engine.add(Request(prompt, max_tokens=tokens, on_finish=lambda request: None))
             while engine.busy:
                 engine.step()
-    assert engine.cache is not None
     assert planned.least_cache == engine.cache.nbytes
     assert planned.parts["weights"] == sum(weight.nbytes for weight in model.parameters())
     rest = planned.parts.get("packed", 0) + planned.parts["workspace"]
@@ -141,10 +124,8 @@ def test_weights_and_cache_of_a_known_model() -> None:
     assert shared.parts["weights"] == planned.parts["weights"] // 8
     # 4 heads for 8 devices: each has one
     assert shared.cache_per_token == planned.cache_per_token // 4
-    assert (
-        plan(Qwen2Config(**SEVEN), options={"args": ["--kv-cache-dtype", "fp8"]}).cache_per_token * 2
-        == planned.cache_per_token
-    )
+    halved = plan(Qwen2Config(**SEVEN), options={"args": ["--kv-cache-dtype", "fp8"]})
+    assert halved.cache_per_token * 2 == planned.cache_per_token
 
 
 @pytest.mark.slow
@@ -173,15 +154,9 @@ def test_adapters_take_the_places_that_vllm_makes() -> None:
 
 
 def test_hybrids_have_states_per_sequence() -> None:
-    hybrid = Qwen3_5TextConfig(
-        **SMALL | {"num_hidden_layers": 4},
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
-    )
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    linear |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4}
+    hybrid = Qwen3_5TextConfig(**SMALL | linear, layer_types=["linear_attention"] * 3 + ["full_attention"])
     planned = plan(hybrid)
     assert planned.cache_per_token == 2 * 2 * 32 * 2
     # transformers' own cache says what the states are
@@ -190,13 +165,8 @@ def test_hybrids_have_states_per_sequence() -> None:
     states = [(layer.conv_states[0].numel(), layer.recurrent_states[0].numel()) for layer in layers]
     # its convolution keeps one input more than vLLM's
     assert planned.cache_per_sequence == sum(conv * 3 // 4 * 2 + recurrent * 4 for conv, recurrent in states)
-    sliding = Qwen3Config(
-        **SMALL,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        use_sliding_window=True,
-        sliding_window=100,
-    )
-    planned = plan(sliding)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    planned = plan(Qwen3Config(**SMALL, layer_types=kinds, use_sliding_window=True, sliding_window=100))
     assert (planned.cache_per_token, planned.cache_per_sequence) == (2 * 2 * 32 * 2, 2 * 100 * 2 * 2 * 32 * 2)
 
 
@@ -212,7 +182,6 @@ def test_the_embedded_engine_keeps_all_tokens_of_all_layers() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         engine = Engine(model, max_model_len=1024, max_num_seqs=4)
         planned = plan(config, "cpu", engine="embedded", max_num_seqs=4, max_model_len=1024)
-        assert engine.cache is not None
         assert planned.least_cache == engine.cache.nbytes
         assert (planned.parts["workspace"] > plain.parts["workspace"]) == ("sliding_attention" in str(config.to_dict()))
 

@@ -26,56 +26,26 @@ from agentfactory.trainers.networks.network import load_network
 from agentfactory.trainers.update.learner import Learner, Terms
 from agentfactory.trainers.update.optimizer import make_optimizer
 from tests.placement.allocations import allocations
+from tests.placement.shapes import SEVEN, sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 MIB = 2**20
 SHAPES: dict[str, PreTrainedConfig] = {
     # a large head that is tied, fewer keys than queries
-    "qwen3": Qwen3Config(
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=16384,
-        tie_word_embeddings=True,
-    ),
+    "qwen3": Qwen3Config(**sizes(128, 384, 4, 4, 2, 16384), head_dim=32, tie_word_embeddings=True),
     # deep, with biases
-    "qwen2": Qwen2Config(
-        hidden_size=192,
-        intermediate_size=640,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        vocab_size=2048,
-    ),
+    "qwen2": Qwen2Config(**sizes(192, 640, 6, 6, 2, 2048)),
     # wide, as many keys as queries
-    "llama": LlamaConfig(
-        hidden_size=320,
-        intermediate_size=896,
-        num_hidden_layers=3,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        vocab_size=4096,
-    ),
+    "llama": LlamaConfig(**sizes(320, 896, 3, 5, 5, 4096)),
 }
-
-
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (extra fp8)")
 LORA = {"rank": 16}
 NF4 = {"rank": 16, "quantization": "nf4"}
 
 
-def make_recipe(
-    path: Path | str = "x",
-    dtype: str = "float32",
-    lora: Any = None,
-    length: int = 129,
-    teacher: str | None = None,
-    **train: Any,
-) -> TrainRecipe:
+def make_recipe(path: Path | str = "x", dtype: str = "float32", lora: Any = None, **train: Any) -> TrainRecipe:
+    length, teacher = train.pop("length", 129), train.pop("teacher", None)
     sections = {
         "teacher": None if teacher is None else {"model": str(path), "divergence": teacher},
         "model": {"path": str(path), "dtype": dtype, "lora": lora},
@@ -85,37 +55,32 @@ def make_recipe(
     return TrainRecipe.model_validate(sections)
 
 
+long = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("shape", "lora", "batching", "dtype", "train"),
     [
-        pytest.param("qwen3", None, "packed", "float32", {}, marks=pytest.mark.long),
+        pytest.param("qwen3", None, "packed", "float32", {}, marks=long),
         ("qwen3", None, "tree", "bfloat16", {}),
         ("qwen3", LORA, "packed", "bfloat16", {}),
         ("qwen3", LORA, "tree", "float32", {}),
-        pytest.param("qwen2", None, "packed", "bfloat16", {"optimizer": {"name": "adafactor"}}, marks=pytest.mark.long),
-        pytest.param("qwen2", None, "tree", "float32", {"gradient_checkpointing": True}, marks=pytest.mark.long),
-        pytest.param("qwen2", LORA, "packed", "float32", {"gradient_checkpointing": True}, marks=pytest.mark.long),
-        pytest.param("qwen2", LORA, "tree", "bfloat16", {}, marks=pytest.mark.long),
-        pytest.param(
-            "llama", None, "packed", "float32", {"loss": {"kl": {"coefficient": 0.1}}}, marks=pytest.mark.long
-        ),
-        pytest.param("llama", None, "tree", "bfloat16", {"algorithm": "ppo"}, marks=pytest.mark.long),
+        pytest.param("qwen2", None, "packed", "bfloat16", {"optimizer": {"name": "adafactor"}}, marks=long),
+        pytest.param("qwen2", None, "tree", "float32", {"gradient_checkpointing": True}, marks=long),
+        pytest.param("qwen2", LORA, "packed", "float32", {"gradient_checkpointing": True}, marks=long),
+        pytest.param("qwen2", LORA, "tree", "bfloat16", {}, marks=long),
+        pytest.param("llama", None, "packed", "float32", {"loss": {"kl": {"coefficient": 0.1}}}, marks=long),
+        pytest.param("llama", None, "tree", "bfloat16", {"algorithm": "ppo"}, marks=long),
         ("llama", NF4, "packed", "bfloat16", {}),
-        pytest.param("llama", LORA, "tree", "float32", {"algorithm": "ppo"}, marks=pytest.mark.long),
+        pytest.param("llama", LORA, "tree", "float32", {"algorithm": "ppo"}, marks=long),
         pytest.param("qwen3", None, "tree", "bfloat16", {"teacher": "jensen_shannon"}, marks=pytest.mark.extended),
-        pytest.param("llama", LORA, "packed", "float32", {"teacher": "reverse_kl"}, marks=pytest.mark.long),
+        pytest.param("llama", LORA, "packed", "float32", {"teacher": "reverse_kl"}, marks=long),
         pytest.param("qwen2", None, "packed", "bfloat16", {"precision": "fp8"}, marks=needs_torchao),
         pytest.param("llama", LORA, "tree", "bfloat16", {"precision": "fp8"}, marks=[needs_torchao, pytest.mark.long]),
     ],
 )
 def test_planned_is_what_updates_allocate(
-    shape: str,
-    lora: dict[str, Any] | None,
-    batching: str,
-    dtype: str,
-    train: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: str, lora: Any, batching: str, dtype: str, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SHAPES[shape]
     # a few chunks, as with real vocabularies
@@ -145,26 +110,17 @@ def test_planned_is_what_updates_allocate(
 
 
 HYBRID = Qwen3_5TextConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    vocab_size=512,
+    **sizes(64, 128, 6, 4, 2, 512),
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
 )
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(SHAPES["qwen2"], id="one kind", marks=pytest.mark.long), pytest.param(HYBRID, id="two kinds")],
+    "config", [pytest.param(SHAPES["qwen2"], id="one kind", marks=long), pytest.param(HYBRID, id="two kinds")]
 )
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=long), True])
 def test_all_layers_take_what_a_few_say(config: PreTrainedConfig, checkpointing: bool) -> None:
     recipe = make_recipe(lora=LORA, dtype="bfloat16", gradient_checkpointing=checkpointing, length=65)
     whole = max(_trace(recipe, config, "cpu").values(), key=lambda peak: peak.total)
@@ -206,33 +162,20 @@ def test_four_bit_weights(tmp_path: Path) -> None:
     assert (real - tables) * 8 / matrices == pytest.approx(4.127, abs=0.01)
 
 
-SEVEN = Qwen2Config(
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    vocab_size=152064,
-)
-"""Qwen2.5-7B: 7,615,616,512 weights, as its authors count."""
-
-
 def test_a_large_model_on_a_gpu() -> None:
-    recipe = make_recipe(dtype="bfloat16", batching="packed")
-    rows = trainer_memory(recipe, SEVEN, "cuda")
-    count = 7_615_616_512
+    config, count = Qwen2Config(**SEVEN), 7_615_616_512
+    rows = trainer_memory(make_recipe(dtype="bfloat16", batching="packed"), config, "cuda")
     assert rows["weights"] - 4 * count < MIB
     assert rows["gradients"] == 4 * count
     assert rows["optimizer"] == 8 * count
     # autocast keeps every matrix of the layers, and the head, in bfloat16
     assert rows["activations"] > 2 * (count - 152064 * 3584)
     assert rows["context"] > 0
-    several = trainer_memory(
-        make_recipe(dtype="bfloat16", batching="packed", strategy="ddp", processes=8), SEVEN, "cuda"
+    several, shares = (
+        trainer_memory(make_recipe(dtype="bfloat16", batching="packed", strategy=kind, processes=8), config, "cuda")
+        for kind in ("ddp", "fsdp2")
     )
     assert several["buckets"] == several["gradients"] == rows["gradients"]
-    sharded = make_recipe(dtype="bfloat16", batching="packed", strategy="fsdp2", processes=8)
-    shares = trainer_memory(sharded, SEVEN, "cuda")
     for row in ("weights", "gradients", "optimizer"):
         assert shares[row] == pytest.approx(rows[row] / 8, abs=8)
     # embeddings and head, with their gradients, are whole in bfloat16; of the layers a few are
@@ -243,15 +186,10 @@ def test_a_large_model_on_a_gpu() -> None:
 
 
 def test_what_is_offloaded_is_not_on_the_device() -> None:
+    options = {"dtype": "bfloat16", "lora": LORA, "batching": "packed"}
     kept, offloaded = (
-        trainer_memory(
-            make_recipe(
-                dtype="bfloat16", lora=LORA, batching="packed", gradient_checkpointing="offload" if offload else True
-            ),
-            SEVEN,
-            "cuda",
-        )["activations"]
-        for offload in (False, True)
+        trainer_memory(make_recipe(**options, gradient_checkpointing=way), Qwen2Config(**SEVEN), "cuda")["activations"]
+        for way in (True, "offload")
     )
     # a layer's input for each layer, less the one that is computed
     assert kept - offloaded == pytest.approx(27 * 512 * 3584 * 2, rel=0.1)

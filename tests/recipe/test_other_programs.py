@@ -2,74 +2,64 @@
 
 import re
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 
-from agentfactory.base.errors import SettingError
 from agentfactory.recipe.field_errors import _all_names, familiar_names
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check, refused
 
 TIME = {"command": "python", "args": ["-m", "mcp_server_time"]}
 FAR = {"url": "http://127.0.0.1:8/mcp"}
+KEYED = {**FAR, "headers": {"Authorization": "Bearer ${HOME}"}}
 
 # block -> the servers that come of it, by the fields that are set
 TAKEN = {
     "Claude Desktop": (
-        """
-        {
-          "mcpServers": {
-            "time": {"command": "python", "args": ["-m", "mcp_server_time"], "env": {"ZONE": "${HOME}"}}
-          }
-        }
-        """,
+        """{
+          "mcpServers": {"time": {"command": "python", "args": ["-m", "mcp_server_time"], "env": {"ZONE": "${HOME}"}}}
+        }""",
         {"time": {**TIME, "env": {"ZONE": "${HOME}"}}},
     ),
     "Claude Code": (
-        """
-        {
+        """{
           "mcpServers": {
             "time": {"type": "stdio", "command": "python", "args": ["-m", "mcp_server_time"], "env": {}},
             "far": {"type": "http", "url": "http://127.0.0.1:8/mcp", "headers": {"Authorization": "Bearer ${HOME}"}}
           }
-        }
-        """,
-        {"time": {**TIME, "env": {}}, "far": {**FAR, "headers": {"Authorization": "Bearer ${HOME}"}}},
+        }""",
+        {"time": {**TIME, "env": {}}, "far": KEYED},
     ),
     "Cursor": (
-        """
-        {
+        """{
           "mcpServers": {
             "time": {"command": "python", "args": ["-m", "mcp_server_time"], "env": {"ZONE": "${env:HOME}"}},
             "far": {"url": "http://127.0.0.1:8/mcp", "headers": {"Authorization": "Bearer ${env:HOME}"}}
           }
-        }
-        """,
-        {"time": {**TIME, "env": {"ZONE": "${HOME}"}}, "far": {**FAR, "headers": {"Authorization": "Bearer ${HOME}"}}},
+        }""",
+        {"time": {**TIME, "env": {"ZONE": "${HOME}"}}, "far": KEYED},
     ),
     "VS Code": (
-        """
-        {
+        """{
           "inputs": [{"type": "promptString", "id": "unused", "description": "API key", "password": true}],
           "servers": {
             "time": {"type": "stdio", "command": "python", "args": ["-m", "mcp_server_time"]},
             "far": {"type": "http", "url": "http://127.0.0.1:8/mcp"}
           }
-        }
-        """,
+        }""",
         {"time": TIME, "far": FAR},
     ),
     "VS Code's settings.json": (
-        """
-        {"mcp": {"inputs": [], "servers": {"time": {"command": "python", "args": ["-m", "mcp_server_time"]}}}}
-        """,
+        """{
+          "mcp": {"inputs": [], "servers": {"time": {"command": "python", "args": ["-m", "mcp_server_time"]}}}
+        }""",
         {"time": TIME},
     ),
     "Gemini CLI": (
-        """
-        {
+        """{
           "mcpServers": {
             "time": {
               "command": "python", "args": ["-m", "mcp_server_time"], "trust": false, "description": "clock",
@@ -77,13 +67,11 @@ TAKEN = {
             },
             "far": {"httpUrl": "http://127.0.0.1:8/mcp"}
           }
-        }
-        """,
+        }""",
         {"time": {**TIME, "allow": ["get_current_time"], "deny": ["convert_time"]}, "far": FAR},
     ),
     "Cline": (
-        """
-        {
+        """{
           "mcpServers": {
             "time": {
               "command": "python", "args": ["-m", "mcp_server_time"],
@@ -92,25 +80,23 @@ TAKEN = {
             "off": {"command": "no-such-program", "disabled": true},
             "far": {"type": "streamableHttp", "url": "http://127.0.0.1:8/mcp"}
           }
-        }
-        """,
+        }""",
         {"time": TIME, "far": FAR},
     ),
     "Windsurf": (
-        """
-        {"mcpServers": {"far": {"serverUrl": "http://127.0.0.1:8/mcp", "disabledTools": ["x"]}}}
-        """,
+        """{
+          "mcpServers": {"far": {"serverUrl": "http://127.0.0.1:8/mcp", "disabledTools": ["x"]}}
+        }""",
         {"far": {**FAR, "deny": ["x"]}},
     ),
     "Zed": (
-        """
-        {"context_servers": {"time": {"source": "custom", "command": "python", "args": ["-m", "mcp_server_time"]}}}
-        """,
+        """{
+          "context_servers": {"time": {"source": "custom", "command": "python", "args": ["-m", "mcp_server_time"]}}
+        }""",
         {"time": TIME},
     ),
     "opencode": (
-        """
-        {
+        """{
           "mcp": {
             "time": {
               "type": "local", "command": ["python", "-m", "mcp_server_time"], "environment": {"A": "b"},
@@ -118,44 +104,28 @@ TAKEN = {
             },
             "far": {"type": "remote", "url": "http://127.0.0.1:8/mcp", "enabled": true}
           }
-        }
-        """,
+        }""",
         {"time": {**TIME, "env": {"A": "b"}}, "far": FAR},
     ),
-    "Continue": (
-        """
-        mcpServers:
-          - name: time
-            command: python
-            args: [-m, mcp_server_time]
-        """,
-        {"time": TIME},
-    ),
+    "Continue": ("mcpServers: [{name: time, command: python, args: [-m, mcp_server_time]}]", {"time": TIME}),
 }
-
-
-def dedent(block: str) -> str:
-    lines = block.strip("\n").splitlines() or [""]
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    return "\n".join(line[indent:] for line in lines)
 
 
 def whole(folder: Path, block: str) -> Path:
     """Write a recipe with this block, pasted without its outer braces."""
     rows = '{"question": "2 + 2", "answer": "4"}\n'
     (folder / "tasks.jsonl").write_text(rows)
-    text = dedent(block)
+    text = block
     if text.startswith("{"):
         # what is at the top of a recipe has no commas
-        text = re.sub(r"^(\S.*),$", r"\1", dedent(text.strip()[1:-1]), flags=re.MULTILINE)
+        text = re.sub(r"^(\S.*),$", r"\1", dedent(text[1:-1]).strip(), flags=re.MULTILINE)
     base = "model: {path: none}\ndata: {path: tasks.jsonl}\nrewards: [exact_match]\ntrain: {steps: 1}\n"
     (folder / "recipe.yaml").write_text(f"{base}server: {{engine: embedded}}\n{text.rstrip().rstrip(',')}\n")
     return folder / "recipe.yaml"
 
 
 def servers(file: Path, purpose: Any = "train") -> dict[str, Any]:
-    recipe = load_recipe(file, purpose=purpose, lacks=[])
-    assert isinstance(recipe, Recipe)
+    recipe = load_and_check(file, purpose=purpose, lacks=[])
     found = {name: server.model_dump(exclude_unset=True) for name, server in recipe.mcp_servers.items()}
     for server in found.values():
         server.pop("cwd", None)
@@ -169,10 +139,10 @@ def test_blocks_of_other_programs_are_taken(program: str, where: str, tmp_path: 
     if where == "at the top":
         assert servers(whole(tmp_path, block)) == expected
     elif where == "as mcp_servers":
-        indented = "\n".join(f"  {line}" for line in dedent(block).splitlines())
+        indented = "\n".join(f"  {line}" for line in block.splitlines())
         assert servers(whole(tmp_path, f"mcp_servers:\n{indented}")) == expected
     else:
-        (tmp_path / "mcp.json").write_text(dedent(block))
+        (tmp_path / "mcp.json").write_text(block)
         assert servers(tmp_path / "mcp.json", "tools") == expected
 
 
@@ -198,25 +168,22 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
     entry: str, field: str, problem: str, fix: str, tmp_path: Path
 ) -> None:
     file = whole(tmp_path, f'{{"mcpServers": {{"s": {{"command": "python", {entry}}}}}}}')
-    with pytest.raises(SettingError) as error:
-        load_recipe(file)
-    assert error.value.field == f"mcpServers.s.{field}"
-    assert problem in error.value.problem
-    assert fix in error.value.fix
-    assert error.value.source.endswith("recipe.yaml")
+    error = refused(re.escape(problem), path=file)
+    assert error.field == f"mcpServers.s.{field}"
+    assert fix in error.fix
+    assert error.source.endswith("recipe.yaml")
 
 
 @pytest.mark.parametrize(
     "args", ['["-c", "echo ${HOME} ${workspaceFolders}"]', '["${chain}/a", "${prepared}/b", "${output}", "$HOME"]']
 )
 def test_what_a_program_or_a_recipe_fills_in_itself_is_left_alone(args: str, tmp_path: Path) -> None:
-    assert load_recipe(whole(tmp_path, f"mcp_servers: {{s: {{command: bash, args: {args}}}}}"), lacks=[])
+    assert load_and_check(whole(tmp_path, f"mcp_servers: {{s: {{command: bash, args: {args}}}}}"), lacks=[])
 
 
 def test_a_server_of_two_blocks_is_named(tmp_path: Path) -> None:
     block = 'mcp_servers: {a: {command: x}}\nmcpServers: {"a": {"command": "y"}}'
-    with pytest.raises(SettingError, match=r"mcpServers\.a: mcp_servers has a 'a' too; fix: keep one of the two"):
-        load_recipe(whole(tmp_path, block))
+    refused(r"mcpServers\.a: mcp_servers has a 'a' too; fix: keep one of the two", path=whole(tmp_path, block))
 
 
 @pytest.mark.parametrize(
@@ -228,8 +195,7 @@ def test_a_server_of_two_blocks_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_json_that_is_no_yaml_is_explained(text: str, fix: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=f"not YAML: .*fix: {fix}"):
-        load_recipe(whole(tmp_path, text))
+    refused(f"not YAML: .*fix: {fix}", path=whole(tmp_path, text))
 
 
 def fields_of(text: str) -> list[str]:
@@ -274,9 +240,7 @@ def test_a_familiar_name_is_refused_with_ours(setting: str, fix: str, tmp_path: 
     (key,) = re.findall(r"^\w+", setting)
     lines = [line for line in file.read_text().splitlines() if not line.startswith(f"{key}:")]
     file.write_text("\n".join([*lines, setting]))
-    with pytest.raises(SettingError) as error:
-        load_recipe(file)
-    assert error.value.fix == fix
+    assert refused("unknown key", path=file).fix == fix
 
 
 def sections_of_the_page() -> dict[str, list[tuple[str, str]]]:

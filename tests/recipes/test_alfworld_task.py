@@ -11,7 +11,6 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
@@ -20,6 +19,7 @@ from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import GeneratedGames
 from agentfactory.worlds.alfworld.generator import TaskType
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.scripted_chains import scripted_chains
 from tests.worlds.alfworld.engines import PYTHON, needs_engine
 
@@ -136,7 +136,7 @@ def test_a_name_is_one_token_wherever_it_stands() -> None:
 
 
 def recipe_of(name: str) -> Recipe:
-    recipe = load_recipe(RECIPES / name, lacks=[])
+    recipe = load_and_check(RECIPES / name, lacks=[])
     assert isinstance(recipe, Recipe)
     return recipe
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.placement.placement import place
-from agentfactory.recipe.load import load_recipe
+from agentfactory.launching.placement import place
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.search.known_engines import Wikipedia
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.scripted_chains import scripted_chains
 from tests.worlds.browse.site import PAGES, PRIVATE, Handler, site
 
@@ -28,7 +28,7 @@ RIVER = QUESTIONS[1]
 
 @cache
 def recipe() -> Recipe:
-    loaded = load_recipe(RECIPES / "7b-qlora-24gb-timeshare.yaml", lacks=[])
+    loaded = load_and_check(RECIPES / "7b-qlora-24gb-timeshare.yaml", lacks=[])
     assert isinstance(loaded, Recipe)
     return loaded
 
@@ -175,7 +175,7 @@ async def test_every_question_of_our_file_can_be_answered_from_its_pages(
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
 def test_the_recipes_fit_their_gpus(name: str) -> None:
-    loaded = load_recipe(RECIPES / name, lacks=[])
+    loaded = load_and_check(RECIPES / name, lacks=[])
     assert isinstance(loaded, Recipe)
     (placement,) = place([loaded], "train")
     assert placement is not None

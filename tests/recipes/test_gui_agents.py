@@ -12,7 +12,6 @@ import pytest
 from PIL import Image, ImageDraw
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
@@ -20,6 +19,7 @@ from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.tools.tool import Finish
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model
 
@@ -168,7 +168,8 @@ async def test_what_is_no_click_is_not_rewarded() -> None:
 
 
 def small(name: str, folder: Path, kind: str) -> Recipe:
-    loaded = load_recipe(str(FOLDER / f"{name}.yaml"), [], "train", [])
+    """A recipe with a small network of the model's family."""
+    loaded = load_and_check(str(FOLDER / f"{name}.yaml"), [], "train", [])
     path = make_vision_model(folder / kind, kind)
     updates = {"path": str(path), "dtype": "float32", "max_image_pixels": 300_000}
     long = {"max_total_tokens": 30_000, "max_turns": loaded.rollout.max_turns}

@@ -9,13 +9,13 @@ from aiohttp import web
 from PIL import Image
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.tools.images.decode import decode
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.recipes.chains import chain_of
 from tests.vision_models import make_vision_model
 
@@ -36,7 +36,7 @@ PROMPT, SearchReward, trained, v_star, hr_bench = (
 @pytest.fixture(scope="module", params=sorted(SOURCES))
 def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     """A recipe with a small network of the model's family, and our own rows."""
-    loaded = load_recipe(str(FOLDER / f"{request.param}.yaml"), [], "train", [])
+    loaded = load_and_check(str(FOLDER / f"{request.param}.yaml"), [], "train", [])
     kind = "qwen2_5_vl" if "qwen2.5" in request.param else "qwen3_vl"
     path = make_vision_model(tmp_path_factory.mktemp("model") / kind, kind)
     data = loaded.data.model_copy(

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import is_chat_template_prefix_preserving
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.tools.tool import InvalidArguments
+from tests.project import load_and_check
 from tests.recipes.chains import read_rows
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
@@ -108,7 +108,7 @@ def test_transcripts_are_what_the_environment_says(prepared: Path) -> None:
 def test_transcripts_show_errors_without_training_them(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The error messages are those of a rollout, and the malformed turns before them have no weight in the loss."""
     renderer = load_renderer(
-        load_recipe(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes"
+        load_and_check(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes"
     )
     specs, errors = [TreasureHunt.move.spec], 0
     for row in read_rows(prepared / "transcripts.jsonl")[:200]:
@@ -143,7 +143,7 @@ def test_the_same_seed_prepares_the_same_files(prepared: Path, tmp_path: Path) -
 
 def test_the_template_is_standard_and_keeps_prefixes(prepared: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = load_renderer(
-        load_recipe(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes"
+        load_and_check(QUICKSTART / "grpo.yaml", [f"model.path={prepared / 'model'}"]).model, "hermes"
     )
     assert renderer.info["template"] == "tokenizer"
     assert renderer.info["choice"] == "append"
@@ -175,6 +175,6 @@ def test_the_template_is_standard_and_keeps_prefixes(prepared: Path, tokenizer: 
     ],
 )
 def test_small_recipes_imitate_transcripts_then_learn_from_rewards(name: str) -> None:
-    sft, grpo = load_recipe(QUICKSTART.parent / f"{name}.yaml", lacks=[]).stages
+    sft, grpo = load_and_check(QUICKSTART.parent / f"{name}.yaml", lacks=[]).stages
     assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
     assert (grpo.model.lora is not None) == ("lora" in name)

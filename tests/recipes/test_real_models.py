@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.placement.placement import Placement, place
-from agentfactory.recipe.load import load_recipe
+from agentfactory.launching.placement import Placement, place
 from agentfactory.recipe.schema import Recipe
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 
 pytestmark = pytest.mark.long
 
@@ -30,7 +30,7 @@ def recipes() -> dict[str, Recipe]:
     loaded = {}
     for file in FILES:
         lacks: list[str] = []
-        recipe = load_recipe(file, lacks=lacks)
+        recipe = load_and_check(file, lacks=lacks)
         assert isinstance(recipe, Recipe)
         # vLLM is not in the environment of the tests
         assert all("vllm" in str(lack) for lack in lacks)

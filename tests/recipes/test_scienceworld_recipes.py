@@ -9,12 +9,12 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.worlds.scienceworld.games import needs_java
 
 RECIPES = REPOSITORY / "recipes" / "scienceworld"
@@ -81,7 +81,7 @@ def test_transcripts_do_not_tell_which_animal_is_meant() -> None:
 def test_the_reward_is_success_and_rows_are_of_the_official_splits() -> None:
     assert success(environment=EnvironmentReward(0.5, {"success": 0.0})) == 0.0
     assert success(environment=EnvironmentReward(1.0, {"success": 1.0})) == 1.0
-    sft, grpo = load_recipe(RECIPES / "small.yaml").stages
+    sft, grpo = load_and_check(RECIPES / "small.yaml").stages
     assert (sft.train.algorithm, grpo.train.algorithm) == ("sft", "grpo")
     train, heldout = load_tasks(grpo.data), load_tasks(grpo.eval.data)
     assert {row["task"] for row in train} == {row["task"] for row in heldout}
@@ -93,7 +93,7 @@ def test_the_reward_is_success_and_rows_are_of_the_official_splits() -> None:
 @needs_java
 @pytest.mark.parametrize("name", ["3b-lora-24gb", "7b-full-8gpu"])
 def test_the_real_models_recipes_have_the_official_tasks(name: str) -> None:
-    recipe = load_recipe(RECIPES / f"{name}.yaml", lacks=[])
+    recipe = load_and_check(RECIPES / f"{name}.yaml", lacks=[])
     assert isinstance(recipe, Recipe)
     assert recipe.data is not None
     assert recipe.eval.data is not None
@@ -113,8 +113,8 @@ def test_what_the_machine_lacks_is_an_error_or_a_note(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ScienceWorld, "check_machine", staticmethod(lacking))
     file, lacks = RECIPES / "3b-lora-24gb.yaml", []
-    load_recipe(file, lacks=lacks)
+    load_and_check(file, lacks=lacks)
     told = "mcp_servers.scienceworld.module: there is no Java; fix: install it"
     assert told in [str(lack) for lack in lacks]
     with pytest.raises(SettingError, match=told):
-        load_recipe(file, ["server.url=http://127.0.0.1:1"])
+        load_and_check(file, ["server.url=http://127.0.0.1:1"])

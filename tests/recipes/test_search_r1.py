@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.local_index import build_index
 from agentfactory.worlds.search.sources import RetrievalClient
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.scripted_chains import scripted_chains
 
 # the check of a recipe asks the server's Python whether it has vLLM
@@ -34,7 +34,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @cache
 def recipe(name: str) -> Recipe:
-    loaded = load_recipe(RECIPES / name, lacks=[])
+    loaded = load_and_check(RECIPES / name, lacks=[])
     assert isinstance(loaded, Recipe)
     return loaded
 

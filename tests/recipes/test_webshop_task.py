@@ -8,12 +8,12 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.recipes.chains import read_rows
 
 RECIPES = REPOSITORY / "recipes" / "webshop"
@@ -85,7 +85,7 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
 def test_the_real_models_recipes_say_which_file_is_missing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe(RECIPES / f"{name}.yaml", lacks=[])
+    recipe = load_and_check(RECIPES / f"{name}.yaml", lacks=[])
     assert isinstance(recipe, Recipe)
     assert recipe.data is not None
     monkeypatch.chdir(tmp_path)

@@ -9,8 +9,8 @@ import pytest
 
 from agentfactory.base.messages import ToolCall
 from agentfactory.rollout.chains.agent_hooks import AgentHooks, Turn
+from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.config import AgentConfig
-from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.renderer import Parsed
 from agentfactory.rollout.trajectory import Outcome, StopReason

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.sandbox_limits import SandboxKind
 from agentfactory.rollout.chains.chain_runner import begin
 from agentfactory.rollout.chains.episode import Episode
 from agentfactory.rollout.chains.sampling import Sampling
@@ -22,7 +23,6 @@ from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
-from agentfactory.tools.sandbox.limits import SandboxKind
 from tests.sandboxed_python import sandboxed_python
 from tests.scripted_chains import scripted_chains
 from tests.waiting import wait_for

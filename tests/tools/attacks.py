@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from agentfactory.base.processes.sandbox_limits import SandboxKind, SandboxSettings
 from agentfactory.tools.sandbox import session
-from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings
 from agentfactory.tools.sandbox.session import CellResult, Sandbox
 from tests.waiting import pass_time, until
 

@@ -10,8 +10,8 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import ToolCall
+from agentfactory.base.processes.sandbox_limits import SandboxKind
 from agentfactory.tools.prebuilt.code_interpreter import CodeInterpreter
-from agentfactory.tools.sandbox.limits import SandboxKind
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.waiting import pass_time, until
 

@@ -16,9 +16,9 @@ import packaging
 import psutil
 import pytest
 
+from agentfactory.base.processes.sandbox_limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, package_paths
-from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.session import CellResult, Sandbox, SandboxLost, run_script
 from tests.conftest import REPOSITORY
 from tests.tools import attacks
@@ -142,7 +142,7 @@ def test_sandboxes_die_with_the_process_that_started_them(kind: SandboxKind, tmp
     code = f"""
 import asyncio, time
 from agentfactory.tools.sandbox.session import Sandbox
-from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings
+from agentfactory.base.processes.sandbox_limits import SandboxKind, SandboxSettings
 async def main():
     settings = SandboxSettings(SandboxKind("{kind}"))
     sandbox = await Sandbox.ready(settings, Sandbox.begin(settings))
@@ -165,7 +165,7 @@ def test_none_stays_behind_when_a_process_is_killed_while_it_starts_them() -> No
     code = """
 import sys
 from agentfactory.tools.sandbox.session import Sandbox
-from agentfactory.tools.sandbox.limits import SandboxSettings
+from agentfactory.base.processes.sandbox_limits import SandboxSettings
 starting = [Sandbox.begin(SandboxSettings()) for _ in range(200)]
 starting[0].result()
 from agentfactory.tools.sandbox import process

@@ -19,11 +19,11 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import ToolCall
+from agentfactory.base.processes.sandbox_limits import ProgramLimits, SandboxUnavailable
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox import process, program
 from agentfactory.tools.sandbox.bubblewrap import View, variables
 from agentfactory.tools.sandbox.disk_use import measure
-from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxUnavailable
 from agentfactory.tools.sandbox.program import run_program
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.waiting import until

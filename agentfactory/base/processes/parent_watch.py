@@ -4,12 +4,18 @@ Linux's parent-death signal is not enough: a launcher such as accelerate's is be
 """
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
+
+from agentfactory.base.user_code.import_path import own_python
 
 VARIABLE = "AGENTFACTORY_PARENT"
 _POLL_SECONDS = 0.5
@@ -19,6 +25,17 @@ _GRACE_SECONDS = 4.0
 def environment() -> dict[str, str]:
     """Return environment variables that make processes started from this one follow it; add them to the child's own."""
     return {VARIABLE: f"{os.getpid()}:{psutil.Process().create_time()}"}
+
+
+def answer_of(module: str, said: str = "", env: Mapping[str, str] | None = None) -> Any:
+    """Run a module of ours that follows this process, so that this one need not import torch; return the JSON that it
+    prints last. Raises RuntimeError with the last line of its errors."""
+    env = {**os.environ, **environment(), **(env or {})}
+    done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else f"exit status {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def follow_parent() -> None:

@@ -4,13 +4,10 @@ agentfactory.base.processes.precision` measures and prints it, so that the calle
 import functools
 import json
 import logging
-import os
-import subprocess
 import time
 
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.run_notices import inform
-from agentfactory.base.user_code.import_path import own_python
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +21,10 @@ FASTER = 0.8
 @functools.cache
 def fastest_dtype() -> str:
     """Return bfloat16 or float32, and show the reason once. Raises RuntimeError if torch cannot be imported."""
-    env = {**os.environ, **parent_watch.environment()}
-    command = own_python("-m", "agentfactory.base.processes.precision")
-    asked = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    if asked.returncode != 0:
-        raise RuntimeError(f"model.dtype: auto: {asked.stderr.strip().rpartition(chr(10))[2]}")
-    dtype, reason = json.loads(asked.stdout.splitlines()[-1])
+    try:
+        dtype, reason = parent_watch.answer_of("agentfactory.base.processes.precision")
+    except RuntimeError as error:
+        raise RuntimeError(f"model.dtype: auto: {error}") from None
     inform(logger, f"model.dtype: auto is {dtype}: {reason}")
     return str(dtype)
 

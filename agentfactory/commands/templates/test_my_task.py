@@ -6,6 +6,7 @@ from pathlib import Path
 from my_task import calculate, right_result
 
 from agentfactory import Outcome, Trajectory
+from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
@@ -40,5 +41,5 @@ def test_the_answers_can_be_reached() -> None:
 
 def test_the_recipes_are_sound() -> None:
     # `lacks` allows packages that only the training machine needs, such as vLLM
-    load_recipe(HERE / "recipe.yaml", lacks=[])
-    load_recipe(HERE / "tiny" / "recipe.yaml", lacks=[])
+    check_recipe(load_recipe(HERE / "recipe.yaml"), lacks=[])
+    check_recipe(load_recipe(HERE / "tiny" / "recipe.yaml"), lacks=[])

@@ -17,6 +17,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.entry_points import SOURCES, WORLDS, load_named, registered
 from agentfactory.base.user_code.extras import check_extra, extras
 from agentfactory.base.user_code.watch import announced
+from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
@@ -167,7 +168,7 @@ def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], se
     if Path(name).suffix in (".yaml", ".yml"):
         if options:
             raise SettingError("--option", f"got {options[0]} with a recipe", "set mcp_servers.NAME.options instead")
-        recipe = stages_of(load_recipe(name, overrides, "tools"))[-1]
+        recipe = _of_tools(name, overrides)
         for config in recipe.mcp_servers.values() if seconds is not None else ():
             config.timeout_seconds = config.pool.create_seconds = float(seconds or 0)
         return Subject(recipe.name, recipe)
@@ -185,11 +186,17 @@ def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], se
         file = Path(folder) / "world.yaml"
         file.write_text(json.dumps(data))
         try:
-            recipe = stages_of(load_recipe(file, given, "tools"))[-1]
+            recipe = _of_tools(file, given)
         except SettingError as error:
             # the field as the command line has it
             raise error.at(field=error.field.removeprefix(f"data.{source}."), source="") from None
     return Subject(label, recipe, source)
+
+
+def _of_tools(file: str | Path, overrides: Sequence[str]) -> Recipe:
+    whole = load_recipe(file, overrides, "tools")
+    check_recipe(whole, "tools")
+    return stages_of(whole)[-1]
 
 
 def world_and_source(name: str, overrides: Sequence[str]) -> tuple[str, str | None]:

@@ -152,6 +152,9 @@ class Runner(ABC):
     source of the turns. Copies of a runner share its concurrency limit and call rates. Raise ValueError if the limits
     or the context policy do not suit the tools, or if the process may not open enough files for its chains."""
 
+    own_loop = False
+    """True if an agent with its own loop requests the turns."""
+
     def __init__(
         self,
         recipe: RolloutRecipe,

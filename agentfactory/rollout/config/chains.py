@@ -8,9 +8,9 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_serializer, fie
 
 from agentfactory.base.config import Choice, NoOptions, Penalty, PositiveInt, Section, TypedOptions
 from agentfactory.base.errors import SettingError
+from agentfactory.base.processes.sandbox_limits import ProgramLimits, SandboxKind
 from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.rollout.trajectory import Outcome
-from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind
 
 
 class TruncateOptions(Section):

@@ -6,7 +6,6 @@ from pydantic import ConfigDict, Field, field_validator
 
 from agentfactory.base.config import PositiveInt, Section
 from agentfactory.base.errors import SettingError
-from agentfactory.base.processes.precision import fastest_dtype
 
 
 class LoraConfig(Section):
@@ -67,4 +66,9 @@ class ModelConfig(Section):
     @field_validator("dtype")
     @classmethod
     def _measure(cls, dtype: str) -> str:
-        return fastest_dtype() if dtype == "auto" else dtype
+        if dtype != "auto":
+            return dtype
+        # imported here, because few recipes need it
+        from agentfactory.base.processes.precision import fastest_dtype
+
+        return fastest_dtype()

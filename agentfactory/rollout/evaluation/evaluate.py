@@ -13,17 +13,16 @@ from typing import Any
 
 from agentfactory.base.http.proxies import Proxy
 from agentfactory.base.processes.interruption import run_interruptibly
+from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.rollout.chains.agent_hooks import AgentHooks
 from agentfactory.rollout.chains.chain_runner import ChainRunner, Runner
+from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
 from agentfactory.rollout.chains.outcome_warnings import commonest_ending
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import OutcomePolicy, RolloutRecipe, distinct
 from agentfactory.rollout.data import Place, Task
 from agentfactory.rollout.evaluation.first_look import Look, Offer, look_at
 from agentfactory.rollout.evaluation.pass_at_k import Estimate, by_source, estimates, sample_figures
-from agentfactory.rollout.gateway.client_agents import ClientAgent
-from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
-from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.groups.group_files import append_group, delete_groups
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
@@ -33,6 +32,8 @@ from agentfactory.rollout.trajectory import Group, Trajectory, chain_id
 from agentfactory.tools.sessions.toolset import open_toolset
 
 logger = logging.getLogger(__name__)
+
+_GATEWAY_RUNNER = "agentfactory.rollout.gateway.gateway_runner:GatewayRunner"
 
 
 @asynccontextmanager
@@ -111,13 +112,14 @@ async def _open_chains(
     agent: AgentHooks | None = None,
     processes: int = 1,
 ) -> AsyncIterator[ChainRunner]:
-    acting, rollout = agent or load_agent(recipe.rollout.agent, base), recipe.rollout
+    acting: Any = agent or load_agent(recipe.rollout.agent, base)
+    rollout = recipe.rollout
     async with (
         rewards or Rewards.load(recipe.rewards, base) as used,
         open_toolset(recipe, base, logger.info, objects, processes) as toolset,
     ):
         # chains with tools need more template probes; an agent may bring its own tools
-        tools = bool(toolset.specs) or isinstance(acting, ClientAgent)
+        tools = bool(toolset.specs) or has_own_loop(acting)
         renderer = load_renderer(
             recipe.model,
             rollout.parser,
@@ -127,9 +129,9 @@ async def _open_chains(
             base=base,
             images=images,
         )
-        if isinstance(acting, ClientAgent):
+        if has_own_loop(acting):
             async with acting, acting.gateway() as gateway:
-                yield GatewayRunner(recipe, renderer, client, toolset, used, acting, gateway)
+                yield load_named(_GATEWAY_RUNNER)(recipe, renderer, client, toolset, used, acting, gateway)
         else:
             yield ChainRunner(recipe, renderer, client, toolset, used, acting)
 
@@ -183,9 +185,9 @@ def looks_at(groups: Sequence[Group], sources: Sequence[Source[Any]]) -> dict[st
 
 def offer_of(runner: Runner) -> Offer:
     """Return what the chains of a runner get."""
-    setup, own_loop = runner.setup, isinstance(runner, GatewayRunner)
-    judged = setup.recipe.needs_rewards
-    return Offer(setup.config, setup.specs, setup.dialogue.parser, runner.toolset.why_chains_wait, own_loop, judged)
+    setup = runner.setup
+    judged, waits = setup.recipe.needs_rewards, runner.toolset.why_chains_wait
+    return Offer(setup.config, setup.specs, setup.dialogue.parser, waits, runner.own_loop, judged)
 
 
 async def _play(

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from agentfactory.base.messages import EnvironmentReward
+from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.rewards.scoring import Rewards
@@ -19,10 +20,7 @@ async def try_rewards(
     async with Rewards.load(recipe.rewards, base) as rewards:
         folder_of = None
         if rewards.takes("workspace") and agent is not None and agent.command:
-            # imported here, because it is slow to import and few recipes need it
-            from agentfactory.rollout.gateway.program_agent import ProgramAgent
-
-            folder_of = ProgramAgent(agent, base).first_folder
+            folder_of = load_agent(agent, base).first_folder
         for number, task in enumerate(tasks, 1):
             async with folder_of(task) if folder_of is not None else nullcontext() as workspace:
                 faults += await rewards.try_on(number, task, environment, workspace)

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import own_copy
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.episode import Episode
-from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
+from agentfactory.rollout.chains.load_agent import check_own_loop
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
 from agentfactory.rollout.gateway.gateway_server import Gateway
@@ -206,6 +206,8 @@ class GatewayChain:
 class GatewayRunner(ChainRunner):
     """A runner of chains whose agent requests its turns from `gateway`."""
 
+    own_loop = True
+
     def __init__(
         self,
         recipe: RolloutRecipe,
@@ -216,7 +218,7 @@ class GatewayRunner(ChainRunner):
         agent: ClientAgent,
         gateway: Gateway,
     ):
-        check_recipe(recipe.rollout, renderer.parser.native)
+        check_own_loop(recipe.rollout, renderer.parser.native)
         super().__init__(recipe, renderer, client, toolset, rewards)
         self.client_agent = agent
         self.gateway = gateway
@@ -240,26 +242,3 @@ class GatewayRunner(ChainRunner):
         turns = RequestedTurns(episode.trajectory.rows, self.renderer, self.sampler, longest)
         judged = bool(self.setup.recipe.rewards) or self.toolset.judges
         return GatewayChain(episode, turns, self.gateway, self.client_agent, judged)
-
-
-def check_recipe(config: RolloutConfig, native: bool) -> None:
-    """Raise SettingError for settings that have no effect on an agent with its own loop, or a text format (not
-    `native`) of calls."""
-    own = "but an agent with its own loop writes its messages itself"
-    for field, value, nothing in (
-        ("system_prompt", config.system_prompt, None),
-        ("assistant_prefix", config.assistant_prefix, ""),
-        ("context.policy", config.context.policy, "keep"),
-        ("context.keep_images", config.context.keep_images, None),
-    ):
-        if value not in (None, nothing):
-            shown = "null" if nothing is None else repr(nothing)
-            raise SettingError(f"rollout.{field}", f"got {value!r}, {own}", f"set {shown}")
-    check_native(config, native)
-
-
-def check_native(config: RolloutConfig, native: bool) -> None:
-    """Raise SettingError if the tool-call format is not one of chat templates."""
-    if not native:
-        problem = f"got {config.parser!r}, a text format, but the agent's client expects structured tool calls"
-        raise SettingError("rollout.parser", problem, "name the format of the model's chat template, such as hermes")

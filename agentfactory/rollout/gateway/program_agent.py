@@ -20,6 +20,7 @@ from mcp.client.stdio import get_default_environment
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes import end_with_parent as keeper
+from agentfactory.base.processes.sandbox_limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.base.user_code.row_files import folder_of_files, load_files, names_of, write_files
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import AgentConfig, ProgramOptions
@@ -34,7 +35,6 @@ from agentfactory.tools.environments.workspaces import (
 )
 from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, View, check_readable, find_bwrap
-from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxKind, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.program import run_program
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")

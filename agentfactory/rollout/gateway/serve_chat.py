@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
+from agentfactory.rollout.chains.load_agent import check_native
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
-from agentfactory.rollout.gateway.gateway_runner import check_native
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
 from agentfactory.rollout.gateway.request_options import Reply, TurnRequest, wrong
 from agentfactory.rollout.gateway.responses import Stored

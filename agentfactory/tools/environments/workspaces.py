@@ -23,8 +23,8 @@ from agentfactory.base.config import CHAIN
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import refusal
 from agentfactory.base.files.untrusted_files import RefusedFileError, TreeCopy, make_writable, opened_folder, remove
+from agentfactory.base.processes.sandbox_limits import sandbox_user
 from agentfactory.base.run_notices import notify
-from agentfactory.tools.sandbox.limits import sandbox_user
 
 logger = logging.getLogger(__name__)
 

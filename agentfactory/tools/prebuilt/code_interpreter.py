@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from agentfactory.base.processes.sandbox_limits import SandboxKind, SandboxSettings, check_range
 from agentfactory.base.user_code.row_files import folder_of_files, load_files
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, check_range
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import Sandbox, SandboxLost
 from agentfactory.tools.tool import tool

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from agentfactory.base.processes.sandbox_limits import ProgramLimits, check_range
 from agentfactory.base.user_code.row_files import folder_of_files, load_files, write_files
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder, remove_folder
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, View, check_readable
-from agentfactory.tools.sandbox.limits import ProgramLimits, check_range
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.tools.tool import tool
 

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import resolved
+from agentfactory.base.processes.sandbox_limits import NO_SANDBOX, SandboxSettings, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.interpreter import Interpreter, is_public, library_folders
-from agentfactory.tools.sandbox.limits import NO_SANDBOX, SandboxSettings, SandboxUnavailable, sandbox_user
 
 WORKSPACE, PACKAGES, WORKER = "/workspace", "/packages", "/run/worker.py"
 

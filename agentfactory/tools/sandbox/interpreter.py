@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from agentfactory.tools.sandbox.limits import NO_SANDBOX, SandboxUnavailable
+from agentfactory.base.processes.sandbox_limits import NO_SANDBOX, SandboxUnavailable
 
 _PROBE = "import json, sys; print(json.dumps([*sys.version_info[:2], sys.prefix]))"
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.base.files.untrusted_files import remove
-from agentfactory.tools.sandbox import bubblewrap, seccomp
-from agentfactory.tools.sandbox.bubblewrap import View
-from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
-from agentfactory.tools.sandbox.limits import (
+from agentfactory.base.processes.sandbox_limits import (
     ProgramLimits,
     SandboxKind,
     SandboxSettings,
     SandboxUnavailable,
     sandbox_user,
 )
+from agentfactory.tools.sandbox import bubblewrap, seccomp
+from agentfactory.tools.sandbox.bubblewrap import View
+from agentfactory.tools.sandbox.interpreter import Interpreter, find_interpreter, library_folders, package_paths
 
 _WORKER, _HELPERS = (Path(__file__).with_name(name) for name in ("inside_worker.py", "helpers.py"))
 _PAGE = 4096

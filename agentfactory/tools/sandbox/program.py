@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.base.processes import parent_watch
+from agentfactory.base.processes.sandbox_limits import ProgramLimits, SandboxUnavailable, sandbox_user
 from agentfactory.base.run_notices import notify
 from agentfactory.tools.sandbox import bubblewrap, disk_use, process
 from agentfactory.tools.sandbox.bubblewrap import View
 from agentfactory.tools.sandbox.disk_use import DiskUse, add_deleted, measure
-from agentfactory.tools.sandbox.limits import ProgramLimits, SandboxUnavailable, sandbox_user
 from agentfactory.tools.sandbox.process import SandboxProcess
 from agentfactory.tools.sandbox.session import bounded
 

@@ -12,10 +12,10 @@ from fnmatch import fnmatch
 from signal import Signals
 
 from agentfactory.base.messages import ToolInfrastructureError
+from agentfactory.base.processes.sandbox_limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.base.user_code.row_files import is_inside
 from agentfactory.tools.sandbox import bubblewrap, process
 from agentfactory.tools.sandbox.inside_worker import DATA_BYTES
-from agentfactory.tools.sandbox.limits import SandboxKind, SandboxSettings, SandboxUnavailable
 from agentfactory.tools.sandbox.process import SandboxProcess
 
 _START_SECONDS = 60.0

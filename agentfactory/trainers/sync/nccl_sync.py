@@ -18,7 +18,6 @@ import torch.distributed as dist
 from jaxtyping import UInt8
 from torch import Tensor
 
-from agentfactory.rollout.inference.sglang.translation import group_name
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, served_checksums
@@ -83,7 +82,7 @@ class TorchGroup:
         listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         descriptor = listener.detach()
         store = dist.TCPStore(address, port, world_size, True, timeout=_TIMEOUT, master_listen_fd=descriptor)
-        name = group_name(port)
+        name = f"agentfactory-{port}"  # as in rollout/inference/sglang/translation.py
         helper: Any = _new_process_group_helper
         prefixed = dist.PrefixStore(name, store)
         kind = dist.Backend(backend)

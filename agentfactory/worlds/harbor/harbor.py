@@ -14,11 +14,11 @@ from typing import Any
 
 from agentfactory.base.files.untrusted_files import TreeCopy, entries_of, opened_folder, read_file
 from agentfactory.base.messages import EnvironmentReward
+from agentfactory.base.processes.sandbox_limits import ProgramLimits, sandbox_user
 from agentfactory.tools.environments.workspaces import give_to_sandbox, in_folder_thread, make_folder
 from agentfactory.tools.prebuilt.shell import PATH, Shell
 from agentfactory.tools.sandbox.bubblewrap import View, is_shown, place_in
 from agentfactory.tools.sandbox.disk_use import measure
-from agentfactory.tools.sandbox.limits import ProgramLimits, sandbox_user
 from agentfactory.tools.sandbox.program import ProgramResult, run_program
 from agentfactory.worlds.harbor.dockerfile import Copy
 from agentfactory.worlds.harbor.harbor_task import HarborTask, expanded, masked, matching

@@ -15,7 +15,6 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import environment
-from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
@@ -25,6 +24,7 @@ from agentfactory.worlds.harbor.dockerfile import parse
 from agentfactory.worlds.harbor.harbor import Harbor
 from tests.command_line_agents import call
 from tests.conftest import REPOSITORY
+from tests.project import load_and_check
 from tests.scripted_chains import scripted_chains
 
 TASKS = REPOSITORY / "recipes" / "harbor" / "tasks"
@@ -345,14 +345,14 @@ def test_the_check_tells_tasks_that_do_not_work(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_recipe_is_valid_and_its_tasks_are_checked_at_once(tmp_path: Path) -> None:
     file = REPOSITORY / "recipes" / "harbor" / "3b-lora-24gb.yaml"
-    recipe = load_recipe(file, lacks=[])
+    recipe = load_and_check(file, lacks=[])
     assert isinstance(recipe, Recipe)
     assert recipe.data is not None
     assert recipe.data.registered is not None
     assert recipe.data.registered[1].model_dump()["images"]["ubuntu:24.04"]["root"] == "/"
     assert len(load_tasks(recipe.data)) == 5
     with pytest.raises(SettingError, match=r"data\.harbor\.folder: there is no folder"):
-        load_recipe(file, [f"data.harbor.folder={tmp_path / 'none'}"], lacks=[])
+        load_and_check(file, [f"data.harbor.folder={tmp_path / 'none'}"], lacks=[])
 
 
 def test_a_folder_without_tasks(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from playwright.async_api import Error
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.recipe.load import load_recipe
 from agentfactory.tools.images.coordinates import Coordinates, ModelView
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.screens.screen import MOST_MARKS, MarkedScreen, Screen
 from agentfactory.worlds.screens.sites import PAGE_NAMES, screens_tasks
 from agentfactory.worlds.screens.sites import PAGES as PAGES_FOLDER
+from tests.project import load_and_check
 from tests.server_process import listening
 from tests.worlds.screens.players import CHOSEN, NAMED, PLAYERS, Player
 
@@ -429,7 +429,7 @@ def test_rows_that_cannot_earn_anything_are_refused_with_the_recipe(project: Pat
 
     def load(row: dict[str, Any], *overrides: str, module: str = "screen") -> None:
         Path("tasks.jsonl").write_text('{"question": "?", "page": "form", "answer": ""}\n' + json.dumps(row) + "\n")
-        load_recipe("recipe.yaml", [*alone, f"mcp_servers={{screen: {{module: {module}}}}}", *overrides])
+        load_and_check("recipe.yaml", [*alone, f"mcp_servers={{screen: {{module: {module}}}}}", *overrides])
 
     address = {"question": "?", "url": "http://localhost:1/", "answer": ""}
     for row in (address, {**address, "check": None}, {**address, "check": ""}):
@@ -447,7 +447,7 @@ def test_rows_that_cannot_earn_anything_are_refused_with_the_recipe(project: Pat
         "        return await super().reset(url=order, check='1')\n"
     )
     Path("tasks.jsonl").write_text('{"question": "?", "order": "http://localhost:1/"}\n')
-    load_recipe("recipe.yaml", [*alone, "tools=['my_screen.py:Shop']", "rewards=[]"])
+    load_and_check("recipe.yaml", [*alone, "tools=['my_screen.py:Shop']", "rewards=[]"])
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_options_are_checked_with_the_recipe(options: dict[str, Any], message: s
     recipe = {"model": {"path": "MODEL"}, "mcp_servers": {"it": server}, "train": {"steps": 1}}
     file.write_text(json.dumps(recipe | {"data": {"path": "DATA"}, "server": {"engine": "embedded"}}))
     with pytest.raises(SettingError) as raised:
-        load_recipe(str(file), [], "train")
+        load_and_check(str(file), [], "train")
     assert f"mcp_servers.it.{message}" in str(raised.value)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agentfactory.base.errors import SettingError
+from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig, RolloutRecipe
-from agentfactory.rollout.gateway.load_agent import load_agent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.verifiers.tasks import VerifiersAgent, VerifiersSource
 from tests.scripted_chains import Scripted, scripted_chains

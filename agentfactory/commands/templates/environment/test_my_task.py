@@ -5,6 +5,7 @@ from pathlib import Path
 
 from my_task import Aquarium
 
+from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
@@ -49,5 +50,5 @@ def test_every_water_can_be_made_right() -> None:
 
 def test_the_recipes_are_sound() -> None:
     # `lacks` allows packages that only the training machine needs, such as vLLM
-    load_recipe(HERE / "recipe.yaml", lacks=[])
-    load_recipe(HERE / "tiny" / "recipe.yaml", lacks=[])
+    check_recipe(load_recipe(HERE / "recipe.yaml"), lacks=[])
+    check_recipe(load_recipe(HERE / "tiny" / "recipe.yaml"), lacks=[])

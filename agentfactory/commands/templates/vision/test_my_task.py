@@ -9,6 +9,7 @@ import pytest
 from make_pictures import CLOTHS, CORNERS, draw
 from my_task import Pictures, right_cloth
 
+from agentfactory.recipe.checks import check_recipe
 from agentfactory.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
@@ -52,5 +53,5 @@ def test_the_pictures_are_there() -> None:
 
 def test_the_recipes_are_sound() -> None:
     # `lacks` allows packages that only the training machine needs, such as vLLM
-    load_recipe(HERE / "recipe.yaml", lacks=[])
-    load_recipe(HERE / "tiny" / "recipe.yaml", lacks=[])
+    check_recipe(load_recipe(HERE / "recipe.yaml"), lacks=[])
+    check_recipe(load_recipe(HERE / "tiny" / "recipe.yaml"), lacks=[])

@@ -164,7 +164,8 @@ class WeightUpdates:
             self._group = None
         # a trainer that died may have left SGLang's session open; without one, this answers 400
         await self._sglang.request("POST", "/end_weight_update", {})
-        name = group_name(int(info["master_port"]))
+        # as in trainers/sync/nccl_sync.py; torch refuses a name twice
+        name = f"agentfactory-{int(info['master_port'])}"
         body = {key: info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
         await self._sglang.post(
             "/init_weights_update_group", {**body, "group_name": name, "backend": self.process_group}
@@ -239,11 +240,6 @@ class WeightUpdates:
         if self._session:
             await self._sglang.post("/end_weight_update", {})
             self._session = False
-
-
-def group_name(port: int) -> str:
-    """Return the name of the process group whose store is at `port` of the trainer. torch refuses a name twice."""
-    return f"agentfactory-{port}"
 
 
 def cut(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], most: int) -> Iterator[slice]:

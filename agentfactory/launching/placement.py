@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, Literal
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.user_code.import_path import own_python
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.inference.server_command import server_command
 from agentfactory.trainers.sync.backends import backend_of
@@ -165,9 +163,7 @@ def _is_there(model: str) -> bool:
 
 
 def _ask(module: str, said: str, env: dict[str, str] | None = None) -> Any:
-    env = {**os.environ, **parent_watch.environment(), **(env or {})}
-    done = subprocess.run(own_python("-m", module), input=said, capture_output=True, text=True, check=False, env=env)
-    if done.returncode != 0:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no output")
-        raise PlacementError(f"the placement could not be planned: exit status {done.returncode}: {last.strip()}")
-    return json.loads(done.stdout)
+    try:
+        return parent_watch.answer_of(module, said, env)
+    except RuntimeError as error:
+        raise PlacementError(f"the placement could not be planned: {error}") from None

@@ -2,28 +2,33 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.user_code.entry_points import load_named
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.base.user_code.watch import announced
 from agentfactory.rollout.chains.agent_hooks import AgentHooks
-from agentfactory.rollout.config import AgentConfig, source_of
-from agentfactory.rollout.gateway.client_agents import ClientAgent, FunctionAgent
-from agentfactory.rollout.gateway.outside_agent import OutsideAgent
-from agentfactory.rollout.gateway.program_agent import ProgramAgent
+from agentfactory.rollout.config import AgentConfig, RolloutConfig, source_of
+
+_OWN_LOOPS = {
+    "function": "agentfactory.rollout.gateway.client_agents:FunctionAgent",
+    "outside": "agentfactory.rollout.gateway.outside_agent:OutsideAgent",
+    "program": "agentfactory.rollout.gateway.program_agent:ProgramAgent",
+}
+"""Agents with their own loop, loaded when a recipe has one."""
 
 
-def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAgent:
-    """Load the agent of `rollout.agent`: hooks (a class `FILE.py:NAME`; by default plain ones), an async function with
-    its own loop, a program, or external programs. Raise SettingError if it is not an agent, a hook has the wrong
-    signature, or it cannot be created."""
+def load_agent(config: AgentConfig | None, base: Path) -> Any:
+    """Load the agent of `rollout.agent`: AgentHooks (a class `FILE.py:NAME`; by default plain ones), or a ClientAgent:
+    an async function with its own loop, a program, or external programs. Raise SettingError if it is not an agent, a
+    hook has the wrong signature, or it cannot be created."""
     if config is None:
         return AgentHooks()
     if config.outside is not None:
-        return OutsideAgent(config.outside)
+        return load_named(_OWN_LOOPS["outside"])(config.outside)
     if (reference := config.name) is None:
-        return ProgramAgent(config, base)
+        return load_named(_OWN_LOOPS["program"])(config, base)
     if config.reports:
         return _agent_of_source(reference)
     found = load_object(reference, base)
@@ -33,7 +38,7 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
         if not inspect.iscoroutinefunction(found):
             problem = f"{reference} is not an async function"
             raise SettingError("rollout.agent", problem, f"write `async def {_name(found)}(client, task):`")
-        return FunctionAgent(reference, found)
+        return load_named(_OWN_LOOPS["function"])(reference, found)
     if not (isinstance(found, type) and issubclass(found, AgentHooks)):
         problem, fix = f"{reference} is not an agent", f"write `class {_name(found)}(Agent):`"
         if not isinstance(found, type):
@@ -51,12 +56,39 @@ def load_agent(config: AgentConfig | None, base: Path) -> AgentHooks | ClientAge
         raise SettingError("rollout.agent", problem, "give its parameters defaults") from error
 
 
-def _agent_of_source(name: str) -> ClientAgent:
+def _agent_of_source(name: str) -> Any:
     source = source_of(name)
     if source is None or source.agent is None:
         raise SettingError("rollout.agent", f"got {name!r}, a source whose tasks bring no agent", "set it to null")
-    found: ClientAgent = load_named(source.agent)()
-    return found
+    return load_named(source.agent)()
+
+
+def has_own_loop(agent: object) -> bool:
+    """Return whether an agent that `load_agent` loaded requests its turns itself."""
+    return not isinstance(agent, AgentHooks)
+
+
+def check_own_loop(config: RolloutConfig, native: bool) -> None:
+    """Raise SettingError for settings that have no effect on an agent with its own loop. `native`: the tool-call format
+    is one of chat templates."""
+    own = "but an agent with its own loop writes its messages itself"
+    for field, value, nothing in (
+        ("system_prompt", config.system_prompt, None),
+        ("assistant_prefix", config.assistant_prefix, ""),
+        ("context.policy", config.context.policy, "keep"),
+        ("context.keep_images", config.context.keep_images, None),
+    ):
+        if value not in (None, nothing):
+            shown = "null" if nothing is None else repr(nothing)
+            raise SettingError(f"rollout.{field}", f"got {value!r}, {own}", f"set {shown}")
+    check_native(config, native)
+
+
+def check_native(config: RolloutConfig, native: bool) -> None:
+    """Raise SettingError if the tool-call format is not one of chat templates."""
+    if not native:
+        problem = f"got {config.parser!r}, a text format, but the agent's client expects structured tool calls"
+        raise SettingError("rollout.parser", problem, "name the format of the model's chat template, such as hermes")
 
 
 _HOOKS = (
