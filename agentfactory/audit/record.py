@@ -51,14 +51,10 @@ class Seen:
 
 @dataclass
 class Record:
-    """A run to audit.
-
-    `groups` begins a new pass over all saved groups, those of training first, in the order in which they ended; `size`
-    is their number, as far as it is known. `labels` has the version of each label of weights, and
-    `trained` the number of groups that each step trained.
-    `lacks` says of each stream (TOKENS, ...) that this kind of run does not have, why. `problems` are found while its
-    files are read.
-    """
+    """A run to audit. `groups` begins a new pass over all saved groups, those of training first, in the order in which
+    they ended; `size` is their number, as far as it is known. `labels` has the version of each label of weights, and
+    `trained` the number of groups that each step trained. `lacks` says of each stream (TOKENS, ...) that this kind of
+    run does not have, why. `problems` are found while its files are read."""
 
     name: str
     kind: str

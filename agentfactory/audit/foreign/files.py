@@ -36,10 +36,8 @@ def convert(value: Any, kind: Any) -> Any:
 
 def rows_of(file: Path, within: Path | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number, from 1, and the object of each line of a file of JSON lines, which may be compressed by zstd.
-
     An incomplete last line is left out: it is still being written, or its writer was killed. Raises SettingError at any
-    other line that holds no object, and if the file cannot be opened.
-    """
+    other line that holds no object, and if the file cannot be opened."""
     number = 0
     try:
         with open_file(file, within) as plain:

@@ -111,8 +111,7 @@ def _step(file: Path) -> int | None:
 
 
 def _metrics(folders: list[Path]) -> list[dict[str, float]]:
-    """Return a line for each step. Trainer and orchestrator write lines of their own, and rows without a step are about
-    the servers."""
+    """Return a line for each step."""
     lines: dict[int, dict[str, float]] = {}
     file = next((folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").is_file()), None)
     for _, row in rows_of(file) if file is not None else ():

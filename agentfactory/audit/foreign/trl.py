@@ -310,8 +310,7 @@ class _Weights:
 
 
 def _unlike(run: _Run, history: Sequence[Mapping[str, float]]) -> list[Finding]:
-    """Compare the logged reward of each step with its completions. With another interval than 1, a line is the mean of
-    several steps, and the table is of the last one."""
+    """Compare the logged reward of each step with its completions."""
     logged = {line["step"]: line["reward"] for line in history if _is_number(line.get("reward"))}
     means = {step: math.fsum(values) / len(values) for step, values in run.rewards.items() if step in logged}
     apart = [step for step, mean in means.items() if abs(mean - logged[step]) > NEAR * max(1.0, abs(mean))]

@@ -24,11 +24,8 @@ class DivergedError(Exception):
 
 
 class SavedTurns:
-    """The turns of a saved chain, parsed again from their tokens; see Turns.
-
-    Messages that come between them must be the saved ones: the first that differs raises DivergedError, as does a turn
-    after the last.
-    """
+    """The turns of a saved chain, parsed again from their tokens; see Turns. Messages that come between them must be
+    the saved ones: the first that differs raises DivergedError, as does a turn after the last."""
 
     def __init__(self, episode: Episode, renderer: Renderer, saved: Trajectory) -> None:
         self.episode, self.renderer, self.saved = episode, renderer, saved

@@ -88,10 +88,8 @@ def _version_of(file: str, group: dict[str, Any]) -> int | None:
 
 
 def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
-    """Return a row of the index for each chain of a line, with the tools that the chain called.
-
-    Raises ValueError if the line is not a saved group.
-    """
+    """Return a row of the index for each chain of a line, with the tools that the chain called. Raises ValueError if
+    the line is not a saved group."""
     group = outline(line)
     try:
         group["task"]  # must exist, because text search reads it
@@ -201,10 +199,8 @@ class Index:
         }
 
     def page(self, query: Query, search: int | None) -> dict[str, Any]:
-        """Return one page of the chains (or groups) that match a query, and their total number.
-
-        `search` is the number of a text search, which restricts the result to its matches; None: no restriction.
-        """
+        """Return one page of the chains (or groups) that match a query, and their total number. `search` is the number
+        of a text search, which restricts the result to its matches; None: no restriction."""
         where, values = _where(query, search)
         limits = (query.size, query.size * query.page)
         if query.by_group:
@@ -222,13 +218,10 @@ class Index:
         return {"total": self._read(total, values)[0]["total"], "rows": found}
 
     def rewards(self, query: Query, search: int | None) -> dict[str, Any]:
-        """Return the reward distribution of the chains that match a query.
-
-        `bins` has per bin and run its beginning `from`, the lowest and the highest reward in it, and the number of
-        `chains`; all bins have the same `width` (0: all rewards are equal). `steps` has the first and last step of the
-        chains in any step, and the nearest steps before and after the requested ones; `by` is its unit: steps, or
-        versions if no step is known.
-        """
+        """Return the reward distribution of the chains that match a query. `bins` has per bin and run its beginning
+        `from`, the lowest and the highest reward in it, and the number of `chains`; all bins have the same `width` (0:
+        all rewards are equal). `steps` has the first and last step of the chains in any step, and the nearest steps
+        before and after the requested ones; `by` is its unit: steps, or versions if no step is known."""
         where, values = _where(query, search)
         finite = f"{where} AND abs(reward) < {_FAR}"
         (told,) = self._read(

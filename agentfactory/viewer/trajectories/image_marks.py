@@ -93,11 +93,9 @@ class Marks:
 
 
 def marks_of(run: Run, messages: list[dict[str, Any]], source: Any = None) -> Marks:
-    """Return the boxes and the points of the tool calls of a chain, whose tasks are of `source`.
-
-    A box is in the image whose number is another argument of the call, else in the chain's first one. A point is in the
-    last image before the call. For both, the info of a tool's result takes precedence over the model's arguments.
-    """
+    """Return the boxes and the points of the tool calls of a chain, whose tasks are of `source`. A box is in the image
+    whose number is another argument of the call, else in the chain's first one. A point is in the last image before the
+    call. For both, the info of a tool's result takes precedence over the model's arguments."""
     coordinates = _coordinates(run, source)
     images: list[tuple[Part, str]] = []
     marks = Marks()
@@ -137,8 +135,7 @@ def _asked(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
 
 
 def _reported_box(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
-    """Yield the box that `image_tools` reports, as shares of a task's image, and the number of that image. Its full
-    size is recorded nowhere else."""
+    """Yield the box that `image_tools` reports, as shares of a task's image, and the number of that image."""
     info = message.get("info")
     given = info if isinstance(info, dict) else {}
     box, size, number = _numbers(given.get("box"), 4), _numbers(given.get("size"), 2), given.get("of")

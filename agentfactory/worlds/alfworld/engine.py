@@ -50,12 +50,9 @@ class Scene:
 
 class Engine:
     """A pool of subprocesses, each running several games. Thread-safe; calls to one subprocess are serialized.
-
-    Args:
-        processes: Maximum number of subprocesses that take new games. They start on demand.
-        games: Games after which a subprocess is replaced, because its memory grows with each.
-        python: The Python that has the package `alfworld`; None: this one.
-    """
+    `processes`: maximum number of subprocesses that take new games. They start on demand. `games`: games after which a
+    subprocess is replaced, because its memory grows with each. `python`: the Python that has the package `alfworld`;
+    None: this one."""
 
     def __init__(self, processes: int, games: int, python: str | None = None) -> None:
         self._limit, self._games, self._python = processes, games, python
@@ -67,12 +64,8 @@ class Engine:
         """Subprocesses started so far."""
 
     def open(self, game: Path | dict[str, Any]) -> tuple["Play", Scene]:
-        """Begin a game, given by its file or its content. Return it with its first scene; `close` it after use.
-
-        Raises:
-            GameError: the game cannot be loaded.
-            ToolInfrastructureError: the subprocess ended, or did not start.
-        """
+        """Begin a game, given by its file or its content. Return it with its first scene; `close` it after use. Raises
+        GameError (the game cannot be loaded), ToolInfrastructureError (the subprocess ended, or did not start)."""
         process = self._place()
         play = Play(process, self._leave)
         try:
@@ -144,10 +137,7 @@ class Play:
         return self._ask("open", game=game)
 
     def act(self, action: str) -> Scene:
-        """Take an action and return the resulting scene.
-
-        Raises ToolInfrastructureError if the subprocess ended.
-        """
+        """Take an action and return the resulting scene. Raises ToolInfrastructureError if the subprocess ended."""
         return self._ask("act", action=action)
 
     def close(self) -> None:

@@ -63,10 +63,8 @@ def main() -> None:
 def write_games(
     engine: Engine, folder: Path, counts: dict[Split, int], seed: int = 0, at_once: int = 1
 ) -> Iterator[Path]:
-    """Write the first games of each split in `at_once` threads, yielding each game's file when it is written.
-
-    Raises ValueError if a game is not won by its walkthrough.
-    """
+    """Write the first games of each split in `at_once` threads, yielding each game's file when it is written. Raises
+    ValueError if a game is not won by its walkthrough."""
     games = GeneratedGames(seed, engine.package())
 
     def write(name: str) -> Path:

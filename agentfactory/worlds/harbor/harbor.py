@@ -179,8 +179,7 @@ def _is_hidden(status: os.stat_result) -> bool:
 
 
 def _put(copy: Copy, files: TreeCopy, task: Path, target: Path, base: Path) -> None:
-    """Execute a COPY: a folder's contents or files into a folder, or one file to a new name. `target` is below
-    `base`."""
+    """Execute a COPY: a folder's contents or files into a folder, or one file to a new name."""
     sources = {path: kind for source in copy.sources for path, kind in matching(task, source).items()}
     is_folder = target == base or entries_of(target.parent, base).get(target.name) == stat.S_IFDIR
     into = copy.into or is_folder or len(sources) > 1
@@ -210,8 +209,7 @@ def _fresh(folder: Path, source: Path | None = None, room: int = 0) -> None:
 
 
 def _rewards(logs: Path) -> dict[str, float] | None:
-    """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid. The names
-    of numbers must not be values of variables that the recipe names."""
+    """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid."""
     for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
         try:
             found = read(masked(read_file(logs / name, _MOST_BYTES, logs).decode()))
@@ -229,8 +227,7 @@ def _rewards(logs: Path) -> dict[str, float] | None:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """Return a JSON object's numbers by name, or a JSON number as `reward`. An object without `reward` gets the mean of
-    its numbers as reward. Raises ValueError, TypeError."""
+    """Return a JSON object's numbers by name, or a JSON number as `reward`."""
     given = json.loads(text)
     values = given if isinstance(given, dict) else {"reward": given}
     if not values or not all(isinstance(value, int | float) for value in values.values()):

@@ -65,10 +65,8 @@ _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
 
 def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dict[str, Any]]:
     """Return a row for each task in `folder`, or for `folder` itself if it is a task, sorted by name. A row has
-    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings).
-
-    Raises SettingError below `field`, with the task's name, the file and a fix.
-    """
+    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings). Raises SettingError below
+    `field`, with the task's name, the file and a fix."""
     if not folder.is_dir():
         raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a subfolder per task")
     folder = Path(os.path.abspath(folder))
@@ -288,8 +286,7 @@ class _Reader:
         return image
 
     def _place(self, line: int, what: str, path: str, image: Image, base: str = "/") -> str:
-        """Return a path of the image that chains may change, with the links of the root file system followed in it.
-        `line`: that of the Dockerfile, if known."""
+        """Return a path of the image that chains may change, with the links of the root file system followed in it."""
         file = f"environment/Dockerfile, line {line}" if line else "environment/Dockerfile"
         try:
             place = place_in(Path(image.root), joined(base, path))

@@ -54,10 +54,7 @@ class Step:
 @dataclass(frozen=True)
 class Server:
     """The server at `url`. Its key is in the environment variable `api_key_env`; without one, in the address or in the
-    file of a server of ours.
-
-    Raises SettingError if the address, the variable or a proxy for it cannot be used.
-    """
+    file of a server of ours. Raises SettingError if the address, the variable or a proxy for it cannot be used."""
 
     url: str
     api_key_env: str | None = None
@@ -168,12 +165,8 @@ class Session:
         return await self._ask({"type": "reset", "data": data})
 
     async def step(self, action: dict[str, Any]) -> Step:
-        """Take an action.
-
-        Raises:
-            RefusedAction: it is invalid, or the environment raised.
-            ServerFault: the session is lost.
-        """
+        """Take an action. Raises RefusedAction (it is invalid, or the environment raised), ServerFault (the session is
+        lost)."""
         return await self._ask({"type": "step", "data": action})
 
     async def close(self) -> None:

@@ -108,15 +108,9 @@ def parse_formula(
     **options: Any,
 ) -> Any:
     """Convert a formula to a sympy expression, as `sympy.parse_expr(text, local_dict)` does for arithmetic.
-
-    Args:
-        local_dict: Names and their sympy objects.
-        functions: Name -> sympy function, which may be called with one or two arguments.
-        symbols: False if the formula has only numbers. Then one that its verifier would not count right becomes nan.
-
-    Raises:
-        ValueError: `text` is no such formula.
-    """
+    `local_dict`: names and their sympy objects. `functions`: name -> sympy function, which may be called with one or
+    two arguments. `symbols`: False if the formula has only numbers. Then one that its verifier would not count right
+    becomes nan. Raises ValueError if `text` is no such formula."""
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"a formula of more than {_MOST_CHARACTERS} characters")
     if "#" in text:  # a comment may have numbers

@@ -59,17 +59,10 @@ class Step:
 
 
 class Jvm:
-    """A Java process. It ends when this process ends, in whatever way.
-
-    The engine keeps part of a game's state in global variables: the random generator, the next object's number, and the
-    simplifications. They are swapped when a call is for another game than the last, so games do not share them.
-
-    Args:
-        heap_mb: Maximum heap size in MiB; the process needs about 150 MiB in addition.
-
-    Raises:
-        GameLost: the process did not start.
-    """
+    """A Java process. It ends when this process ends, in whatever way. The engine keeps part of a game's state in
+    global variables: the random generator, the next object's number, and the simplifications. They are swapped when a
+    call is for another game than the last, so games do not share them. `heap_mb`: maximum heap size in MiB; the process
+    needs about 150 MiB in addition. Raises GameLost if the process did not start."""
 
     def __init__(self, heap_mb: int) -> None:
         from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
@@ -176,11 +169,8 @@ class Jvm:
                 pipe.close()
 
     def call(self, game: "Game", function: Callable[[], T]) -> T:
-        """Return the result of `function`, which calls the engine for a game.
-
-        Raises:
-            GameLost: the process has ended, or was killed because it did not answer, or the engine failed.
-        """
+        """Return the result of `function`, which calls the engine for a game. Raises GameLost if the process has ended,
+        or was killed because it did not answer, or the engine failed."""
         with self._lock, self._calling():
             self._detach_forgotten()
             if self._present is not game:
@@ -247,14 +237,8 @@ class Jvm:
 
 class Game:
     """A game of one task variation: the same actions have the same results, because the engine seeds its generator with
-    the variation's number. Thread-safe; calls to one process are serialized.
-
-    Args:
-        gold: Also compute the gold path, which doubles the loading time.
-
-    Raises:
-        GameLost: also raised by all methods except `close`.
-    """
+    the variation's number. Thread-safe; calls to one process are serialized. `gold`: also compute the gold path, which
+    doubles the loading time. All methods except `close` raise GameLost, too."""
 
     def __init__(
         self, jvm: Jvm, task: str, variation: int, simplifications: tuple[str, ...], gold: bool = False

@@ -25,11 +25,9 @@ class _Place:
 
 
 class Jvms:
-    """A pool of Java processes with a heap of `heap_mb` for `games_per_jvm` games each, started on demand.
-
-    A process that has ended is replaced at the next game. A process that has grown, or has played many games, is
-    retired: it gets no new games and ends with its last one. Thread-safe.
-    """
+    """A pool of Java processes with a heap of `heap_mb` for `games_per_jvm` games each, started on demand. A process
+    that has ended is replaced at the next game. A process that has grown, or has played many games, is retired: it gets
+    no new games and ends with its last one. Thread-safe."""
 
     def __init__(self, heap_mb: int, games_per_jvm: int) -> None:
         self._heap_mb = heap_mb

@@ -38,10 +38,8 @@ _ACTIONS = {
 
 
 def instruction(simplifications: str) -> str:
-    """Return the published instruction, which is for `easy`; for other simplifications, without what they disable.
-
-    For `easy` it claims that containers are open, although the engine's `easy` leaves them closed: kept as published.
-    """
+    """Return the published instruction, which is for `easy`; for other simplifications, without what they disable. For
+    `easy` it claims that containers are open, although the engine's `easy` leaves them closed: kept as published."""
     published = simplifications == EASY
     names = resolved(simplifications)
     without = set()
@@ -132,10 +130,8 @@ def check_variation(task: str, variation: Any) -> int:
 
 
 def resolved(simplifications: Any, task: str | None = None) -> tuple[str, ...]:
-    """Parse simplifications such as `easy` or `openDoors,teleportAction` for a task.
-
-    Raises SettingError if a name is unknown, or if the task needs the electrical actions that it disables.
-    """
+    """Parse simplifications such as `easy` or `openDoors,teleportAction` for a task. Raises SettingError if a name is
+    unknown, or if the task needs the electrical actions that it disables."""
     if not isinstance(simplifications, str):
         raise SettingError("simplifications", f"got {short(simplifications)}", "give names with commas between them")
     electrical = task is not None and any(word in task for word in _ELECTRICAL)

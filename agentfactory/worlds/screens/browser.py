@@ -75,16 +75,10 @@ class _Running:
 
 class Browser:
     """A shared Chromium that opens contexts. It starts with the first context, and is replaced if it has exited or
-    after 500 contexts.
-
-    Pages can reach only the origins in `allowed`: all other connections go to a proxy address where nothing listens.
-
-    Args:
-        executable: path of the program.
-        allowed: patterns such as `https://en.wikipedia.org`, `*.example.org` or `localhost:8000`.
-
-    A chain holds the semaphore `opening` from its call of `context` until its page is open.
-    """
+    after 500 contexts. Pages can reach only the origins in `allowed`: all other connections go to a proxy address where
+    nothing listens. `executable`: path of the program. `allowed`: patterns such as `https://en.wikipedia.org`,
+    `*.example.org` or `localhost:8000`. A chain holds the semaphore `opening` from its call of `context` until its page
+    is open."""
 
     def __init__(self, executable: str, allowed: Sequence[str]) -> None:
         self._executable = executable
@@ -96,11 +90,8 @@ class Browser:
         self.opening = asyncio.Semaphore(_OPENING)
 
     async def context(self, **settings: Any) -> tuple["BrowserContext", Callable[[], Awaitable[None]]]:
-        """Return a new context and a function that closes it. A cancelled call leaves nothing open.
-
-        Raises:
-            ToolInfrastructureError: Chromium does not start.
-        """
+        """Return a new context and a function that closes it. A cancelled call leaves nothing open. Raises
+        ToolInfrastructureError if Chromium does not start."""
         opening = self._begin(self._open(settings))
         try:
             return await asyncio.shield(opening)
@@ -246,11 +237,8 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def find_chromium(executable: str | None) -> str:
-    """Return the path of Chromium.
-
-    Raises:
-        SettingError: Chromium or playwright is missing. The error has no field, because the machine is at fault.
-    """
+    """Return the path of Chromium. Raises SettingError if Chromium or playwright is missing. The error has no field,
+    because the machine is at fault."""
     check_extra("screens")
     names = _NAMES if executable is None else (executable,)
     for name in names:

@@ -134,10 +134,7 @@ _MODIFIERS = {"control", "shift", "alt", "meta"}
 
 
 def _chord(keys: str) -> frozenset[str]:
-    """Normalize a key combination without left and right variants: ControlLeft+KeyV becomes control and v.
-
-    Raises ValueError if a key other than modifiers is held: Chromium would act on each key as it is pressed.
-    """
+    """Normalize a key combination without left and right variants: ControlLeft+KeyV becomes control and v."""
     names = re.split(r"(?<!^)(?<!\+)\+", keys.lower())  # in Shift++ the second + is the key
     *held, last = (re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in names)
     if len(set(held) & _MODIFIERS) < len(held):

@@ -138,21 +138,11 @@ class BaseScreen(Environment):
         model_view: dict[str, Any] | None = None,
         **task: Any,
     ) -> list[Any]:
-        """Open the page; return its instruction and the first screenshot.
-
-        Args:
-            page: name of one of our own pages.
-            miniwob: name of a MiniWoB++ page.
-            url: any address that `allowed` permits.
-            check: JavaScript expression for the score, from 0 to 1, of a `url`.
-            seed: seed of a page's contents.
-            model_view: the model's coordinate convention.
-            task: other fields of the row.
-
-        Raises:
-            ValueError: the row names no page, or an unknown one.
-            ToolInfrastructureError: Chromium does not start, or the page does not open.
-        """
+        """Open the page; return its instruction and the first screenshot. `page`: name of one of our own pages.
+        `miniwob`: name of a MiniWoB++ page. `url`: any address that `allowed` permits. `check`: JavaScript expression
+        for the score, from 0 to 1, of a `url`. `seed`: seed of a page's contents. `model_view`: the model's coordinate
+        convention. `task`: other fields of the row. Raises ValueError (the row names no page, or an unknown one),
+        ToolInfrastructureError (Chromium does not start, or the page does not open)."""
         self._view = ModelView.of(model_view)
         site = site_of(page, miniwob, url, check, seed)
         if not (site.is_ours and self._may_be_used_again()):
@@ -269,8 +259,7 @@ class BaseScreen(Environment):
         return self._pages[-1]
 
     def _may_be_used_again(self) -> bool:
-        """Return whether the next chain on one of our own pages may reuse this chain's tab. A new tab is a new process,
-        which would take most of the time of a reset."""
+        """Return whether the next chain on one of our own pages may reuse this chain's tab."""
         if self._site is None or not self._site.is_ours or self._fault is not None or self._acting:
             return False
         return self._uses < _USES and len(self._pages) == 1 and not self._page.is_closed()
@@ -363,8 +352,7 @@ class BaseScreen(Environment):
         self._mouse = (x, y)
 
     async def _after(self, *places: tuple[float, float]) -> Any:
-        """Return the observation after an action; end the chain if the task is done. The info has the action's
-        `places`, converted from CSS pixels to pixels of the screenshot, and the screenshot's `size`."""
+        """Return the observation after an action; end the chain if the task is done."""
         await self._see(_settle)
         await self._judge()
         shown = await self._look()
@@ -397,8 +385,7 @@ class BaseScreen(Environment):
         return picture
 
     async def _see(self, look: "Callable[[Page], Awaitable[T]]", what: str = "the page") -> T:
-        """Return the result of `look` on the current page. If the page navigates or its tab closes during the call,
-        retry on the page shown then. Errors name `what`."""
+        """Return the result of `look` on the current page."""
         from playwright.async_api import Error
 
         async with self._care(what):

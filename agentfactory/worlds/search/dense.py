@@ -46,15 +46,10 @@ def build_dense(
     progress: Callable[[int], None] = lambda done: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Add the vectors of `passages` to the index in `folder`. Started again, it resumes a killed build.
-
-    Args:
-        progress: receives the number of passages encoded so far, including those of a killed build.
-        say: receives a description of the encoder, and a warning if it cuts passages.
-
-    Raises:
-        SettingError: the model cannot be loaded, its packages are not installed, or its vectors are not numbers.
-    """
+    """Add the vectors of `passages` to the index in `folder`. Started again, it resumes a killed build. `progress`:
+    receives the number of passages encoded so far, including those of a killed build. `say`: receives a description of
+    the encoder, and a warning if it cuts passages. Raises SettingError if the model cannot be loaded, its packages are
+    not installed, or its vectors are not numbers."""
     import numpy as np
 
     check_extra("dense")
@@ -117,11 +112,9 @@ def _chunks(passages: Iterator[Passage], size: int) -> Iterator[list[Passage]]:
 
 
 class DenseIndex:
-    """A dense index: ranks passages by the inner product of their vectors with the query's (approximate, HNSW).
-
-    Raises SettingError if the files are damaged, the model cannot be loaded or gives other vectors than those in the
-    index, or its packages are not installed.
-    """
+    """A dense index: ranks passages by the inner product of their vectors with the query's (approximate, HNSW). Raises
+    SettingError if the files are damaged, the model cannot be loaded or gives other vectors than those in the index, or
+    its packages are not installed."""
 
     def __init__(self, passages: LocalIndex) -> None:
         check_extra("dense")
@@ -168,10 +161,8 @@ class DenseIndex:
 
 
 class _Encoder:
-    """A sentence-transformers model with vectors normalized to length 1. `spec` has the prefixes that it uses.
-
-    Raises SettingError for `field`, with `fix`, if it cannot be loaded.
-    """
+    """A sentence-transformers model with vectors normalized to length 1. `spec` has the prefixes that it uses. Raises
+    SettingError for `field`, with `fix`, if it cannot be loaded."""
 
     def __init__(self, spec: EncoderSpec, field: str, fix: str) -> None:
         from sentence_transformers import SentenceTransformer

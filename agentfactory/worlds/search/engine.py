@@ -50,15 +50,10 @@ class Spending:
 
 
 class Budget:
-    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs.
-
-    Args:
-        folder: Folder of the counter file, `spending.sqlite`. Remove the file to reset the count.
-        name: Name of the engine.
-        calls: Maximum number of calls; None: no limit.
-        cost: Maximum cost in dollars; None: no limit.
-        price: Dollars per call.
-    """
+    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs. `folder`: folder
+    of the counter file, `spending.sqlite`. Remove the file to reset the count. `name`: name of the engine. `calls`:
+    maximum number of calls; None: no limit. `cost`: maximum cost in dollars; None: no limit. `price`: dollars per
+    call."""
 
     def __init__(
         self, folder: Path, name: str, calls: int | None = None, cost: float | None = None, price: float = 0.0
@@ -130,16 +125,11 @@ class Results:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an online engine.
-
-    Attributes:
-        cache: Folder of the answer cache, shared by all chains, workers and steps; None: no cache.
-        calls: Maximum number of requests, counted in `cache` over all processes and resumed runs; None: no limit.
-        cost: Maximum cost in dollars, counted in the same way; None: no limit.
-        price: Dollars per request.
-        calls_per_second: Rate limit of one process; None: the rate that the engine allows every customer.
-        retry_seconds: Seconds for which a failing request is retried.
-    """
+    """Options of an online engine. `cache`: folder of the answer cache, shared by all chains, workers and steps; None:
+    no cache. `calls`: maximum number of requests, counted in `cache` over all processes and resumed runs; None: no
+    limit. `cost`: maximum cost in dollars, counted in the same way; None: no limit. `price`: dollars per request.
+    `calls_per_second`: rate limit of one process; None: the rate that the engine allows every customer.
+    `retry_seconds`: seconds for which a failing request is retried."""
 
     cache: Path | None = None
     calls: int | None = None
@@ -173,14 +163,10 @@ class EngineOptions:
 
 
 class Engine(ABC):
-    """An online engine as a Source. A subclass builds the requests and parses the answers.
-
-    Class attributes: `name`; `address`, the URL of requests; `key`, the environment variable with the API key ("": no
-    key needed); `page_size`, the maximum results per request; `per_second`, the rate that the engine allows every
-    customer; `query_characters`, the maximum length of a query.
-
-    Raises SettingError if the variable is not set.
-    """
+    """An online engine as a Source. A subclass builds the requests and parses the answers. Class attributes: `name`;
+    `address`, the URL of requests; `key`, the environment variable with the API key ("": no key needed); `page_size`,
+    the maximum results per request; `per_second`, the rate that the engine allows every customer; `query_characters`,
+    the maximum length of a query. Raises SettingError if the variable is not set."""
 
     name: ClassVar[str]
     address: ClassVar[str]
@@ -326,8 +312,7 @@ class Engine(ABC):
         )
 
     def _check(self, status: int) -> None:
-        """Raise ToolInfrastructureError for a permanent status. The message omits the response body, which may contain
-        the key."""
+        """Raise ToolInfrastructureError for a permanent status, without the response body, which may have the key."""
         if status == 429 or status >= 500:
             return
         told = f"{self.name}: it refused a request with status {status}"

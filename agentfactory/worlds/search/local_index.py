@@ -102,8 +102,7 @@ def build_index(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Create `folder` and lock it against other builds. Raises SettingError if another build holds it, or it cannot
-    be created."""
+    """Create `folder` and lock it against other builds."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -145,11 +144,8 @@ def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callab
 
 
 class LocalIndex:
-    """An index made by `build_index`. All methods are thread-safe.
-
-    Raises:
-        SettingError: `folder` has no index, or its files are damaged.
-    """
+    """An index made by `build_index`. All methods are thread-safe. Raises SettingError if `folder` has no index, or its
+    files are damaged."""
 
     def __init__(self, folder: Path) -> None:
         manifest = _read_manifest(folder)
@@ -174,12 +170,9 @@ class LocalIndex:
             raise SettingError("source", problem, "remove it, and build it again") from None
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages by descending BM25 score.
-
-        Any text is a valid query: its words are looked up, and nothing in it is an operator. Of a long query, only the
-        64 rarest words in the first 20,000 characters count. In a large index, words as common as "the" count only if
-        the query has no others.
-        """
+        """Return at most `count` passages by descending BM25 score. Any text is a valid query: its words are looked up,
+        and nothing in it is an operator. Of a long query, only the 64 rarest words in the first 20,000 characters
+        count. In a large index, words as common as "the" count only if the query has no others."""
         terms = self._terms(query)
         if not terms or count < 1:
             return []

@@ -109,10 +109,8 @@ def _goal(
 
 
 def shuffled(count: int) -> list[int]:
-    """Return the numbering of goals: goal n is the one created as number `shuffled(count)[n]`.
-
-    This is the published order; it depends only on the number of goals.
-    """
+    """Return the numbering of goals: goal n is the one created as number `shuffled(count)[n]`. This is the published
+    order; it depends only on the number of goals."""
     order = list(range(count))
     random.Random(_SHUFFLE_SEED).shuffle(order)
     return order

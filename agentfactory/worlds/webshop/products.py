@@ -65,10 +65,8 @@ class DataFiles(NamedTuple):
 
     @classmethod
     def find(cls, data: Path) -> "DataFiles":
-        """Find the data files; `data` is their folder, or the file items_shuffle*.json in it.
-
-        Raises SettingError if a file is missing, or if the folder has several such files.
-        """
+        """Find the data files; `data` is their folder, or the file items_shuffle*.json in it. Raises SettingError if a
+        file is missing, or if the folder has several such files."""
         if not data.exists():
             raise SettingError("data", f"there is no folder {data.resolve()}", DOWNLOAD)
         items = data
@@ -114,13 +112,10 @@ class Instruction(msgspec.Struct, frozen=True):
 def read_products(
     path: Path, attributes_of: Callable[[str], list[str] | None], limit: int | None = None
 ) -> Iterator[Product]:
-    """Stream the products of an items file in order; memory does not grow with the file.
-
-    A product is skipped if its asin is `nan`, longer than ten characters or a repetition. `attributes_of` maps an asin
-    to its attributes, or to None. `limit` counts the file's products, including skipped ones.
-
-    Raises SettingError with the number of a product that cannot be read.
-    """
+    """Stream the products of an items file in order; memory does not grow with the file. A product is skipped if its
+    asin is `nan`, longer than ten characters or a repetition. `attributes_of` maps an asin to its attributes, or to
+    None. `limit` counts the file's products, including skipped ones. Raises SettingError with the number of a product
+    that cannot be read."""
     seen: set[str] = set()
     for number, item in enumerate(read_items(path)):
         if number == limit:

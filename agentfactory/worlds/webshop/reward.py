@@ -56,10 +56,8 @@ class Score:
 def score(
     goal: Goal, product: Product, price: float, chosen: Mapping[str, str], nouns: Callable[[str], Sequence[str]]
 ) -> Score:
-    """Score the purchase of `product` at `price` dollars with the options `chosen` (name -> value).
-
-    `nouns` returns the nouns of a title.
-    """
+    """Score the purchase of `product` at `price` dollars with the options `chosen` (name -> value). `nouns` returns the
+    nouns of a title."""
     kind = type_score(goal, product, nouns)
     attributes = sum(has_attribute(product, wanted) for wanted in goal.attributes)
     options = options_found(goal.options, chosen)
@@ -99,10 +97,8 @@ def has_attribute(product: Product, wanted: str) -> bool:
 
 
 def options_found(wanted: Sequence[str] | Mapping[str, str], chosen: Mapping[str, str]) -> int:
-    """Count the wanted options that resemble a chosen value; colours are compared by their base colour.
-
-    For a mapping, name and value together are compared with the chosen values, as published.
-    """
+    """Count the wanted options that resemble a chosen value; colours are compared by their base colour. For a mapping,
+    name and value together are compared with the chosen values, as published."""
     texts = [_comparable(option) for option in (wanted.items() if isinstance(wanted, Mapping) else wanted)]
     values = [_comparable(value) for value in chosen.values()]
     return sum(any(alike(value, text) for value in values) for text in texts)

@@ -66,15 +66,10 @@ _opening = threading.Lock()
 
 
 def open_shop(config: ShopConfig) -> "Shop":
-    """Open the shop of `config`, building it first if it is not in the cache. A process has one object per shop.
-
-    A build takes seconds for a thousand products and up to an hour for all 1.18 million. A killed build resumes its
-    index; a second process waits for the first.
-
-    Raises:
-        SettingError: a data file is missing or cannot be read, or the cache cannot be written or read.
-        DiskError: the disk is full.
-    """
+    """Open the shop of `config`, building it first if it is not in the cache. A process has one object per shop. A
+    build takes seconds for a thousand products and up to an hour for all 1.18 million. A killed build resumes its
+    index; a second process waits for the first. Raises SettingError (a data file is missing or cannot be read, or the
+    cache cannot be written or read), DiskError (the disk is full)."""
     with _opening:
         if config not in _shops:
             folder = _built(config)
@@ -124,11 +119,7 @@ class Shop:
         return msgspec.json.decode(found[0][0], type=Goal)
 
     def _search(self, keywords: str, start: int = 0, count: int = HITS) -> tuple[str, ...]:
-        """Return the asins of up to `count` products that match `keywords`, best first, starting at rank `start`.
-
-        `<c> WORD`, `<q> WORDS` and `<a> WORDS` find all products of a category, query or attribute, in the shop's
-        order. `<r>` finds 50 random products. Any other words find the best 50.
-        """
+        """Return the asins of up to `count` products that match `keywords`, best first, starting at rank `start`."""
         if (listed := _listed(keywords)) is None:
             return self._hits(keywords)[start : start + count]
         statement = f"SELECT asin FROM products WHERE {listed[0]} ORDER BY number LIMIT ? OFFSET ?"

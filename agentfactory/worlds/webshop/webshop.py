@@ -60,10 +60,7 @@ class WebShop(Environment):
         self._shown = ""
 
     def reset(self, goal: int, **task: Any) -> str:
-        """Begin at the search page with goal number `goal`.
-
-        Raises ValueError if there is no such goal.
-        """
+        """Begin at the search page with goal number `goal`. Raises ValueError if there is no such goal."""
         self.release()
         if type(goal) is not int or not 0 <= goal < self._shop.goals:
             raise ValueError(f"goal: got {goal!r}; the shop has the goals 0 to {self._shop.goals - 1}")
