@@ -1,4 +1,4 @@
-"""`Jvm`: a Java process with ScienceWorld's engine that plays several games, one call at a time."""
+"""`Jvms`: Java processes with ScienceWorld's engine, each of which plays several games, one call at a time."""
 
 import os
 import shutil
@@ -18,6 +18,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.processes import environment
 from agentfactory.base.user_code.extras import check_extra
+from agentfactory.worlds.game_processes.pool import Place, Pool
 
 T = TypeVar("T")
 
@@ -26,6 +27,10 @@ _ANSWER_SECONDS = 120.0
 """Timeout of a call; the slowest, loading a scene with its gold path, takes seconds."""
 _OUT_OF_MEMORY = 3
 """Exit status of a JVM with -XX:+ExitOnOutOfMemoryError."""
+_MOST_GAMES = 500
+"""Games after which a process is retired, in case its engine leaks memory of old games."""
+_BESIDES_HEAP_MB = 320
+"""Allowed memory of a process beyond its heap (measured: 130 to 170 MiB); a larger one is retired."""
 
 
 class GameLost(ToolInfrastructureError):
@@ -290,3 +295,47 @@ class Game:
     def close(self) -> None:
         """Release the game without waiting for the process."""
         self.jvm.forget(self)
+
+
+class Jvms:
+    """A pool of Java processes with a heap of `heap_mb` for `games_per_jvm` games each. See Pool."""
+
+    def __init__(self, heap_mb: int, games_per_jvm: int) -> None:
+        def is_worn(jvm: Jvm, played: int) -> bool:
+            return played >= _MOST_GAMES or jvm.resident_mb() > heap_mb + _BESIDES_HEAP_MB
+
+        self._pool = Pool(lambda: Jvm(heap_mb), is_worn, games_per_jvm)
+        self.pids, self.close = self._pool.pids, self._pool.close
+
+    def play(self, task: str, variation: int, simplifications: tuple[str, ...], gold: bool = False) -> "Play":
+        """Begin a game. Raises GameLost, or ToolInfrastructureError if the pool was closed."""
+        place, jvm = self._pool.enter()
+        try:
+            return Play(self._pool, place, Game(jvm, task, variation, simplifications, gold))
+        except BaseException:
+            self._pool.leave(place)
+            raise
+
+    def gauges(self) -> dict[str, float]:
+        """Return the numbers of processes and of their games, and of processes lost and replaced since the start."""
+        pool = self._pool
+        counts = {
+            "jvms": len(pool.pids()),
+            "games": pool.games(),
+            "jvms_lost": pool.lost,
+            "jvms_replaced": pool.replaced,
+        }
+        return {name: float(count) for name, count in counts.items()}
+
+
+class Play:
+    """A game and its place in the pool."""
+
+    def __init__(self, pool: Pool[Jvm], place: Place[Jvm], game: Game) -> None:
+        self._pool, self._place = pool, place
+        self.game = game
+
+    def end(self) -> None:
+        """Release the game."""
+        self.game.close()
+        self._pool.leave(self._place)

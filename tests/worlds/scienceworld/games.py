@@ -8,7 +8,7 @@ import pytest
 
 from agentfactory.base.messages import ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
-from agentfactory.worlds.scienceworld.jvms import Jvms
+from agentfactory.worlds.scienceworld.jvm import Jvms
 from agentfactory.worlds.scienceworld.published_tasks import resolved
 
 needs_java = pytest.mark.skipif(

@@ -19,9 +19,7 @@ from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.scienceworld import jvm as jvm_module
-from agentfactory.worlds.scienceworld import jvms as jvms_module
-from agentfactory.worlds.scienceworld.jvm import GameLost
-from agentfactory.worlds.scienceworld.jvms import Jvms
+from agentfactory.worlds.scienceworld.jvm import GameLost, Jvms
 from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, resolved
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
@@ -246,7 +244,7 @@ def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
     jvms = opened(Jvms, heap_mb=256, games_per_jvm=4)
     easy = resolved("easy", "boil")
     plays = [jvms.play("boil", 0, easy)]
-    monkeypatch.setattr(jvms_module, constant, value)
+    monkeypatch.setattr(jvm_module, constant, value)
     if constant == "_MOST_GAMES":
         plays.append(jvms.play("boil", 1, easy))
     plays.append(jvms.play("boil", 2, easy))
