@@ -6,12 +6,11 @@ import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from tests.viewer.browsing import api, viewing, when_read
+from tests.viewer.browsing import api, trajectory, viewing, when_read
 from tests.viewer.conftest import CHROMIUM
 from tests.viewer.screen_runs import screen_run
 
@@ -43,11 +42,6 @@ def beside(images: list[Image.Image]) -> Image.Image:
         whole.paste(image, (left, GAP))
         left += image.width + GAP
     return whole
-
-
-def trajectory(row: dict[str, Any]) -> str:
-    """The place of a chain's page."""
-    return f"#/trajectory/{row['run']}/{row['file']}/{row['byte']}/{row['place']}"
 
 
 def main(folders: list[Path]) -> None:
