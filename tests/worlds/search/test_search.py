@@ -50,13 +50,7 @@ async def test_a_chain_searches_opens_and_finds(tmp_path: Path) -> None:
 
 async def test_what_cannot_be_opened_is_told_to_the_model(tmp_path: Path) -> None:
     async with searching(source=str(index_of(tmp_path))) as toolset, toolset.chain("a", {}) as chain:
-        for arguments, told in (
-            ({"doc": 1}, "ValueError: there is no Doc 1: search first"),
-            ({"doc": "x"}, "Invalid arguments for open: doc: Input should be a valid integer"),
-        ):
-            refused = await call(chain, "open", **arguments)
-            assert refused.error is not None
-            assert str(refused.content).startswith(told)
+        assert (await call(chain, "open", doc=1)).content == "ValueError: there is no Doc 1: search first"
         assert (await call(chain, "find", text="a")).content == "ValueError: nothing is open: open a result first"
         await call(chain, "search", query="wager")
         refused = await call(chain, "open", doc=2)
