@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +28,7 @@ from agentfactory.worlds.screens.screen import MOST_MARKS, MarkedScreen, Screen
 from agentfactory.worlds.screens.sites import PAGE_NAMES, screens_tasks
 from agentfactory.worlds.screens.sites import PAGES as PAGES_FOLDER
 from tests.server_process import listening
+from tests.worlds.opening import Open
 from tests.worlds.screens.players import CHOSEN, NAMED, PLAYERS, Player
 
 pytestmark = [
@@ -105,23 +106,6 @@ def server() -> Iterator[str]:
     yield f"127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
-
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-async def opened() -> AsyncIterator[Open]:
-    """Make objects that are closed when the test ends."""
-    made: list[Any] = []
-
-    def make(kind: Open, *arguments: Any, **options: Any) -> Any:
-        made.append(kind(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for one in reversed(made):
-        await one.close()
 
 
 @pytest.fixture

@@ -15,15 +15,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.base.processes import environment
-from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.worlds.search import engine as engine_module
 from agentfactory.worlds.search.engine import BudgetUsedUp, Engine, EngineOptions
 from agentfactory.worlds.search.known_engines import Brave, Searxng, Serper, Tavily, Wikipedia
 from agentfactory.worlds.search.search import Search
+from tests.worlds.opening import tools_of
 
 KEY = "test-key-5c1d90"
 ENGINES: dict[str, type[Engine]] = {e.name: e for e in (Brave, Searxng, Serper, Tavily, Wikipedia)}
@@ -368,10 +367,8 @@ async def test_no_key_is_written_anywhere(
 async def test_the_tool_search_asks_an_engine_within_its_budget(tmp_path: Path) -> None:
     async with service(RECORDED["brave"]) as served:
         options = {"source": "brave", "count": 2, "engine": {"cache": str(tmp_path), "calls": 1}}
-        servers = {"search": {"module": "search", "options": options}}
-        recipe = ToolsRecipe.model_validate({"mcp_servers": servers})
         async with (
-            open_toolset(recipe, tmp_path) as toolset,
+            tools_of("search", **options) as toolset,
             toolset.chain("a", {}) as one,
             toolset.chain("b", {}) as two,
         ):
@@ -385,7 +382,7 @@ async def test_the_tool_search_asks_an_engine_within_its_budget(tmp_path: Path) 
             gauges = await toolset.gauges()
         assert len(served.requests) == 1
     counts = {"searches": 4, "remembered": 1, "requests": 1, "cache_hits": 0, "cache_misses": 3}
-    assert {name: gauges[f"environments/search/{name}"] for name in counts} == counts
+    assert {name: gauges[f"environments/it/{name}"] for name in counts} == counts
 
 
 @pytest.mark.parametrize(

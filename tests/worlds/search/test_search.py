@@ -1,8 +1,7 @@
 """The tool `search` in chains, on each of its sources."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,17 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
-from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.search import sources
 from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.search import Search
 from agentfactory.worlds.search.sources import RetrievalClient
+from tests.worlds.opening import tools_of
 from tests.worlds.search.corpora import index_of
 
-
-@asynccontextmanager
-async def searching(**options: Any) -> AsyncIterator[Toolset]:
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"search": {"module": "search", "options": options}}})
-    async with open_toolset(recipe, Path.cwd()) as toolset:
-        yield toolset
+searching = partial(tools_of, "search")
 
 
 async def call(chain: ToolSession, tool: str, **arguments: Any) -> ToolResult:
