@@ -30,7 +30,6 @@ CHECKS: Sequence[type[Check]] = (
 )
 """The checks of a run. Of equally severe findings, those of earlier checks come first: causes before symptoms."""
 OPEN_SECONDS = 120.0
-"""Time limit to open the tools of a recipe."""
 
 
 async def audit(record: Record) -> Report:

@@ -16,7 +16,6 @@ from agentfactory.base.files.untrusted_files import lines_of, open_file, printab
 from agentfactory.base.findings import Evidence, Finding, Severity
 
 SEVERITIES = (Severity.WRONG, Severity.WARNING, Severity.NOTE)
-"""The severities that an audit reports, the highest first."""
 
 
 @dataclass(frozen=True)

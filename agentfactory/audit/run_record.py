@@ -142,8 +142,6 @@ class _CreditLine:
 
 
 class _Files:
-    """The files of a run with its groups."""
-
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.trained = train_files(folder.trajectories)
@@ -159,7 +157,6 @@ class _Files:
         """Whether the run has ended, so that its files are whole."""
 
     def count(self) -> int:
-        """Return the number of lines of the files of training."""
         return sum(content.count(b"\n") for file in self.trained for content in self._blocks(file))
 
     def _blocks(self, file: Path) -> Iterator[bytes]:
@@ -168,7 +165,6 @@ class _Files:
                 yield block
 
     def index_credit(self) -> None:
-        """Note where the trainer's lines about each group are."""
         if not self.folder.credit.exists():
             return
         offset, damaged = 0, []

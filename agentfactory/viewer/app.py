@@ -26,7 +26,6 @@ SCRIPTS = [
     *("elements.js", "source.js", "curves.js", "rewards.js", "list.js", "tokens.js", "waterfall.js", "film.js"),
     *("replay.js", "trajectory.js", "audit.js", "recipes.js", "runs.js", "main.js"),
 ]
-"""The page's scripts, in loading order."""
 
 PLOTLY = "plotly.js"
 
@@ -103,8 +102,6 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 class _Answers:
-    """Answers to the page's requests. Each runs in its own thread."""
-
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._searches = TextSearches(follower.index)
@@ -124,28 +121,23 @@ class _Answers:
         return _answer({"generation": generation, **series_of(lines, start)})
 
     def charts(self, request: Request) -> Response:
-        """Return the sections and charts of all metrics of the runs."""
         return _answer(charts(names_of(self._follower.runs)))
 
     def run(self, request: Request) -> Response:
-        """Return a run's summary and recipe."""
         run = self._run(request)
         recipe = self._recipe(run)
         told = {"label": run.label, "path": str(run.path), "best": run.best, "summary": run.summary()}
         return _answer({**told, "recipe": recipe})
 
     def recipes(self, request: Request) -> Response:
-        """Return the differences between the recipes of two runs."""
         runs = [self._run(request, name) for name in ("run", "other")]
         one, other = (self._recipe(run) for run in runs)
         return _answer({"labels": [run.label for run in runs], **difference(one, other, [run.folder for run in runs])})
 
     def runs(self, request: Request) -> Response:
-        """Return the table of all runs."""
         return _answer(table_of(self._follower.runs))
 
     def audit(self, request: Request) -> Response:
-        """Return the last audit of a run."""
         run = self._run(request)
         try:
             report = audit_of(run, self._follower.index)
@@ -161,7 +153,6 @@ class _Answers:
         return _answer({**index.page(query, search), "facets": index.facets(), "unsearched": left})
 
     def rewards(self, request: Request) -> Response:
-        """Return the reward distribution of the chains in a list."""
         query = Query.parse(request.query_params)
         search, _ = self._search(query)
         return _answer(self._follower.index.rewards(query, search))
@@ -174,7 +165,6 @@ class _Answers:
         return searching.number, searching.go_on(self._follower.index, self._follower.bytes_of, SECONDS)
 
     def trajectory(self, request: Request) -> Response:
-        """Return everything about one chain."""
         chain = self._chain(request)
 
         def address(message: int, part: int, url: str) -> str:
@@ -184,7 +174,6 @@ class _Answers:
         return _answer({**page_of(self._follower, chain, address), "path": str(chain.run.folder.whole)})
 
     def image(self, request: Request) -> Response:
-        """Return one image of a chain."""
         kind, data = image_of(self._chain(request), _integer(request, "message"), _integer(request, "part"))
         return _unless_known(_tag(data), data, kind, request)
 

@@ -61,7 +61,6 @@ _SECTIONS = {
         "trajectory/tool/.*/seconds",
     ],
 }
-"""Title -> patterns of keys, in display order."""
 
 _HELD_OUT = re.compile(r"eval/(sampled|greedy)/(.+)")
 _OF_A_SOURCE = re.compile(r"(source/[^/]+/)(.+)")
@@ -153,7 +152,6 @@ def _chart(key: str, lines: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _ratios(by_key: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Return charts of metrics that are divided by the number of calls."""
     calls, unknown = by_key.get("trajectory/tool_calls", {}), by_key.get("trajectory/tool_errors/unknown_tool", {})
     made = {"unknown-tool rate": (unknown, calls, "", "share of the calls to tools that do not exist")}
     for key in list(by_key):

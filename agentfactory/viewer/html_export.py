@@ -20,7 +20,6 @@ from agentfactory.viewer.trajectories.trajectory_page import NotThere, find_chai
 
 MOST_TRAJECTORIES = 200
 MOST_BYTES = 64 * 2**20
-"""Maximum size of the trajectories, including images."""
 
 _POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
@@ -83,7 +82,6 @@ def _page(data: dict[str, Any]) -> str:
 
 
 def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return trajectory pages, and the searchable text of each."""
     pages: list[dict[str, Any]] = []
     searched: list[str] = []
     left = MOST_BYTES

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _ORDERED = ("grpo", "rloo", "raft", "reinforce_pp_baseline")
 """Estimators whose advantages have the order of the rewards within a group."""
 NEAR = 2e-6
-"""Difference of advantages that are saved with 6 decimals."""
 FLAT = 1e-3
 """Gap of rewards, as a share of the spread of all rewards, whose advantages over a batch must differ."""
 

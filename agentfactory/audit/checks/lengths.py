@@ -27,8 +27,6 @@ is a warning."""
 
 @dataclass
 class _Moments:
-    """Mean and standard error of numbers."""
-
     values: list[float] = field(default_factory=list)
 
     @property
@@ -100,7 +98,6 @@ class LengthCheck(Check):
             yield self.warning(text, fix, [place for _, place in self._looping[:5]])
 
     def _pays(self) -> Iterator[Finding]:
-        """Warn if longer chains get higher rewards, and chains grow while success does not."""
         if len(self._within) < ENOUGH_CHAINS:
             return
         lengths, rewards = (np.asarray(column) for column in zip(*self._within, strict=True))

@@ -15,7 +15,6 @@ MOST_CHAINS = 600
 SCORE_SECONDS = 20.0
 """Time limit to compute a reward again; after the first that exceeds it, no more are."""
 MODELS = {"judge"}
-"""Prebuilt rewards that ask a model."""
 
 
 class RewardCheck(Check):

@@ -161,7 +161,6 @@ class _Derived:
         yield from self._context(number, row, "at the end")
 
     def _context(self, number: int, row: Row, where: str) -> Iterator[Difference]:
-        """Compare the ids so far, and the mask of the context at the end of them."""
         mine, saved = np.asarray(self._row.token_ids), np.asarray(row.token_ids)[: len(self._row.token_ids)]
         if len(saved) < len(mine):
             yield Difference("ids", number, len(saved), f"the row ends {where}, and its messages do not")

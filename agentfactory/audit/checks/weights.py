@@ -28,8 +28,6 @@ rounding gives."""
 
 @dataclass
 class _Sum:
-    """Sums over the differences of tokens."""
-
     total: float = 0.0
     count: int = 0
 
@@ -164,7 +162,6 @@ class WeightCheck(Check):
         return "; ".join(parts)
 
     def _fix(self, means: Mapping[int, float]) -> str:
-        """Return the likely cause and its fix, from where the difference is."""
         slope, explained = self._fit.line()
         early = means[next(iter(means))] <= self._near
         few = max(1, len(self._chains))

@@ -111,7 +111,6 @@ def _step(file: Path) -> int | None:
 
 
 def _metrics(folders: list[Path]) -> list[dict[str, float]]:
-    """Return a line for each step."""
     lines: dict[int, dict[str, float]] = {}
     file = next((folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").is_file()), None)
     for _, row in rows_of(file) if file is not None else ():
@@ -123,8 +122,6 @@ def _metrics(folders: list[Path]) -> list[dict[str, float]]:
 
 
 class _Run:
-    """The files of a run."""
-
     def __init__(self, folder: Path, files: list[Path], notes: list[Path]) -> None:
         self._files = files
         self._notes: dict[str, list[Update]] = defaultdict(list)

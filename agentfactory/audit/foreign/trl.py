@@ -46,7 +46,6 @@ _STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OWN = ("step", "prompt", "completion", "advantage")
 NEAR = 1e-4
-"""Difference of means that rounding gives."""
 _LACKS = {
     TOKENS: "TRL's completions have texts and no token ids",
     LOGPROBS: "TRL saves no log-probabilities of tokens",
@@ -102,7 +101,6 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def _history(state: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
-    """Return the numbers of each entry of the history."""
     found = state.get("log_history", [])
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise SettingError("", f"log_history in {folder}/.../{_STATE} is no list of objects", "copy the file again")
@@ -119,8 +117,6 @@ def _metrics(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
 
 
 class _Run:
-    """The tables of a run, and what they mean."""
-
     def __init__(self, folder: Path, tables: list[Path], history: Sequence[Mapping[str, float]]) -> None:
         self.tables = tables
         names = [found[1] for line in history for name in line if (found := re.fullmatch(r"rewards/(.+)/mean", name))]
@@ -128,7 +124,6 @@ class _Run:
         self._evaluated = {line["step"] for line in history if "eval_reward" in line}
         self.weights = _Weights(history, self._rewards)
         self.rewards: dict[int, list[float]] = {}
-        """Step -> the rewards of its completions."""
         self.functions: set[str] = set()
         self.size = 0
         """Completions of a prompt: the length of most runs of equal prompts. The data may repeat a prompt."""
@@ -192,7 +187,6 @@ class _Run:
         yield Item(group, chain, task, step=step, credit=credit, version=max(0, step - 1))
 
     def notes(self) -> list[Finding]:
-        """Return what has to be said about the tables."""
         left_out = [file for file in self.tables if _step(file) in self._evaluated]
         if not left_out:
             return self.weights.note(self.functions)
@@ -202,7 +196,6 @@ class _Run:
         return [Finding(Severity.NOTE, "its files", text, fix, shown), *self.weights.note(self.functions)]
 
     def lacks(self) -> dict[str, str]:
-        """Return the streams that this run does not have."""
         lacks = dict(_LACKS)
         if self.texts:
             lacks[CALLS] = "TRL's completions here are plain texts, without calls"
@@ -289,12 +282,10 @@ class _Weights:
         return bool(np.allclose(self._means @ weights, self._rewards, rtol=NEAR, atol=NEAR))
 
     def total(self, scores: Mapping[str, float]) -> float | None:
-        """Return the reward of a completion, from the values of its functions."""
         weights = dict(zip(self.names, self.values, strict=True))
         return math.fsum(score * float(weights.get(name, 1.0)) for name, score in scores.items()) if scores else None
 
     def note(self, names: Iterable[str]) -> list[Finding]:
-        """Return what has to be said about the rewards of completions."""
         fix = "TRL does not save reward_weights"
         if self.known and np.all(self.values == 1.0):
             return []
@@ -310,7 +301,6 @@ class _Weights:
 
 
 def _unlike(run: _Run, history: Sequence[Mapping[str, float]]) -> list[Finding]:
-    """Compare the logged reward of each step with its completions."""
     logged = {line["step"]: line["reward"] for line in history if _is_number(line.get("reward"))}
     means = {step: math.fsum(values) / len(values) for step, values in run.rewards.items() if step in logged}
     apart = [step for step, mean in means.items() if abs(mean - logged[step]) > NEAR * max(1.0, abs(mean))]

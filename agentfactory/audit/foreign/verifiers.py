@@ -71,7 +71,6 @@ def _is_evaluation(file: Path) -> bool:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """Return what the evaluation was asked to do, with its means if they are saved."""
     return next((object_of(folder / name) for name in (_METADATA, _CONFIG) if (folder / name).is_file()), {})
 
 

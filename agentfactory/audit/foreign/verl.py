@@ -110,7 +110,6 @@ def _is_dump(file: Path) -> bool:
 
 
 def _has(file: Path, names: set[str]) -> bool:
-    """Return whether the first line of a file has these names."""
     try:
         return names <= next((row for _, row in rows_of(file)), {}).keys()
     except SettingError:
@@ -150,7 +149,6 @@ def _items(saved: Saved, held_out: bool) -> Iterator[Item]:
 
 
 def _metrics(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the lines of verl's file logger, if it wrote one into this folder."""
     for file in sorted(folder.glob("*.jsonl")):
         if not _STEP.fullmatch(file.name) and _has(file, {"step", "data"}):
             return list(_lines(file))

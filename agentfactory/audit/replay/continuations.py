@@ -63,8 +63,6 @@ class _ChangedLoop(ToolLoop):
 
 
 class _ReplayingRunner(ChainRunner):
-    """A runner of chains that begin as a saved one."""
-
     def player(self, episode: Episode) -> ToolLoop:
         loop, hooks = super().player(episode), self.agent
         assert isinstance(loop, ToolLoop)

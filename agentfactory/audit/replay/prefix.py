@@ -55,7 +55,6 @@ class PrefixHooks(AgentHooks):
         return completion
 
     def _again(self, turn: Turn) -> Completion:
-        """Return the saved turn."""
         self._compare(turn)
         row_number, start, end = self._spans[turn.number]
         row, renderer = self.saved.rows[row_number], turn.renderer
@@ -71,7 +70,6 @@ class PrefixHooks(AgentHooks):
         return Completion(ids, logprobs, spans, was_cut(ids, renderer), mask)
 
     def _compare(self, turn: Turn) -> None:
-        """Raise DivergedError if the prompt is not the saved one."""
         changed = any(number < turn.number for number in self.change.actions or {})
         after_result = self.change.result is not None and turn.number >= self.turns
         if not self.change.is_exact or changed or after_result or turn.number >= len(self._spans):

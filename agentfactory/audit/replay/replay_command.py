@@ -116,7 +116,6 @@ def _check(options: argparse.Namespace) -> None:
 async def _opened(
     saved: "SavedChain", checkpoint: Path | None, tell: Callable[[str], None]
 ) -> "AsyncIterator[tuple[ChainRunner, str]]":
-    """Yield a runner of the chain's part of the recipe on these weights, and their name."""
     from agentfactory.launching.served_weights import what_is_served
     from agentfactory.launching.start_server import serve
     from agentfactory.rollout.evaluation.evaluate import open_runner

@@ -107,7 +107,6 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
 def _row(
     where: tuple[Any, ...], place: int, group: str, version: int | None, chain: dict[str, Any], task: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], set[str]]:
-    """Return a row of the index. `task` has the preview of the chain's task, and the name of its source."""
     names = [name for message in chain["messages"] for name, _ in calls_of(message)]
     metrics, rows = chain.get("metrics") or {}, chain.get("rows") or []
     # `outline` has replaced the token streams that it recognizes with counts

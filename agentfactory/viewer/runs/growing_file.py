@@ -26,7 +26,6 @@ class GrowingFile:
         self.path = path
         self._within = within
         self.offset = 0
-        """Bytes read so far."""
         self.size = 0
         """Bytes of whole lines that the file had at the last read."""
         self._inode = -1

@@ -49,7 +49,6 @@ def _placed(recipe: Any, folder: RunFolder) -> Any:
 
 
 def _pairs(key: str, mine: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key and the two values of each setting."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         parts = [(name, mine.get(name, _MISSING), theirs.get(name, _MISSING)) for name in {**mine, **theirs}]
     elif _has_sections(mine) and _has_sections(theirs):

@@ -60,17 +60,14 @@ class Run:
     def _begin(self) -> None:
         self.problems: list[str] = []
         self.lines: list[dict[str, Any]] = []
-        """Lines of metrics.jsonl."""
         self.metrics_file = GrowingFile(self.folder.metrics, self.folder.within)
         self.files: dict[str, GrowingFile] = {}
         """Trajectory files by their path within `trajectories`."""
         self.credit_file = GrowingFile(self.folder.credit, self.folder.within)
         self.credit: dict[str, CreditLine] = {}
-        """Credit lines by group."""
         self.best: BestCheckpoint | None = None
         """The best checkpoint by the metric that train.keep_best names, if it names one."""
         self.supervised = False
-        """True if the recipe is for supervised fine-tuning."""
         self._model: str | None = None
         self._checkpoints_seen: list[tuple[str, int]] = []
         self._recipe = _RecipeFile(self.folder)
@@ -163,7 +160,6 @@ class Run:
         self.problems = [problem for problem in self.problems if not problem.startswith(self._line_of(path))]
 
     def _line_of(self, path: Path) -> str:
-        """Return the prefix of problems of this file's lines."""
         return f"{path.relative_to(self.path)}, byte "
 
     def note_unreadable(self, error: OSError | ValueError) -> None:
@@ -254,7 +250,6 @@ class Run:
         return [Path(name) for name in (self._model, self.summary().get("checkpoint")) if isinstance(name, str)]
 
     def _setting(self, section: str, name: str) -> str | None:
-        """Return a text field of the recipe, or None."""
         part = self._recipe.data().get(section)
         value = part.get(name) if isinstance(part, dict) else None
         return value if isinstance(value, str) else None
@@ -271,7 +266,6 @@ class _RecipeFile:
         self._owner = -1
 
     def data(self) -> dict[str, Any]:
-        """Return the recipe's mapping; empty if it cannot be read."""
         try:
             with open_file(self._folder.recipe, self._folder.within) as file:
                 status = os.fstat(file.fileno())
@@ -292,12 +286,10 @@ class _RecipeFile:
         return self._data
 
     def problem(self) -> str | None:
-        """Return the reason why the recipe cannot be read; None if it can."""
         self.data()
         return self._problem
 
     def is_own(self) -> bool:
-        """Return whether the recipe belongs to the user of this process."""
         self.data()
         return self._owner == os.geteuid()
 
@@ -344,7 +336,6 @@ def _id_of(path: Path) -> str:
 
 
 def _stages(recipe: dict[str, Any]) -> list[Any]:
-    """Return the names of a recipe's stages."""
     stages = recipe.get("stages")
     return [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
 
@@ -397,7 +388,6 @@ def _labels(roots: Sequence[Path]) -> dict[Path, str]:
 
 
 def _is_text(name: str) -> bool:
-    """Return whether a file's name can be used in URLs and JSON."""
     try:
         name.encode()
     except UnicodeEncodeError:

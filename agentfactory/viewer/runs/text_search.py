@@ -9,7 +9,6 @@ from agentfactory.viewer.runs.chain_index import Index, Line
 from agentfactory.viewer.runs.saved_groups import outline, texts_of
 
 SECONDS = 0.3
-"""Seconds that one request searches."""
 _KEPT = 8
 _CHAINS_AT_ONCE = 200
 

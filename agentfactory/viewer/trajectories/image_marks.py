@@ -70,12 +70,10 @@ _NUMBERS = ("img_idx", "image_index")
 _PLACES = ("start_coordinate", "coordinate", "point", "point_2d")
 """Tool arguments that contain a point: x and y. The first of several is the start of a drag."""
 _SIDES = (("start_x", "start_y"), ("startX", "startY"), ("x", "y"), ("endX", "endY"))
-"""Tool arguments that contain x and y of a point."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, as shares of the image's width and height."""
 Place = tuple[float, float]
-"""x and y, as shares of the image's width and height."""
 Part = tuple[int, int]
 """(message, part of its content)"""
 Call = tuple[int, int]
@@ -170,12 +168,10 @@ def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordin
 
 
 def _within(places: list[Place]) -> list[Place]:
-    """Return the points that are in the image."""
     return [place for place in places if all(0 <= share <= 1 for share in place)]
 
 
 def _numbers(value: Any, count: int) -> list[float] | None:
-    """Return `value` if it is a list of `count` numbers, else None."""
     if not isinstance(value, list) or len(value) != count or any(type(one) not in (int, float) for one in value):
         return None
     return value
@@ -202,7 +198,6 @@ def _units(run: Run, url: str, coordinates: Coordinates) -> tuple[int, int] | No
 
 
 def _coordinates(run: Run, source: Any) -> Coordinates:
-    """Return the image coordinates of the run's model; 0 to 1000 if unknown."""
     asked = run.coordinates(source)
     if asked in tuple(Coordinates):
         return Coordinates(asked)

@@ -19,7 +19,6 @@ _INCOMPLETE = "\ufffd"
 _LONGEST = 8
 """Maximum number of tokens that one character may be spread over."""
 _LONGEST_TEXT = 4096
-"""Maximum characters of a token."""
 _DECODERS = {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
 """Decoders whose output is not longer than the texts of the tokens."""
 _ONLY_TO_ENCODE = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
@@ -129,7 +128,6 @@ def _check_decoder(decoder: Any) -> None:
 
 @contextmanager
 def _named_panics() -> Iterator[None]:
-    """Raise ValueError for a panic of the library, which is not an Exception."""
     try:
         yield
     except BaseException as error:

@@ -15,10 +15,8 @@ from agentfactory.worlds.alfworld.generator import TaskType
 QUESTION = "Do the task that is described below: take one action per turn, until it is done."
 """The `question` of a data row, followed in the prompt by the room and the task."""
 MAX_STEPS = 50
-"""The published limit of actions."""
 
 _engines: Shared[Engine] = Shared()
-"""This process's engines, one per setting."""
 
 
 class AlfWorld(Environment):

@@ -133,8 +133,6 @@ class Play:
 
 
 class _Process:
-    """A subprocess. Raises ToolInfrastructureError if it does not start."""
-
     def __init__(self, python: str | None) -> None:
         self._dead = False
         self._lock = threading.Lock()
@@ -149,7 +147,6 @@ class _Process:
         return not self._dead and self._process.running
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer. Raises GameError, ToolInfrastructureError."""
         with self._lock:
             if self._dead:
                 raise ToolInfrastructureError("ALFWorld's process, with this chain's game, has ended")

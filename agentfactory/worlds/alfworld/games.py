@@ -12,9 +12,7 @@ from agentfactory.worlds.alfworld.engine import expanded_path
 from agentfactory.worlds.alfworld.generator import Game, Package, TaskType, make_game
 
 FOLDER = "json_2.1.1"
-"""The games' folder in ALFWORLD_DATA."""
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
-"""The files of a game."""
 _GET = "run alfworld-download, which fetches the games into $ALFWORLD_DATA (default: ~/.cache/alfworld)"
 
 

@@ -16,7 +16,6 @@ _DAY = 86400.0
 _ROOM = 0.9
 """Eviction removes the oldest entries down to this fraction of the maximum size."""
 _REMOVED = 256
-"""Maximum entries per batch of an eviction."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, value BLOB, stored REAL);
 CREATE INDEX IF NOT EXISTS ages ON entries (stored);

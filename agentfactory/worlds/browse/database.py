@@ -12,7 +12,6 @@ from agentfactory.base.files.lock_file import locked, open_lock, private_mode
 from agentfactory.base.messages import ToolInfrastructureError
 
 _BUSY_SECONDS = 30.0
-"""Seconds that a process waits for other writers."""
 
 
 class Database:

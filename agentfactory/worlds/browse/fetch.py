@@ -109,7 +109,6 @@ class Fetcher:
         return self._opened[own]
 
     def _redirect(self, response: aiohttp.ClientResponse) -> URL | None:
-        """Return a redirect's target; None if the response is not a redirect."""
         location = response.headers.get("Location")
         if response.status not in _REDIRECTS or location is None:
             return None
@@ -176,11 +175,9 @@ class Fetcher:
         return Protego.parse("")
 
     def _is_own(self, url: URL) -> bool:
-        """Return whether `allow_hosts` includes the host of `url`."""
         return self._allowed.include(url.raw_host or "", url.port or 0)
 
     def _down(self, url: URL, told: str) -> Exception:
-        """Return the error for a host that fails to serve a page."""
         if self._is_own(url):
             return ToolInfrastructureError(f"{url.host}:{url.port}, which allow_hosts names, {told}")
         return PageError(f"{url.host} {told}.")

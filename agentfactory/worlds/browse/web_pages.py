@@ -14,7 +14,6 @@ from agentfactory.worlds.browse.documents import Document, PageError, Text
 from agentfactory.worlds.browse.fetch import Fetcher
 
 _PROCESSES = 2
-"""Documents read concurrently."""
 
 
 class Reader:

@@ -8,7 +8,6 @@ WINDOW_CHARACTERS = 4000
 _SURROUNDINGS = 120
 """Characters of context that `find` shows before and after a match."""
 _SHOWN = 8
-"""Maximum number of passages that `find` shows."""
 _QUOTED = 80
 """Maximum characters of the search text that `find` repeats."""
 

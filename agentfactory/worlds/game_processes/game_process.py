@@ -66,8 +66,6 @@ class GameProcess:
 
 
 class _ForkServer:
-    """A running fork_server.py. Raises ToolInfrastructureError if it does not start."""
-
     def __init__(self, place: str, seconds: float) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -19,9 +19,7 @@ class GameWorld(Environment):
     """
 
     package: ClassVar[str]
-    """The game's package, and our extra for it."""
     place: ClassVar[str]
-    """`MODULE:NAME` of the process's object."""
     _anchor: str | None
 
     def __init__(self) -> None:

@@ -194,7 +194,6 @@ def _imported(name: str) -> Any:
 
 
 def _render_modes(spec: Any) -> list[str]:
-    """Return the render modes of an environment before it is made."""
     entry = spec.entry_point
     made = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return list((getattr(made, "metadata", None) or {}).get("render_modes", ()))

@@ -64,7 +64,6 @@ class Gym(GameWorld):
 
 
 def _parts(shown: dict[str, Any], text: str = "") -> Any:
-    """Return an observation for the model, with a text before it."""
     if "image" not in shown:
         return "\n".join(filter(None, (text, shown["text"])))
     from PIL import Image

@@ -10,7 +10,6 @@ import numpy as np
 from gymnasium import spaces
 
 MOST_NUMBERS = 64
-"""Maximum numbers in an action or an observation in words."""
 
 
 class UnsupportedSpace(ValueError):

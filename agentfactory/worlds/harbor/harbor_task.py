@@ -64,7 +64,6 @@ class HarborTask:
     root: str
     workdir: str
     env: dict[str, str]
-    """Variables of the Dockerfile, with their values."""
     copies: list[Copy]
     writable: list[str]
     """Folders that may be changed, none of them inside another."""

@@ -49,7 +49,6 @@ _UNSUPPORTED = {
 }
 """Fields for features that a sandbox lacks."""
 _OF_A_TASK = ("task.toml", "instruction.md")
-"""Files that mark a folder as a task."""
 _HONOURED = {
     "agent": ("timeout_sec", "user"),
     "verifier": ("timeout_sec", "env", "user", "environment_mode"),
@@ -58,7 +57,6 @@ _HONOURED = {
 }
 """Fields with an effect here. Others may be Harbor's own; they are ignored, unless they look like a typo of these."""
 _MOST_BYTES = 1 << 18
-"""Maximum size of a task's texts."""
 _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
 """Paths reserved for the format or the sandbox."""
 
@@ -127,7 +125,6 @@ class _Reader:
         return text
 
     def refusal(self, name: str, error: Exception) -> SettingError:
-        """Return the error for a file that is not read or copied."""
         if isinstance(error, RefusedFileError):
             at = os.path.relpath(error.filename, self.folder)
             place = {name: "it", ".": "the task's folder"}.get(at, at)
@@ -234,7 +231,6 @@ class _Reader:
                 raise self.error("task.toml", f"{section}.user: got {user!r}; there is one user, root", "remove it")
 
     def _check_files(self) -> None:
-        """Walk through all files that chains get."""
         tree = TreeCopy(self.folder)
         for name in ("environment", "tests", "solution"):
             try:

@@ -188,14 +188,12 @@ class ImageTools(Environment):
     def _part(
         self, box: Sequence[float], picture: Picture, argument: str, least: int = 1, most_aspect: float = math.inf
     ) -> Part:
-        """Convert the model's box to pixels."""
         try:
             return part_of(self._view.to_pixels(box, picture.size), picture.size, least, most_aspect)
         except ValueError as error:
             raise ValueError(f"{argument}: got {list(box)}: {error}") from None
 
     def _notes(self, part: Part, picture: Picture, name: str) -> list[str]:
-        """Return the notes to the model on a changed box."""
         told = [f"{name} {note}." for note in part.notes]
         return [*told, f"It is {self._view.stated(part.box, picture.size)} now."] if told else []
 
@@ -221,12 +219,10 @@ class ImageTools(Environment):
         return self._view.shown(made.pixels())
 
     def _add(self, made: Picture) -> int:
-        """Give an image the next number."""
         self._pictures.append(made)
         return len(self._pictures) - 1
 
     def _named(self, number: int, picture: Picture) -> list[str]:
-        """Return the label that precedes an image, if there is one."""
         size = f" ({_sides(picture)} pixels)" if self._view.needs_sizes else ""
         return [f"Image {number}{size}:"] if self._labels else []
 

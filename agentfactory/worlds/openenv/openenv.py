@@ -17,8 +17,6 @@ _OF_SERVERS = "transport_error"
 
 @dataclass
 class _Episode:
-    """A chain's episode, and what has happened in it."""
-
     session: Session
     settings: dict[str, Any]
     anchor: str | None = None
@@ -138,7 +136,6 @@ def _fault_of_call(observation: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _with_text(text: str, seen: Any) -> Any:
-    """Return an observation with a text before it."""
     if isinstance(seen, str):
         return "\n\n".join(filter(None, (text, seen)))
     return [text, *(seen if isinstance(seen, list) else [seen])]

@@ -17,7 +17,6 @@ from agentfactory.base.messages import ToolInfrastructureError, is_finite_number
 from agentfactory.worlds.browse.fetch import content_of
 
 MESSAGE_BYTES = 32 << 20
-"""Maximum size of a server's message."""
 _OPEN_SECONDS = 10.0
 """Time limit of a request, and of opening a WebSocket."""
 _CLOSE_SECONDS = 5.0
@@ -232,7 +231,6 @@ class Session:
 
 
 def _told(fault: Any) -> str:
-    """Return pydantic's description of an invalid field."""
     if not isinstance(fault, dict):
         return str(fault)
     return f"{'.'.join(map(str, fault.get('loc') or ())) or 'action'}: {fault.get('msg')}"

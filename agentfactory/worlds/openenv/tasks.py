@@ -101,7 +101,6 @@ class OpenEnvSource(TaskSource):
 
 
 async def _tools_of(session: Session, has_tools: bool) -> list[dict[str, Any]] | None:
-    """Return the tools that an environment offers; None if it offers none."""
     try:
         listed = (await session.step({"type": "list_tools"})).observation
     except RefusedAction as error:

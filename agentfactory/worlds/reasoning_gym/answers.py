@@ -24,7 +24,6 @@ from sympy.parsing import sympy_parser
 _MOST_CHARACTERS = 4_000
 """Of a formula. The longest stored answer has about 200."""
 _MOST_DIGITS = 400
-"""Of a number in a formula."""
 _LARGEST_POWER, _MOST_BITS = 200, 10_000
 """Largest exponent of anything, and longest power of a number."""
 _DECIMAL = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?", re.ASCII)
@@ -178,7 +177,6 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _with_parser(parse: Callable[..., Any]) -> ModuleType:
-    """Return a copy of the module sympy with another `parse_expr`."""
     module = ModuleType("sympy")
     vars(module).update(vars(sympy), parse_expr=parse)
     return module

@@ -39,12 +39,10 @@ from agentfactory.worlds.reasoning_gym import answers
 
 MEMORY_BYTES = 4 << 30
 TASK_SECONDS = 60.0
-"""Time limit for the generation of one task."""
 _TRIES = 20
 """Most tasks that are generated per task that is needed, to find different ones."""
 _NONSENSE = "?"
 _OURS = ("seed", "size")
-"""Options that the source sets."""
 _OWN_FILE = re.compile(r"\w[\w.-]*")
 _GROWN_BYTES = 1 << 30
 """Growth of memory, such as of sympy's caches, after which the process ends and another takes its place."""

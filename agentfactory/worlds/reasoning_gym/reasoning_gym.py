@@ -95,7 +95,6 @@ class ReasoningGym(Environment):
 
 
 def _last_answer(text: str) -> str | None:
-    """Return what is in the last pair of tags."""
     for part in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = part.partition("<answer>")
         if tag:

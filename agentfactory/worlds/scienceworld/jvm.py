@@ -130,7 +130,6 @@ class Jvm:
         self._simplifier = self._classes.main.scala.scienceworld.runtime.SimplifierProcessor
 
     def _object(self, name: str) -> Any:
-        """Return the Scala singleton object `name`."""
         return self._field(f"{name}$", "MODULE$").get(None)
 
     def _field(self, of: str, name: str) -> Any:

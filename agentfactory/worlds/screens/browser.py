@@ -228,7 +228,6 @@ async def heed(answer: Awaitable[Any]) -> None:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether the error means that a page, or all of Chromium, is gone."""
     from playwright.async_api import Error
 
     return isinstance(error, Error) and any(

@@ -13,9 +13,7 @@ if TYPE_CHECKING:  # takes a while to import
 
 
 AT = "([x, y]) => document.elementFromPoint(x, y)"
-"""JavaScript: the element at a point."""
 FOCUSED = "() => document.activeElement"
-"""JavaScript: the element with the keyboard focus."""
 _WAY = """(frame) => {
   const box = frame.getBoundingClientRect(), style = getComputedStyle(frame);
   // CSS transforms may scale a frame
@@ -73,7 +71,6 @@ async def boxes_in(page: "Page", boxes: str) -> list[list[float]]:
 
 
 async def _out_of(frame: "Frame", boxes: Any) -> list[list[float]]:
-    """Map a frame's boxes to the page."""
     inner: Frame | None = frame
     while boxes and inner is not None and inner.parent_frame is not None:
         boxes = await (await inner.frame_element()).evaluate(_OUT_OF, boxes)
@@ -82,7 +79,6 @@ async def _out_of(frame: "Frame", boxes: Any) -> list[list[float]]:
 
 
 SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-"""Wait until the page has been drawn twice."""
 REFUSE_PASTES = """addEventListener('paste', event => {
   if (!event.isTrusted) return;
   event.preventDefault();

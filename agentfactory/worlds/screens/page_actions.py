@@ -41,19 +41,16 @@ _MOST_TABS = 5
 _USES = 100
 """Chains on our own pages that reuse a tab in succession; limited because the tab's memory grows."""
 _MOST_DIALOGS = 20
-"""Maximum dialogs per action; a page that opens more is broken."""
 _SCROLLED = 0.7
 """Fraction of the visible size to scroll by, so that consecutive views overlap."""
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _LONGEST_TEXT = 2000
-"""Maximum characters per call of `type`."""
 _MOVED = (
     *("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed", "Timeout"),
     "Unable to capture screenshot",  # Chromium has no picture of a tab that is just being shown or closed
 )
 """Parts of playwright's errors when a page navigates or its tab closes during a call."""
 _PAUSE = 0.05
-"""Seconds before such a call is retried."""
 
 
 _ORIGIN = re.compile(r"(https?://)?[\w.*:\[\]-]+")
@@ -102,7 +99,6 @@ class BaseScreen(Environment):
         self._acting = False
         """True while an action runs on the page, or if one did not finish."""
         self._uses = 0
-        """Chains that have used the tab."""
         self._dialogs = 0
         self._fault: str | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -274,7 +270,6 @@ class BaseScreen(Environment):
             self._pages, self._acting, self._uses = [], False, 0
 
     async def _open_tab(self, browser: Browser, site: Site) -> None:
-        """Open a tab in a new context."""
         context, self._shut = await browser.context(
             viewport={"width": self._width, "height": self._height},
             device_scale_factor=self._scale,
@@ -303,7 +298,6 @@ class BaseScreen(Environment):
         return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
 
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
-        """Click at a point in CSS pixels."""
         async with self._care():
             frame, place = await frame_with(self._page, AT, (x, y))
             menu = await frame.evaluate(OPTIONS_AT, place) if button == "left" else None
@@ -339,7 +333,6 @@ class BaseScreen(Environment):
         return await self._wheel(across * width, down * height, place)
 
     async def _wheel(self, across: float, down: float, place: tuple[float, float] | None) -> Any:
-        """Turn the mouse wheel by CSS pixels at a point (default: the cursor)."""
         async with self._care():
             if place is not None:
                 await self._move(*place)
@@ -347,7 +340,6 @@ class BaseScreen(Environment):
         return await self._after(*([] if place is None else [place]))
 
     async def _move(self, x: float, y: float) -> None:
-        """Move the mouse to a point in CSS pixels."""
         await self._page.mouse.move(x, y)
         self._mouse = (x, y)
 
@@ -371,7 +363,6 @@ class BaseScreen(Environment):
         self._state = await self._see(lambda _: self._pages[0].evaluate(script), named)
 
     async def _look(self) -> list[Any]:
-        """Return the notes, if any, and the screenshot."""
         # a screenshot that begins during a navigation may never finish
         content = await self._see(
             lambda page: page.screenshot(animations="disabled", scale="device", timeout=500 * self._seconds)
@@ -385,7 +376,6 @@ class BaseScreen(Environment):
         return picture
 
     async def _see(self, look: "Callable[[Page], Awaitable[T]]", what: str = "the page") -> T:
-        """Return the result of `look` on the current page."""
         from playwright.async_api import Error
 
         async with self._care(what):
@@ -466,7 +456,6 @@ class BaseScreen(Environment):
             self._notes.append(note)
 
     async def _serve(self, route: "Route") -> None:
-        """Serve one of the site's files."""
         site = self._site
         if site is None or site.files is None:  # the chain has ended
             return

@@ -8,7 +8,6 @@ from typing import Any
 
 PAGES = Path(__file__).parent / "pages"
 PAGE_NAMES = tuple(sorted(path.stem for path in PAGES.glob("*.html")))
-"""Names of our own pages."""
 _OURS, _MINIWOB = "http://pages.test", "http://miniwob.test"
 
 

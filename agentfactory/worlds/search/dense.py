@@ -20,10 +20,8 @@ _MODEL, _RAW, _GRAPH = "model.json", "vectors.f16", "vectors.usearch"
 _CHUNK = 256
 """Passages that the model gets at once, and sorts by length; a killed build repeats at most this many."""
 _BATCH = 64
-"""Passages per forward pass of the model."""
 _QUERY_CHARACTERS = 20_000
 _GRAPH_CHUNK = 10_000
-"""Vectors that the graph gets at once."""
 _FORMAT = 2
 _SAME = 0.1
 """Maximum distance of two vectors of one text by one model, on different processors and in 16 bits. Different models
@@ -208,7 +206,6 @@ class _Encoder:
         return next((prompts[name] or "" for name in names if name in prompts), "")
 
     def cut(self, texts: list[str]) -> int:
-        """Return the number of passages that are longer than the model reads."""
         if self.tokens is None or self._tokenizer is None:
             return 0
         given = [f"{self.spec.passage_prefix}{encodable(text)}" for text in texts]
@@ -216,11 +213,9 @@ class _Encoder:
         return sum(len(each) > self.tokens for each in read)
 
     def passages(self, texts: list[str]) -> Any:
-        """Return the passages' vectors: float32 [texts, dimensions]."""
         return self._encode(self._model.encode_document, list(map(encodable, texts)), self.spec.passage_prefix)
 
     def query(self, text: str) -> Any:
-        """Return the query's vector: float32 [dimensions]."""
         with self._lock:
             return self._encode(self._model.encode_query, encodable(text), self.spec.query_prefix)
 

@@ -31,7 +31,6 @@ _ANALYZER = "passages"
 _COMMIT_PASSAGES = 100_000
 """Passages between commits; a killed build repeats at most this many."""
 _HEAP_BYTES = 256 << 20
-"""Memory of tantivy's writer, all threads together."""
 _LONGEST_TOKEN = 64
 _QUERY_CHARACTERS = 20_000
 _QUERY_TERMS = 64
@@ -158,7 +157,6 @@ class LocalIndex:
         self.folder = folder
         self.passages: int = manifest["passages"]
         self.has_vectors = (folder / VECTORS).is_dir()
-        """True if it was built with a dense model."""
         self._analyzer = _analyzer(manifest["language"])
         try:
             self._index = _open_terms(folder, manifest["language"])

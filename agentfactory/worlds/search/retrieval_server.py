@@ -22,7 +22,6 @@ from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.ranking import Index
 
 MOST_BYTES = 16 << 20
-"""Maximum size of a request: ten thousand long queries."""
 
 
 class Query(BaseModel):

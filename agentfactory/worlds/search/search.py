@@ -103,7 +103,6 @@ class Search(Environment):
 
 
 def _result(number: int, passage: Passage, characters: int) -> str:
-    """Format a passage as Search-R1 does; the title is the corpus's first line, unchanged."""
     title, _, text = passage.contents.partition("\n")
     if len(text) > characters:
         text = f"{text[:characters]}... (open it to read on)"

@@ -20,7 +20,6 @@ from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.worlds.verifiers import bridge
 
 LOAD_SECONDS = 600.0
-"""Time limit to load an environment, which may download its data."""
 CANCEL_SECONDS = 10.0
 """Time limit to cancel a chain, after which the process is ended: the environment blocks it."""
 _LONGEST_LINE = 1 << 28

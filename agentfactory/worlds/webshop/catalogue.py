@@ -25,14 +25,11 @@ _OPENINGS = ("i am looking for", "i need", "find me", "i want to buy")
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of product."""
-
     noun: str
     query: str
     category: str
     path: str
     attributes: tuple[str, ...]
-    """Possible attributes of the kind; each product has three of them."""
     price: float
     """Lowest price in dollars; the highest is 9 dollars more."""
     options: dict[str, tuple[str, ...]]
@@ -144,14 +141,12 @@ def write_catalogue(folder: Path) -> None:
 
 
 def _brands(rng: random.Random) -> Iterator[str]:
-    """Yield made-up brand names without repetition."""
     names = [start + end for start in _BRAND_STARTS.split() for end in _BRAND_ENDS.split()]
     rng.shuffle(names)
     return iter(names)
 
 
 def _drafts(kind: _Kind, brands: Iterator[str], rng: random.Random) -> list[dict[str, Any]]:
-    """Return products of a kind, without asins."""
     pairs = list(itertools.product(brands, kind.attributes))
     rng.shuffle(pairs)
     return [_draft(kind, brand, attribute, rng) for brand, attribute in pairs[:_PER_KIND]]

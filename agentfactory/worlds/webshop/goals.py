@@ -42,7 +42,6 @@ class Goal(msgspec.Struct, frozen=True):
     """A purchase to make, and the data to judge it."""
 
     asin: str
-    """A product that meets the goal."""
     title: str
     category: str
     query: str
@@ -53,7 +52,6 @@ class Goal(msgspec.Struct, frozen=True):
     options: list[str] | dict[str, str]
     """Human goals: values. Synthetic goals: name -> value."""
     price_upper: float
-    """Price bound in dollars."""
 
 
 def human_goals(product: Product, price: float, instructions: list[Instruction], rng: random.Random) -> Iterator[Goal]:

@@ -29,7 +29,6 @@ class Product(msgspec.Struct, frozen=True):
     title: str
     description: str
     bullets: list[str]
-    """The bullet points of its features page."""
     options: dict[str, list[str]]
     """Name of an option, such as `color` -> values; all in lower case, with ` | ` for a slash."""
     attributes: list[str]
@@ -89,7 +88,6 @@ DOWNLOAD = (
     "and items_human_ins; with _1000 in the name for the small set) and set `data` to their folder; null: the "
     "catalogue that comes with AgentFactory"
 )
-"""The fix for missing data files."""
 
 
 class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,7 +95,6 @@ class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
 
     attributes: list[str] | None = None
     instruction: str | None = None
-    """A synthetic instruction."""
     instruction_attributes: list[str] | None = None
 
 

@@ -42,7 +42,6 @@ class Score:
     """A reward and its components."""
 
     reward: float
-    """0 to 1."""
     type: float
     """1, 0.5, 0.1 or 0: the match between the product's type and the goal's."""
     attributes: float
