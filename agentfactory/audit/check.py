@@ -74,6 +74,11 @@ class Check(ABC):
         self.unchecked: list[Unchecked] = []
         """Subjects that the check could not compare, known after all groups."""
         self._counted = 0
+        self.begin()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Set what the check notes of groups."""
 
     @abstractmethod
     async def note(self, seen: Seen) -> None:
@@ -83,7 +88,6 @@ class Check(ABC):
     def findings(self) -> Iterator[Finding]:
         """Yield what was found, after all groups."""
 
-    @property
     @abstractmethod
     def looked_at(self) -> str:
         """Number of compared chains, tokens or files, such as "1,200 chains"; empty if there was nothing to compare."""

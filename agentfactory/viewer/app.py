@@ -29,6 +29,10 @@ SCRIPTS = [
 
 PLOTLY = "plotly.js"
 
+_ANSWERS = (
+    *("state", "metrics", "charts", "run", "runs", "recipes", "audit"),
+    *("trajectories", "rewards", "trajectory", "image"),
+)
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
@@ -44,17 +48,7 @@ def make_app(follower: Follower, port: int) -> Guard:
         Route("/", partial(_static, "index.html")),
         Route("/plotly.js", partial(_static, PLOTLY)),
         *(Route(f"/{name}", partial(_static, name)) for name in ["style.css", *SCRIPTS]),
-        Route("/api/state", answers.state),
-        Route("/api/metrics", answers.metrics),
-        Route("/api/charts", answers.charts),
-        Route("/api/run", answers.run),
-        Route("/api/trajectories", answers.trajectories),
-        Route("/api/rewards", answers.rewards),
-        Route("/api/recipes", answers.recipes),
-        Route("/api/runs", answers.runs),
-        Route("/api/audit", answers.audit),
-        Route("/api/trajectory", answers.trajectory),
-        Route("/api/image", answers.image),
+        *(Route(f"/api/{name}", getattr(answers, name)) for name in _ANSWERS),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={BadQuery: _refuse, NotThere: _refuse}), port)
 

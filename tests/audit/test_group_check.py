@@ -58,7 +58,7 @@ def findings(recipe: Recipe, group: Group, change: Change = lambda values: value
     record = Record("run", "ours", Path(), lambda: iter(()), recipe=recipe)
     check = GroupCheck(record, {})
     asyncio.run(check.note(Seen(group, "train.jsonl", step=1, credit=noted)))
-    assert "advantages of" in check.looked_at
+    assert "advantages of" in check.looked_at()
     return list(check.findings())
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import Places, Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import Places, Seen
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import LateChains
@@ -34,8 +34,7 @@ class GroupCheck(Check):
 
     topic = "groups"
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._groups = self._equal = self._compared = self._several = 0
         self._same, self._disordered, self._flat, self._formula = Places(), Places(), Places(), Places()
         self._uneven = Places()
@@ -148,7 +147,6 @@ class GroupCheck(Check):
         if found is not None and self._groups >= ENOUGH_GROUPS:
             yield self.warning(found.text, found.fix)
 
-    @property
     def looked_at(self) -> str:
         advantages = f", advantages of {self._compared:,} chains" if self._compared else ""
         return f"{self._groups:,} groups of several chains{advantages}" if self._groups else ""

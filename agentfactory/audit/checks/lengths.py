@@ -8,8 +8,8 @@ from statistics import fmean
 
 import numpy as np
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import MESSAGES, Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import MESSAGES, Seen
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Trajectory
@@ -44,8 +44,7 @@ class LengthCheck(Check):
     topic = "lengths"
     needs = (MESSAGES,)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._started, self._trained, self._lost = _Moments(), _Moments(), _Moments()
         self._within: list[tuple[float, float]] = []
         """(length, reward) of each chain, less the means of its group."""
@@ -116,7 +115,6 @@ class LengthCheck(Check):
             text += f"{grown:.1f} times while success did not rise as they did"
             yield self.warning(text, "look at what the reward pays for: length, and not the task")
 
-    @property
     def looked_at(self) -> str:
         return f"{len(self._started.values):,} chains" if self._started.values else ""
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentfactory.audit.check import Check, Opened, Parts
-from agentfactory.audit.record import HELD_OUT, MESSAGES, RECIPE, TOKENS, TRAINED, Places, Record, Seen
+from agentfactory.audit.check import Check, Opened
+from agentfactory.audit.record import HELD_OUT, MESSAGES, RECIPE, TOKENS, TRAINED, Places, Seen
 from agentfactory.audit.replay.replay_runner import own_messages
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import Message
@@ -47,8 +47,7 @@ class TokenCheck(Check):
         "shape": "the saved chain is not whole: look for code that changes its messages or its rows",
     }
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._found = {kind: Places() for kind in self._FIXES}
         self._chains = self._tokens = self._own = 0
 
@@ -79,7 +78,6 @@ class TokenCheck(Check):
         if self._own:
             yield self.remark(f"{self._own} chains of an agent with its own prompts were not derived again")
 
-    @property
     def looked_at(self) -> str:
         return f"{self._chains:,} chains, {self._tokens:,} tokens" if self._chains else ""
 
@@ -226,8 +224,7 @@ class TrainedCheck(Check):
     needs = (TOKENS, TRAINED)
     _FIX = "compare the targets of the batch with the masks of its rows"
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._chains = self._tokens = 0
         self._others, self._missing, self._left_out = Places(), Places(), Places()
         self._groups: Counter[int] = Counter()
@@ -288,7 +285,6 @@ class TrainedCheck(Check):
             text = f"{sum(lost.values())} groups that {len(lost)} steps trained are not among the trajectories"
             yield self.wrong(text, "copy the run folder again, with trajectories/*.jsonl and *.arrays")
 
-    @property
     def looked_at(self) -> str:
         return f"{self._chains:,} chains, {self._tokens:,} trained tokens" if self._chains else ""
 
@@ -299,8 +295,7 @@ class GreedyCheck(Check):
     topic = "greedy chains"
     needs = (HELD_OUT, TOKENS)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._first: dict[tuple[str, bytes], tuple[bytes, str]] = {}
         self._differ = Places()
         self._chains = self._compared = 0
@@ -326,6 +321,5 @@ class GreedyCheck(Check):
             fix = "set temperature 0; in half precision, a server's batches also change which token is the likeliest"
             yield self.warning(text, fix, places.kept)
 
-    @property
     def looked_at(self) -> str:
         return f"{self._chains:,} chains, {self._compared:,} with a prompt of another" if self._chains else ""

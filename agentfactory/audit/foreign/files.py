@@ -63,26 +63,7 @@ def _decompressed(file: BufferedReader) -> BinaryIO:
     import pyarrow
 
     # reads one frame after the other, and skips the table of frames at the end
-    return cast(BinaryIO, _Lines(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")))
-
-
-class _Lines:
-    """Lines of a stream that can only be read in blocks."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._rest = stream, b""
-
-    def readline(self, most: int) -> bytes:
-        """Return the next line with its end, or its first `most` bytes; empty at the end."""
-        while (end := self._rest.find(b"\n") + 1) == 0 and len(self._rest) < most:
-            block = self._stream.read(1 << 20)
-            if not block:
-                end = len(self._rest)
-                break
-            self._rest += block
-        end = min(end or most, most)
-        line, self._rest = self._rest[:end], self._rest[end:]
-        return line
+    return BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"))
 
 
 def object_of(file: Path, within: Path | None = None) -> dict[str, Any]:

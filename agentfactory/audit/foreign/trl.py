@@ -16,23 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from agentfactory.audit import record as streams
 from agentfactory.audit.foreign.files import malformed, numbers_of, object_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved
 from agentfactory.audit.foreign.messages import messages_of, named
-from agentfactory.audit.record import (
-    CALLS,
-    HELD_OUT,
-    LOGPROBS,
-    MALFORMED,
-    METRICS,
-    ORDER,
-    OUTCOMES,
-    RECIPE,
-    REWARDS,
-    TOKENS,
-    TRAINED,
-    Record,
-)
+from agentfactory.audit.record import Record
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import open_file
 from agentfactory.base.findings import Evidence, Finding, Severity
@@ -47,14 +35,14 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OWN = ("step", "prompt", "completion", "advantage")
 NEAR = 1e-4
 _LACKS = {
-    TOKENS: "TRL's completions have texts and no token ids",
-    LOGPROBS: "TRL saves no log-probabilities of tokens",
-    TRAINED: "TRL saves one advantage for each completion, and nothing for each token",
-    ORDER: "TRL does not save which row of the data each prompt is",
-    OUTCOMES: "TRL does not save how a completion ended",
-    MALFORMED: "TRL does not save which calls it could not read",
-    RECIPE: "TRL saves no recipe of ours",
-    HELD_OUT: "TRL saves the completions of an evaluation among those of training, without a mark",
+    streams.TOKENS: "TRL's completions have texts and no token ids",
+    streams.LOGPROBS: "TRL saves no log-probabilities of tokens",
+    streams.TRAINED: "TRL saves one advantage for each completion, and nothing for each token",
+    streams.ORDER: "TRL does not save which row of the data each prompt is",
+    streams.OUTCOMES: "TRL does not save how a completion ended",
+    streams.MALFORMED: "TRL does not save which calls it could not read",
+    streams.RECIPE: "TRL saves no recipe of ours",
+    streams.HELD_OUT: "TRL saves the completions of an evaluation among those of training, without a mark",
 }
 
 
@@ -198,11 +186,11 @@ class _Run:
     def lacks(self) -> dict[str, str]:
         lacks = dict(_LACKS)
         if self.texts:
-            lacks[CALLS] = "TRL's completions here are plain texts, without calls"
+            lacks[streams.CALLS] = "TRL's completions here are plain texts, without calls"
         if not self.functions:
-            lacks[REWARDS] = "these tables have no column of a reward function"
+            lacks[streams.REWARDS] = "these tables have no column of a reward function"
         if not self._rewards:
-            lacks[METRICS] = f"there is no {_STATE} with metrics; TRL writes one with each checkpoint"
+            lacks[streams.METRICS] = f"there is no {_STATE} with metrics; TRL writes one with each checkpoint"
         return lacks
 
 

@@ -8,24 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agentfactory.audit import record as streams
 from agentfactory.audit.foreign.files import object_of, rows_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
 from agentfactory.audit.foreign.results import chain_of as chain_of_result
 from agentfactory.audit.foreign.results import is_result, result_of, task_of
 from agentfactory.audit.foreign.traces import Task, Trace, chain_of, episode_of, failed, is_trace, policies
-from agentfactory.audit.record import HELD_OUT, LOGPROBS, MALFORMED, METRICS, ORDER, RECIPE, TOKENS, TRAINED, Record
+from agentfactory.audit.record import Record
 from agentfactory.base.errors import SettingError
 
 KIND = "verifiers"
 _TRACES, _RESULTS, _METADATA = "traces.jsonl", "results.jsonl", "metadata.json"
 _CONFIG = Path("configs", "resolved", "eval.json")
 _LACKS = {
-    TRAINED: "an evaluation trains nothing",
-    HELD_OUT: "it is an evaluation, without training beside it",
-    METRICS: "an evaluation has no steps",
-    ORDER: "verifiers saves chains in the order in which they end",
-    MALFORMED: "verifiers does not save which calls could not be read",
-    RECIPE: "verifiers saves no recipe of ours",
+    streams.TRAINED: "an evaluation trains nothing",
+    streams.HELD_OUT: "it is an evaluation, without training beside it",
+    streams.METRICS: "an evaluation has no steps",
+    streams.ORDER: "verifiers saves chains in the order in which they end",
+    streams.MALFORMED: "verifiers does not save which calls could not be read",
+    streams.RECIPE: "verifiers saves no recipe of ours",
 }
 
 
@@ -54,9 +55,9 @@ def lacks_of(gathered: Gathered) -> dict[str, str]:
     """Return the streams that none of these chains has."""
     lacks = {}
     if not gathered.tokens:
-        lacks[TOKENS] = "these chains have no token ids: they came from a chat endpoint, or of an older version"
+        lacks[streams.TOKENS] = "these chains have no token ids: they came from a chat endpoint, or of an older version"
     if not gathered.logprobs:
-        lacks[LOGPROBS] = "these chains have no log-probabilities"
+        lacks[streams.LOGPROBS] = "these chains have no log-probabilities"
     return lacks
 
 

@@ -12,35 +12,24 @@ from typing import Any
 
 import msgspec
 
+from agentfactory.audit import record as streams
 from agentfactory.audit.foreign.files import convert, malformed, numbers_of, rows_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
-from agentfactory.audit.record import (
-    CALLS,
-    HELD_OUT,
-    LOGPROBS,
-    MALFORMED,
-    METRICS,
-    ORDER,
-    OUTCOMES,
-    RECIPE,
-    TOKENS,
-    TRAINED,
-    Record,
-)
+from agentfactory.audit.record import Record
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 KIND = "verl"
 _STEP = re.compile(r"(\d+)\.jsonl")
 _LACKS = {
-    TOKENS: "verl's dumps have texts and no token ids",
-    LOGPROBS: "verl's dumps have no log-probabilities",
-    TRAINED: "verl's dumps have no advantages",
-    CALLS: "verl's dumps have each conversation as one text, without its special tokens",
-    MALFORMED: "verl's dumps do not say which calls could not be read",
-    OUTCOMES: "verl's dumps do not say how a chain ended",
-    ORDER: "verl's dumps do not say which row of the data each prompt is",
-    RECIPE: "verl saves no recipe of ours",
+    streams.TOKENS: "verl's dumps have texts and no token ids",
+    streams.LOGPROBS: "verl's dumps have no log-probabilities",
+    streams.TRAINED: "verl's dumps have no advantages",
+    streams.CALLS: "verl's dumps have each conversation as one text, without its special tokens",
+    streams.MALFORMED: "verl's dumps do not say which calls could not be read",
+    streams.OUTCOMES: "verl's dumps do not say how a chain ended",
+    streams.ORDER: "verl's dumps do not say which row of the data each prompt is",
+    streams.RECIPE: "verl saves no recipe of ours",
 }
 _OURS = {
     "actor/grad_norm": "grad_norm",
@@ -89,9 +78,9 @@ def read(path: Path) -> Record | None:
     record.metrics = _metrics(folder)
     lacks = dict(_LACKS)
     if not gathered.held_out:
-        lacks[HELD_OUT] = "there are no dumps of trainer.validation_data_dir beside those of training"
+        lacks[streams.HELD_OUT] = "there are no dumps of trainer.validation_data_dir beside those of training"
     if not record.metrics:
-        lacks[METRICS] = "there is no file of verl's file logger here (trainer.logger: file)"
+        lacks[streams.METRICS] = "there is no file of verl's file logger here (trainer.logger: file)"
     record.lacks = lacks
     record.problems = gathered.problems()
     return record

@@ -29,20 +29,10 @@ from agentfactory.tools.sandbox.bubblewrap import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
 from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching, names_without_default
 
-_SECTIONS = frozenset(
-    {
-        "schema_version",
-        "version",
-        "task",
-        "source",
-        "metadata",
-        "verifier",
-        "agent",
-        "environment",
-        "solution",
-        "artifacts",
-    }
-)
+_SECTIONS = {
+    *("schema_version", "version", "task", "source", "metadata", "verifier", "agent", "environment", "solution"),
+    "artifacts",
+}
 _UNSUPPORTED = {
     "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
     "verifier": ("environment", "collect"),
