@@ -10,20 +10,8 @@ from pydantic import Field
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import tool
-from agentfactory.worlds.images.pictures import (
-    MOST_ASPECT,
-    Contrast,
-    Crop,
-    Direction,
-    Draw,
-    Flip,
-    Part,
-    Picture,
-    Point,
-    Step,
-    Turn,
-    part_of,
-)
+from agentfactory.worlds.images import pictures
+from agentfactory.worlds.images.pictures import Direction, Part, Picture, Point
 
 Box = Annotated[list[float], Field(min_length=4, max_length=4)]
 """Left, top, right and bottom edge, in the model's coordinate convention."""
@@ -77,8 +65,8 @@ class ImageTools(Environment):
         """
         picture = self._picture(img_idx)
         least = self._least or self._view.token
-        part = self._part(bbox_2d, picture, "bbox_2d", least, MOST_ASPECT)
-        return self._made(picture, Crop(part.box), self._notes(part, picture, "The box"))
+        part = self._part(bbox_2d, picture, "bbox_2d", least, pictures.MOST_ASPECT)
+        return self._made(picture, pictures.Crop(part.box), self._notes(part, picture, "The box"))
 
     @tool
     def rotate(self, degrees: float, img_idx: int = 0) -> Any:
@@ -88,7 +76,7 @@ class ImageTools(Environment):
             degrees: How far, such as 90.
             img_idx: Number of the image, from 0.
         """
-        return self._made(self._picture(img_idx), Turn(degrees % 360))
+        return self._made(self._picture(img_idx), pictures.Turn(degrees % 360))
 
     @tool
     def flip(self, direction: Direction, img_idx: int = 0) -> Any:
@@ -98,7 +86,7 @@ class ImageTools(Environment):
             direction: The sides that change places.
             img_idx: Number of the image, from 0.
         """
-        return self._made(self._picture(img_idx), Flip(direction))
+        return self._made(self._picture(img_idx), pictures.Flip(direction))
 
     @tool
     def enhance_contrast(self, factor: Annotated[float, Field(ge=0.1, le=10)] = 2.0, img_idx: int = 0) -> Any:
@@ -108,7 +96,7 @@ class ImageTools(Environment):
             factor: More than 1 for more contrast.
             img_idx: Number of the image, from 0.
         """
-        return self._made(self._picture(img_idx), Contrast(factor))
+        return self._made(self._picture(img_idx), pictures.Contrast(factor))
 
     @tool
     def draw_boxes(
@@ -124,7 +112,7 @@ class ImageTools(Environment):
         picture = self._picture(img_idx)
         parts = [self._part(box, picture, f"boxes.{number}") for number, box in enumerate(boxes)]
         notes = [note for number, part in enumerate(parts) for note in self._notes(part, picture, f"Box {number}")]
-        return self._made(picture, Draw(color, boxes=tuple(part.box for part in parts)), notes)
+        return self._made(picture, pictures.Draw(color, boxes=tuple(part.box for part in parts)), notes)
 
     @tool
     def draw_points(
@@ -142,7 +130,7 @@ class ImageTools(Environment):
         """
         picture = self._picture(img_idx)
         found = [self._point(point, picture, f"points.{number}") for number, point in enumerate(points)]
-        return self._made(picture, Draw(color, points=tuple(found)))
+        return self._made(picture, pictures.Draw(color, points=tuple(found)))
 
     @tool
     def measure(self, start: Place, end: Place, img_idx: int = 0) -> str:
@@ -189,7 +177,7 @@ class ImageTools(Environment):
         self, box: Sequence[float], picture: Picture, argument: str, least: int = 1, most_aspect: float = math.inf
     ) -> Part:
         try:
-            return part_of(self._view.to_pixels(box, picture.size), picture.size, least, most_aspect)
+            return pictures.part_of(self._view.to_pixels(box, picture.size), picture.size, least, most_aspect)
         except ValueError as error:
             raise ValueError(f"{argument}: got {list(box)}: {error}") from None
 
@@ -203,11 +191,9 @@ class ImageTools(Environment):
         except ValueError as error:
             raise ValueError(f"{argument}: {error}") from None
 
-    def _made(self, picture: Picture, step: Step, notes: Sequence[str] = ()) -> dict[str, Any]:
+    def _made(self, picture: Picture, step: pictures.Step, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Return the result of a tool that derives a new image, and give that image the next number."""
-        return self._show(picture.changed(step), notes)
-
-    def _show(self, made: Picture, notes: Sequence[str] = ()) -> dict[str, Any]:
+        made = picture.changed(step)
         shown = self._seen(made)
         number = self._add(made)
         said = " ".join([*notes, *self._named(number, made)])

@@ -318,13 +318,8 @@ class Jvms:
     def gauges(self) -> dict[str, float]:
         """Return the numbers of processes and of their games, and of processes lost and replaced since the start."""
         pool = self._pool
-        counts = {
-            "jvms": len(pool.pids()),
-            "games": pool.games(),
-            "jvms_lost": pool.lost,
-            "jvms_replaced": pool.replaced,
-        }
-        return {name: float(count) for name, count in counts.items()}
+        counts = {"jvms": len(pool.pids()), "games": pool.games(), "jvms_lost": pool.lost}
+        return {name: float(count) for name, count in (counts | {"jvms_replaced": pool.replaced}).items()}
 
 
 class Play:

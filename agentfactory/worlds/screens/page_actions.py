@@ -17,18 +17,8 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import finish, tool
+from agentfactory.worlds.screens import keyboard
 from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
-from agentfactory.worlds.screens.keyboard import (
-    AT,
-    CHOOSE,
-    FOCUSED,
-    OPTIONS_AT,
-    REFUSE_PASTES,
-    SCROLLS_AT,
-    SETTLED,
-    Keyboard,
-    frame_with,
-)
 from agentfactory.worlds.screens.sites import Site, check_fields, site_of
 
 if TYPE_CHECKING:  # takes a while to import
@@ -59,7 +49,7 @@ _browsers: Shared[Browser] = Shared()
 
 async def _settle(page: "Page") -> None:
     await page.wait_for_load_state("load")
-    await page.evaluate(SETTLED)
+    await page.evaluate(keyboard.SETTLED)
 
 
 class BaseScreen(Environment):
@@ -95,7 +85,7 @@ class BaseScreen(Environment):
         self._pages: list[Page] = []
         self._notes: list[str] = []
         self._mouse = (0.0, 0.0)
-        self._keyboard = Keyboard()
+        self._keyboard = keyboard.Keyboard()
         self._acting = False
         """True while an action runs on the page, or if one did not finish."""
         self._uses = 0
@@ -143,7 +133,7 @@ class BaseScreen(Environment):
         site = site_of(page, miniwob, url, check, seed)
         if not (site.is_ours and self._may_be_used_again()):
             await self._shut_tabs()
-        self._site, self._notes, self._dialogs, self._keyboard = site, [], 0, Keyboard()
+        self._site, self._notes, self._dialogs, self._keyboard = site, [], 0, keyboard.Keyboard()
         self._state = {"done": False, "score": 0.0}
         if self._browser is None:
             self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
@@ -168,8 +158,8 @@ class BaseScreen(Environment):
             text: The text.
         """
         async with self._care():
-            frame, _ = await frame_with(self._page, FOCUSED)
-            chosen = await frame.evaluate(CHOOSE, text)
+            frame, _ = await keyboard.frame_with(self._page, keyboard.FOCUSED)
+            chosen = await frame.evaluate(keyboard.CHOOSE, text)
             if chosen is False:
                 self._notes.append("The menu has no such entry.")
             if chosen is None:
@@ -282,7 +272,7 @@ class BaseScreen(Environment):
         context.set_default_timeout(1000 * self._seconds)
         context.on("page", self._opened)
         async with self._care():
-            await context.add_init_script(REFUSE_PASTES)
+            await context.add_init_script(keyboard.REFUSE_PASTES)
             if site.files is not None:
                 await context.route(f"{site.origin}/**", self._serve)
             await context.new_page()
@@ -299,8 +289,8 @@ class BaseScreen(Environment):
 
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
         async with self._care():
-            frame, place = await frame_with(self._page, AT, (x, y))
-            menu = await frame.evaluate(OPTIONS_AT, place) if button == "left" else None
+            frame, place = await keyboard.frame_with(self._page, keyboard.AT, (x, y))
+            menu = await frame.evaluate(keyboard.OPTIONS_AT, place) if button == "left" else None
             await self._move(x, y)
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count, button=button)
@@ -329,7 +319,7 @@ class BaseScreen(Environment):
         """Scroll the element under the point (default: the cursor) by 70 % of its visible size."""
         across, down = _STEPS[direction]
         async with self._care():
-            width, height = await self._page.evaluate(SCROLLS_AT, [*(place or self._mouse), across != 0])
+            width, height = await self._page.evaluate(keyboard.SCROLLS_AT, [*(place or self._mouse), across != 0])
         return await self._wheel(across * width, down * height, place)
 
     async def _wheel(self, across: float, down: float, place: tuple[float, float] | None) -> Any:
