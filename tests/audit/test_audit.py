@@ -21,17 +21,8 @@ from agentfactory.rollout.groups.group_files import append_group, delete_groups,
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 CHECKED = {
-    *(
-        "the end of the run",
-        "weights",
-        "tokens and masks",
-        "trained tokens",
-        "rewards",
-        "chains played again",
-        "metrics",
-        "tasks",
-    ),
-    *("chains lost", "groups", "tool calls", "format", "lengths", "greedy chains"),
+    *("the end of the run", "weights", "tokens and masks", "trained tokens", "rewards", "chains played again"),
+    *("metrics", "tasks", "chains lost", "groups", "tool calls", "format", "lengths", "greedy chains"),
 }
 
 
