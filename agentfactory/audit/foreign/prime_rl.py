@@ -31,11 +31,8 @@ from agentfactory.audit.record import Record
 KIND = "prime-rl"
 _PLACES = (".", "run_default", "monitors/file", "run_default/monitors/file")
 _FILES = (
-    "rollouts/step_*/*_rollouts.jsonl",
-    "rollouts/step_*/*/effective/traces.jsonl*",
-    "rollouts/step_*/*/all/traces.jsonl*",
-    "traces/step_*/*/traces.jsonl",
-    "traces/stream/*.jsonl*",
+    *("rollouts/step_*/*_rollouts.jsonl", "rollouts/step_*/*/effective/traces.jsonl*"),
+    *("rollouts/step_*/*/all/traces.jsonl*", "traces/step_*/*/traces.jsonl", "traces/stream/*.jsonl*"),
 )
 """Files of chains. Those that were trained come before all, because only they have advantages."""
 _NOTES = ("traces/step_*/*/annotations/*.jsonl", "traces/annotations/*/*.jsonl*")

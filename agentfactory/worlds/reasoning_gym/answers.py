@@ -54,12 +54,8 @@ _FORMULAS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 """Module -> its functions, and whether its answers have symbols."""
 _TRUSTED = (
-    "algorithmic.number_sorting",
-    "arithmetic.basic_arithmetic",
-    "arithmetic.bitwise_arithmetic",
-    "arithmetic.gsm_symbolic.generators_00_49",
-    "arithmetic.gsm_symbolic.generators_50_99",
-    "code.codeio",
+    *("algorithmic.number_sorting", "arithmetic.basic_arithmetic", "arithmetic.bitwise_arithmetic"),
+    *("arithmetic.gsm_symbolic.generators_00_49", "arithmetic.gsm_symbolic.generators_50_99", "code.codeio"),
 )
 """Modules that evaluate only what their generators have written."""
 

@@ -201,13 +201,7 @@ MINIWOB = [
     *("click-test", "click-test-2", "click-button", "click-checkboxes", "click-collapsible", "click-color"),
     *("click-dialog", "click-link", "click-menu", "click-option", "click-pie", "click-shape", "click-tab"),
     *(
-        "click-widget",
-        "count-shape",
-        "enter-date",
-        "enter-password",
-        "enter-text",
-        "focus-text",
-        "login-user",
+        *("click-widget", "count-shape", "enter-date", "enter-password", "enter-text", "focus-text", "login-user"),
         "use-slider",
     ),
 ]
