@@ -28,7 +28,6 @@ CHECKED = {
 
 @pytest.fixture(scope="module")
 def run(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the short quickstart."""
     folder = tmp_path_factory.mktemp("audit") / "run"
     shutil.copytree(quickstart_run, folder, symlinks=True)
     return folder
@@ -50,7 +49,6 @@ def audited(run: Path) -> Report:
 
 
 def rewrite(stage: Path, change: Callable[[list[Group]], object], name: str = "train.jsonl") -> None:
-    """Change the groups of a file."""
     file = stage / "trajectories" / name
     groups = list(read_groups(file))
     for group in groups:

@@ -50,7 +50,6 @@ def saved(quickstart_run: Path) -> SavedChain:
 
 @pytest.fixture
 def on_server(saved: SavedChain, warm_server: str) -> Callable[[Callable[[ChainRunner], Awaitable[Found]]], Found]:
-    """Run a function with a runner of the chain's recipe."""
 
     def call(act: Callable[[ChainRunner], Awaitable[Found]]) -> Found:
         async def opened() -> Found:

@@ -70,7 +70,6 @@ def opened(context: "BrowserContext") -> "Iterator[Page]":
 
 
 def view(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status."""
     return main(["view", *arguments])
 
 
@@ -88,7 +87,6 @@ def chain_page(client: TestClient, row: dict[str, Any] | None = None) -> Any:
 
 
 def trajectory(row: dict[str, Any], options: str = "") -> str:
-    """The place of a chain's page."""
     return f"#/trajectory/{row['run']}/{quote(row['file'], '')}/{row['byte']}/{row['place']}{options}"
 
 

@@ -34,7 +34,6 @@ def save(image: Image.Image, name: str) -> None:
 
 
 def beside(images: list[Image.Image]) -> Image.Image:
-    """The images next to each other."""
     width = sum(image.width + GAP for image in images) + GAP
     whole = Image.new("RGB", (width, images[0].height + 2 * GAP), "#d5dae2")
     left = GAP
@@ -45,7 +44,6 @@ def beside(images: list[Image.Image]) -> Image.Image:
 
 
 def main(folders: list[Path]) -> None:
-    """Take all pictures."""
     with viewing(*folders) as url, sync_playwright() as playwright:
         runs = [run["id"] for run in when_read(url)["runs"] if run["credited"]]
 
@@ -88,7 +86,6 @@ def main(folders: list[Path]) -> None:
 
 
 def film() -> None:
-    """Take the picture of a film."""
     with tempfile.TemporaryDirectory() as folder:
         run = asyncio.run(screen_run(Path(folder) / "run", ["form"]))
         with viewing(run.path) as url, sync_playwright() as playwright:

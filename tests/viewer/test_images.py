@@ -19,7 +19,6 @@ from tests.viewer.viewer_runs import chain
 
 
 def zoomed(run: RunFolder, box: list[float], number: int | None = None) -> list[Message]:
-    """A chain that sees a stored picture, zooms into it, and sees a crop that is no longer stored."""
     store = ImageStore(run.images)
     seen, crop = (store.put(Image.new("RGB", *given)) for given in (((400, 200), "red"), ((64, 64), "blue")))
     store.path(crop).unlink()

@@ -58,7 +58,6 @@ def url(runs: tuple[Path, Path]) -> Iterator[str]:
 
 @pytest.fixture(params=[1400, 390])
 def page(browser: "Browser", request: pytest.FixtureRequest) -> "Iterator[Page]":
-    """On a screen, and on a phone; no page is wider than either."""
     context = browser.new_context(viewport={"width": request.param, "height": 900})
     with opened(context) as page:
         yield page

@@ -27,7 +27,7 @@ from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.growing_file import GrowingFile
 from agentfactory.viewer.trajectories import trajectory_page
 from tests.saved_groups import old_line
-from tests.viewer.browsing import api, ask, asking, command, opened, run_id, trajectory, view, viewing
+from tests.viewer.browsing import api, ask, asking, chain_page, command, opened, run_id, trajectory, view, viewing
 from tests.viewer.viewer_runs import (
     BEST,
     IMAGES,
@@ -569,15 +569,12 @@ def test_a_chain_whose_arrays_are_lost_is_shown_without_its_tokens(tmp_path: Pat
     run = many_chains(tmp_path / "run", 2, members=2)
     follower, client = asking(run.path)
     row = client.get("/api/trajectories").json()["rows"][0]
-    where = {name: row[name] for name in ("run", "file", "byte", "place")}
     arrays = arrays_file(run.trajectories / "train.jsonl")
     content = arrays.read_bytes()
 
     def page() -> dict[str, Any]:
         trajectory_page._read_group.cache_clear()
-        answer = client.get("/api/trajectory", params=where)
-        assert answer.status_code == 200
-        return answer.json()
+        return chain_page(client, row)
 
     whole = page()
     assert (len(whole["rows"][0]["token_ids"]), whole["rows_problem"]) == (240, None)
@@ -635,13 +632,10 @@ def test_what_was_mended_is_told_no_longer(tmp_path: Path) -> None:
 def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = many_chains(tmp_path / "many", 1)
-    follower, client = asking(folder.path)
-    (run,) = follower.runs
-    run.lines = [{"step": 1}, {"step": 2}]
-
-    class Restarting(type(run)):
+    class Restarting:
         """Begins anew as soon as somebody has looked at `generation`."""
+
+        lines, seen = [{"step": 1}, {"step": 2}], 0
 
         @property
         def generation(self) -> int:
@@ -649,13 +643,12 @@ def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
             self.lines = [{"step": 9}] if seen == 0 else self.lines
             return seen
 
-    run.__dict__.pop("generation")
-    run.seen = 0
-    monkeypatch.setattr(run, "__class__", Restarting)
+    run = Restarting()
+    _, client = asking(many_chains(tmp_path / "many", 1).path)
+    monkeypatch.setattr("agentfactory.viewer.app._Answers._run", lambda *_: run)
     known, generation, steps = 2, 0, [1, 2]
     for _ in range(2):
-        asked = {"run": run.id, "from": known, "generation": generation}
-        answer = client.get("/api/metrics", params=asked).json()
+        answer = client.get("/api/metrics", params={"from": known, "generation": generation}).json()
         steps = [*steps[: answer["from"]], *answer["series"].get("step", {"y": []})["y"]]
         known, generation = answer["lines"], answer["generation"]
     assert (generation, known, steps) == (1, 1, [9])

@@ -184,7 +184,6 @@ def test_other_folders_are_not_of_trl(tmp_path: Path) -> None:
 
 
 def change(folder: Path, edit: object) -> None:
-    """Edit the trainer_state.json of a copy."""
     (file,) = folder.glob("checkpoint-*/trainer_state.json")
     state = json.loads(file.read_text())
     edit(state)  # type: ignore[operator]

@@ -27,7 +27,6 @@ async def in_windows_1252(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def atlas(**further: Handler | str) -> AsyncIterator[Site]:
-    """Serve the corpus of pages, and `further` ones."""
     files = [path for path in PAGES.rglob("*") if path.is_file()]
     routes: dict[str, Any] = {f"/{path.relative_to(PAGES)}": path for path in files}
     routes |= {"/long": LONG, "/people/halvard.html": in_windows_1252}

@@ -84,7 +84,6 @@ def test_charsets(content: bytes, charset: str | None, text: str) -> None:
 
 
 def pdf(text: str) -> bytes:
-    """Return a PDF with one line of text."""
     stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",

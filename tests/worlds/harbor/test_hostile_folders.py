@@ -43,7 +43,6 @@ class Place:
             folder.chmod(0o777)
 
     def write(self, path: str | Path, text: str = "x") -> Path:
-        """Write a file of the task, or of another place."""
         path = self.task / path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -59,7 +58,6 @@ class Place:
         return self
 
     def link(self, path: str | Path, target: str | Path) -> "Place":
-        """Put a link in place of a file or folder of the task."""
         path = self.task / path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -72,11 +70,9 @@ class Place:
         return self.file("environment/Dockerfile", "\n".join(("FROM ubuntu:24.04", f"WORKDIR {workdir}", *lines)))
 
     def tests(self, *lines: str) -> "Place":
-        """Write the tests."""
         return self.file("tests/test.sh", "\n".join(("#!/bin/bash", *lines)))
 
     def settings(self, text: str) -> "Place":
-        """Write the task's settings."""
         return self.file("task.toml", text)
 
     def variable(self, section: str, value: str) -> "Place":
@@ -95,7 +91,6 @@ class Place:
         return self.link(self.root / "app", target).file("environment/evil")
 
     def pipe(self, path: str) -> "Place":
-        """Put a FIFO in place of a file."""
         (self.task / path).unlink(missing_ok=True)
         os.mkfifo(self.task / path)
         return self
@@ -352,7 +347,6 @@ def state(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def contents(workspace: Path | None) -> Iterator[str]:
-    """The text of all files of a chain."""
     assert workspace is not None
     for path in workspace.rglob("*"):
         assert not path.is_symlink() or not path.lstat().st_mode & stat.S_ISUID

@@ -28,7 +28,6 @@ def units(coordinates: str, size: Size) -> Size:
 
 
 def stated(pixels: list[float], coordinates: str, size: Size) -> list[float]:
-    """Pixels in the model's coordinates."""
     unit = units(coordinates, size)
     return [float(Fraction(pixel) * unit[axis % 2] / size[axis % 2]) for axis, pixel in enumerate(pixels)]
 
@@ -53,7 +52,6 @@ def cut(box: list[float], coordinates: str, size: Size) -> list[int] | None:
 
 
 def shown(pixels: np.ndarray) -> np.ndarray:
-    """An image as the model gets it."""
     height, width = smart_resize(*pixels.shape[:2], TOKEN, LEAST_PIXELS, MOST_PIXELS)
     if (height, width) == pixels.shape[:2]:
         return pixels

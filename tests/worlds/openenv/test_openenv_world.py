@@ -257,7 +257,6 @@ async def test_a_world_of_ours_is_played_by_its_address(tmp_path: Path, monkeypa
 
 @contextmanager
 def openenvs_server(python: str, places: int) -> Iterator[str]:
-    """Run OpenEnv's own server of an environment in `openenv_app.py`; yield its address."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, str(Path(__file__).with_name("openenv_app.py")), str(places)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -15,8 +15,6 @@ from agentfactory.worlds.search.engine import Budget, BudgetUsedUp, Spending
 
 
 class Maker:
-    """A factory of values that counts its calls."""
-
     def __init__(self, value: Any = "made") -> None:
         self.value, self.made = value, 0
 

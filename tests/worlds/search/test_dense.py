@@ -53,7 +53,6 @@ def _encoder(model: str, query: str | None = None, passage: str | None = None) -
 
 
 def dense_index(folder: Path, model: str | EncoderSpec, passages: list[Passage] = PLAYS, **options: Any) -> Path:
-    """Build an index with vectors."""
     spec = model if isinstance(model, EncoderSpec) else EncoderSpec(model)
     build_index(passages, folder, "c", finish=lambda place: dense.build_dense(passages, place, spec, **options))
     return folder

@@ -25,13 +25,10 @@ INSTRUCTION = "Instruction: [SEP] a stackable chair"
 
 @pytest.fixture(scope="module")
 def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of the shop with our catalogue."""
     return tmp_path_factory.mktemp("cache")
 
 
 class Shopper:
-    """A chain on the two tools of an environment."""
-
     def __init__(self, environment: WebShop) -> None:
         self.environment = environment
         self.info: dict[str, Any] = {}
