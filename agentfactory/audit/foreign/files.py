@@ -1,6 +1,6 @@
 """Lines and other parts of files, with errors that name the file, the line and a fix."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -74,6 +74,24 @@ def object_of(file: Path, within: Path | None = None) -> dict[str, Any]:
         raise SettingError("", f"{file} cannot be read: {error}", "copy the file again") from error
 
 
+def first_row(file: Path) -> dict[str, Any]:
+    """Return the first object of a file of JSON lines; an empty one if the file may be anything else."""
+    try:
+        return next((row for _, row in rows_of(file)), {})
+    except SettingError:
+        return {}
+
+
 def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the values of an object."""
     return {name: value for name, value in found.items() if isinstance(value, (int, float)) and type(value) is not bool}
+
+
+def metric_lines(found: Iterable[Mapping[str, float]], ours: Mapping[str, str] | None = None) -> list[dict[str, float]]:
+    """Return a line for each `step` of these numbers, with those that `ours` names (name there -> ours) under both."""
+    lines: dict[float, dict[str, float]] = {}
+    for row in found:
+        if isinstance(step := row.get("step"), int):
+            mine = {name: row[theirs] for theirs, name in (ours or {}).items() if theirs in row}
+            lines.setdefault(step, {}).update({**row, **mine})
+    return [lines[step] for step in sorted(lines)]

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.foreign.files import malformed
+from agentfactory.audit.foreign.files import malformed, rows_of
 from agentfactory.audit.record import Places, Seen
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Evidence, Finding, Severity
@@ -45,6 +45,13 @@ class Saved:
     number: int
     content: Any
     part: str = "line"
+
+
+def saved_lines(files: Iterable[Path]) -> Iterator[Saved]:
+    """Yield the lines of files of JSON lines."""
+    for file in files:
+        for number, row in rows_of(file):
+            yield Saved(file, number, row)
 
 
 Pass = Callable[[], Iterator[Saved]]

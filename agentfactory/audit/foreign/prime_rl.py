@@ -23,7 +23,7 @@ from typing import Any
 
 from agentfactory.audit import record as streams
 from agentfactory.audit.foreign import results, traces
-from agentfactory.audit.foreign.files import malformed, numbers_of, rows_of
+from agentfactory.audit.foreign.files import malformed, metric_lines, numbers_of, rows_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
 from agentfactory.audit.foreign.verifiers import group_of, lacks_of, name_of
 from agentfactory.audit.record import Record
@@ -95,14 +95,8 @@ def _step(file: Path) -> int | None:
 
 
 def _metrics(folders: list[Path]) -> list[dict[str, float]]:
-    lines: dict[int, dict[str, float]] = {}
     file = next((folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").is_file()), None)
-    for _, row in rows_of(file) if file is not None else ():
-        found = numbers_of(row)
-        if isinstance(step := found.get("step"), int):
-            ours = {mine: found[theirs] for theirs, mine in _OURS.items() if theirs in found}
-            lines.setdefault(step, {}).update({**found, **ours})
-    return [lines[step] for step in sorted(lines)]
+    return [] if file is None else metric_lines((numbers_of(row) for _, row in rows_of(file)), _OURS)
 
 
 class _Run:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from agentfactory.audit import record as streams
-from agentfactory.audit.foreign.files import malformed, numbers_of, object_of
+from agentfactory.audit.foreign.files import malformed, metric_lines, numbers_of, object_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved
 from agentfactory.audit.foreign.messages import messages_of, named
 from agentfactory.audit.record import Record
@@ -57,7 +57,8 @@ def read(path: Path) -> Record | None:
     history = _history(state, folder)
     run = _Run(folder, tables, history)
     record = Record(folder.resolve().name, KIND, folder, run.gathered.groups, run.gathered.size)
-    record.metrics = _metrics(history)
+    # lines of evaluations have names of their own (`eval_...`)
+    record.metrics = metric_lines(history)
     record.lacks = run.lacks()
     record.problems = [
         *run.gathered.problems(),
@@ -94,14 +95,6 @@ def _history(state: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
         raise SettingError("", f"log_history in {folder}/.../{_STATE} is no list of objects", "copy the file again")
     lines = map(numbers_of, found)
     return [line for line in lines if isinstance(line.get("step"), int)]
-
-
-def _metrics(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return a line for each step that was logged. Lines of evaluations have names of their own (`eval_...`)."""
-    lines: dict[float, dict[str, float]] = {}
-    for entry in history:
-        lines.setdefault(entry["step"], {}).update(entry)
-    return [lines[step] for step in sorted(lines)]
 
 
 class _Run:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from agentfactory.audit import record as streams
-from agentfactory.audit.foreign.files import object_of, rows_of
-from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
+from agentfactory.audit.foreign.files import first_row, object_of
+from agentfactory.audit.foreign.gather import Gathered, Item, Saved, saved_lines, short_name
 from agentfactory.audit.foreign.results import chain_of as chain_of_result
 from agentfactory.audit.foreign.results import is_result, result_of, task_of
 from agentfactory.audit.foreign.traces import Task, Trace, chain_of, episode_of, failed, is_trace, policies
 from agentfactory.audit.record import Record
-from agentfactory.base.errors import SettingError
 
 KIND = "verifiers"
 _TRACES, _RESULTS, _METADATA = "traces.jsonl", "results.jsonl", "metadata.json"
@@ -38,12 +37,7 @@ def read(path: Path) -> Record | None:
     )
     if file is None or file.name not in (_TRACES, _RESULTS) or not _is_evaluation(file):
         return None
-
-    def saved() -> Iterator[Saved]:
-        for number, row in rows_of(file):
-            yield Saved(file, number, row)
-
-    gathered = Gathered(file.parent, saved, items)
+    gathered = Gathered(file.parent, lambda: saved_lines([file]), items)
     record = Record(file.parent.resolve().name, KIND, file.parent, gathered.groups, gathered.size)
     record.summary = _summary(file.parent)
     record.lacks = {**_LACKS, **lacks_of(gathered)}
@@ -64,10 +58,7 @@ def lacks_of(gathered: Gathered) -> dict[str, str]:
 def _is_evaluation(file: Path) -> bool:
     if (file.parent / _METADATA).is_file() or (file.parent / _CONFIG).is_file():
         return True
-    try:
-        row = next((row for _, row in rows_of(file)), {})
-    except SettingError:
-        return False  # it may be anything
+    row = first_row(file)
     return is_trace(row) or is_result(row)
 
 

@@ -6,17 +6,16 @@ do, by no run of verl.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from agentfactory.audit import record as streams
-from agentfactory.audit.foreign.files import convert, malformed, numbers_of, rows_of
-from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
+from agentfactory.audit.foreign.files import convert, first_row, malformed, metric_lines, numbers_of, rows_of
+from agentfactory.audit.foreign.gather import Gathered, Item, Saved, saved_lines, short_name
 from agentfactory.audit.record import Record
-from agentfactory.base.errors import SettingError
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 KIND = "verl"
@@ -67,13 +66,7 @@ def read(path: Path) -> Record | None:
         return None
     folder = path if path.is_dir() else path.parent
     held_out = {parent: _is_validation(parent, files) for parent in {file.parent for file in files}}
-
-    def saved() -> Iterator[Saved]:
-        for file in files:
-            for number, row in rows_of(file):
-                yield Saved(file, number, row)
-
-    gathered = Gathered(folder, saved, lambda one: _items(one, held_out[one.file.parent]))
+    gathered = Gathered(folder, lambda: saved_lines(files), lambda one: _items(one, held_out[one.file.parent]))
     record = Record(folder.resolve().name, KIND, folder, gathered.groups, gathered.size)
     record.metrics = _metrics(folder)
     lacks = dict(_LACKS)
@@ -95,14 +88,7 @@ def _dumps(path: Path) -> list[Path]:
 
 
 def _is_dump(file: Path) -> bool:
-    return _has(file, {"input", "output", "score", "step"})
-
-
-def _has(file: Path, names: set[str]) -> bool:
-    try:
-        return names <= next((row for _, row in rows_of(file)), {}).keys()
-    except SettingError:
-        return False  # it may be anything
+    return first_row(file).keys() >= {"input", "output", "score", "step"}
 
 
 def _is_validation(folder: Path, files: list[Path]) -> bool:
@@ -137,21 +123,17 @@ def _items(saved: Saved, held_out: bool) -> Iterator[Item]:
     yield Item(f"{name}:{short_name(group)}", chain, task, mode, dumped.step, version=version)
 
 
-def _metrics(folder: Path) -> list[Mapping[str, Any]]:
+def _metrics(folder: Path) -> list[dict[str, float]]:
     for file in sorted(folder.glob("*.jsonl")):
-        if not _STEP.fullmatch(file.name) and _has(file, {"step", "data"}):
-            return list(_lines(file))
+        if not _STEP.fullmatch(file.name) and first_row(file).keys() >= {"step", "data"}:
+            return metric_lines(_logged(file), _OURS)
     return []
 
 
-def _lines(file: Path) -> Iterator[dict[str, float]]:
+def _logged(file: Path) -> Iterator[dict[str, float]]:
     for number, row in rows_of(file):
         try:
             line: Logged = convert(row, Logged)
         except ValueError as error:
             raise malformed(file, number, error) from error
-        yield _metric_line(line.step, numbers_of(line.data))
-
-
-def _metric_line(step: int, data: Mapping[str, float]) -> dict[str, float]:
-    return {**data, **{ours: data[theirs] for theirs, ours in _OURS.items() if theirs in data}, "step": step}
+        yield {**numbers_of(line.data), "step": line.step}

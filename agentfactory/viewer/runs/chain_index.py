@@ -267,22 +267,18 @@ class Index:
     def facets(self) -> dict[str, dict[str, int]]:
         """Return the values of `outcome`, `source`, `tasks`, `success` and `tool` to choose from, with their numbers of
         chains."""
-        counted = {
-            name: self._read(
-                f"SELECT {name} AS name, count(*) AS count FROM chains GROUP BY {name} ORDER BY count DESC LIMIT ?",
-                (_FACETS,),
-            )
-            for name in ("outcome", "source")
-        }
-        named = "SELECT tasks AS name, count(*) AS count FROM chains WHERE tasks IS NOT NULL GROUP BY name LIMIT ?"
-        counted["tasks"] = self._read(named, (_FACETS,))
         succeeded = "CASE WHEN success >= 1 THEN 'yes' WHEN success < 1 THEN 'no' END"
-        counted["success"] = self._read(
-            f"SELECT {succeeded} AS name, count(*) AS count FROM chains WHERE success IS NOT NULL GROUP BY name", ()
-        )
-        tools = "SELECT tool AS name, count(*) AS count FROM used GROUP BY tool ORDER BY count DESC LIMIT ?"
-        counted["tool"] = self._read(tools, (_FACETS,))
-        return {kind: {row["name"]: row["count"] for row in rows} for kind, rows in counted.items()}
+        kinds = {
+            **{kind: (kind, "chains", "count DESC") for kind in ("outcome", "source")},
+            **{"tasks": ("tasks", "chains", "name"), "success": (succeeded, "chains", "name")},
+            "tool": ("tool", "used", "count DESC"),
+        }
+        found = {}
+        for kind, (value, table, order) in kinds.items():
+            counted = f"SELECT {value} AS name, count(*) AS count FROM {table} WHERE {value} IS NOT NULL GROUP BY name"
+            rows = self._read(f"{counted} ORDER BY {order} LIMIT ?", (_FACETS,))
+            found[kind] = {row["name"]: row["count"] for row in rows}
+        return found
 
     def line(self, run: str, file: str, byte: int) -> Line | None:
         """Return the line that begins at `byte`; None if it was not read."""

@@ -94,8 +94,6 @@ class Budget:
         return ""
 
 
-logger = logging.getLogger(__name__)
-
 _ANSWER_SECONDS = 15.0
 _MOST_WAIT_SECONDS = 40.0
 """Maximum wait for the rate limit. With the time for an answer it stays below a call's `timeout_seconds`, 60."""

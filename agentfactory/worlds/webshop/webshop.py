@@ -1,6 +1,7 @@
 """`WebShop`: an environment for searching a shop and buying the product that an instruction describes."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,7 @@ class WebShop(Environment):
         judged = self._score
         if judged is None:
             return {"reward": 0.0, "success": 0.0, "bought": 0.0}
-        return {
-            "reward": judged.reward,
-            "success": float(judged.reward == 1),
-            "bought": 1.0,
-            "type": judged.type,
-            "attributes": judged.attributes,
-            "options": judged.options,
-            "price": judged.price,
-        }
+        return {**asdict(judged), "success": float(judged.reward == 1), "bought": 1.0}
 
     def anchor(self) -> list[Any] | None:
         """Return the page and the chosen options, which the page does not show; None after a purchase."""

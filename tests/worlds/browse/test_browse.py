@@ -107,8 +107,10 @@ async def test_pages_come_from_the_cache_of_another_run(
     cache = str(tmp_path / "cache")
     async with atlas() as served:
         address = f"http://127.0.0.1:{served.port}/karsund.html"
-        first, second = (browsers(served, cache=cache) for _ in range(2))
+        first = Browse(allow_hosts=[f"127.0.0.1:{served.port}"], cache=cache)
         shown = await first.browse(address)
+        await first.close()
+        second = browsers(served, cache=cache)
         assert await second.browse(address) == shown
         assert second.gauges() == {"cache_hits": 1.0, "cache_misses": 0.0}
         assert served.requests.count("/karsund.html") == 1
