@@ -76,16 +76,6 @@ def exported(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> t
     return file, done.stdout
 
 
-# to load the plots takes a second each time: these pages are shared
-
-
-@pytest.fixture(scope="module")
-def curves(context: "BrowserContext", viewer: str) -> "Iterator[Page]":
-    with opened(context) as page:
-        page.goto(viewer)
-        yield page
-
-
 @pytest.fixture(scope="module")
 def file_page(context: "BrowserContext", exported: tuple[Path, str]) -> "Iterator[tuple[Page, list[str]]]":
     """The exported file, and the addresses that it has asked for."""
@@ -150,8 +140,8 @@ def test_curves_of_several_runs_are_drawn_in_one_plot(viewer: str, page: "Page",
     assert spent == {"waiting for chains": [1.0] * 40, "update": [0.75] * 40, "rest": [0.25] * 40}
 
 
-def test_hover_tells_what_a_metric_means_and_others_are_added_by_name(curves: "Page") -> None:
-    page = curves
+def test_hover_tells_what_a_metric_means_and_others_are_added_by_name(viewer: str, page: "Page") -> None:
+    page.goto(viewer)
     page.locator('[data-chart="grad_norm"] h3').hover()
     meaning = next(metric.meaning for metric in METRICS if metric.name == "grad_norm")
     assert page.locator("#tip").inner_text() == meaning

@@ -13,14 +13,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from pydantic_core import from_json
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    entries_of,
-    has_few_values,
-    open_file,
-    printable,
-    refused,
-)
+from agentfactory.base.files import untrusted_files as untrusted
 from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.recipe.composition import resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
@@ -89,9 +82,9 @@ class Run:
     def find_files(self) -> None:
         """Look for new trajectory files, and for links and special files, which are not opened. Raises OSError if a
         folder cannot be read."""
-        for name, kind in entries_of(self.path, self.folder.within).items():
+        for name, kind in untrusted.entries_of(self.path, self.folder.within).items():
             if kind not in (stat.S_IFREG, stat.S_IFDIR) and _is_text(name):
-                self.note_unreadable(refused(self.path / name, kind))
+                self.note_unreadable(untrusted.refused(self.path / name, kind))
         for path in self._trajectory_files():
             name = path.relative_to(self.folder.trajectories).as_posix()
             self.files.setdefault(name, GrowingFile(path, self.folder.within))
@@ -99,7 +92,7 @@ class Run:
     def _trajectory_files(self) -> Iterator[Path]:
         for folder in (self.folder.trajectories, self.folder.trajectories / "eval"):
             try:
-                names = list(entries_of(folder, self.folder.within))
+                names = list(untrusted.entries_of(folder, self.folder.within))
             except OSError as error:
                 self.note_unreadable(error)
                 continue
@@ -140,7 +133,7 @@ class Run:
             self.drop_problems(self.metrics_file.path)
         for offset, line in taken.lines:
             try:
-                if len(self.lines) >= _MOST_STEPS or not has_few_values(line, _MOST_FIGURES):
+                if len(self.lines) >= _MOST_STEPS or not untrusted.has_few_values(line, _MOST_FIGURES):
                     raise ValueError(f"more than {_MOST_STEPS:,} steps, or {_MOST_FIGURES:,} values in one")
                 metrics = from_json(line)
                 if not isinstance(metrics, dict):
@@ -267,7 +260,7 @@ class _RecipeFile:
 
     def data(self) -> dict[str, Any]:
         try:
-            with open_file(self._folder.recipe, self._folder.within) as file:
+            with untrusted.open_file(self._folder.recipe, self._folder.within) as file:
                 status = os.fstat(file.fileno())
                 seen = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                 if seen != self._seen:
@@ -313,7 +306,7 @@ class Runs:
             label = self._labels[root]
             names = _stages(self._recipes[root].data())
             parts = [
-                self._run(part, f"{label}/{printable(part.name)}", root)
+                self._run(part, f"{label}/{untrusted.printable(part.name)}", root)
                 for part in _parts(root, names)
                 if part not in self._roots
             ]
@@ -342,7 +335,7 @@ def _stages(recipe: dict[str, Any]) -> list[Any]:
 
 def _parts(root: Path, names: Sequence[Any]) -> list[Path]:
     """Return the folders of the stages in order, then folders that other commands wrote next to them."""
-    kinds = {name: kind for name, kind in entries_of(root, root).items() if _is_text(name)}
+    kinds = {name: kind for name, kind in untrusted.entries_of(root, root).items() if _is_text(name)}
     folders = [root / name for name, kind in kinds.items() if kind == stat.S_IFDIR]
     found = [folder for folder in folders if os.path.lexists(folder / RECIPE)]
     return sorted(found, key=lambda path: names.index(path.name) if path.name in names else len(names))
@@ -352,7 +345,7 @@ def _check_run(root: Path) -> None:
     if os.path.lexists(root / RECIPE):
         try:
             parse_saved(RunFolder(root).read_recipe())
-        except RefusedFileError as error:
+        except untrusted.RefusedFileError as error:
             raise SettingError("", str(error)) from None
         except (OSError, YamlBoundsError) as error:
             fix = "put back the recipe that the run has written"
@@ -381,7 +374,7 @@ def _labels(roots: Sequence[Path]) -> dict[Path, str]:
     """Return the shortest ends of the paths that distinguish them."""
     longest = max(len(root.parts) for root in roots)
     for count in range(1, longest + 1):
-        labels = {root: printable("/".join(root.parts[-count:])) for root in roots}
+        labels = {root: untrusted.printable("/".join(root.parts[-count:])) for root in roots}
         if len(set(labels.values())) == len(roots):
             return labels
     raise AssertionError("resolved paths differ")

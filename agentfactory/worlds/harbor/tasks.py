@@ -16,13 +16,7 @@ from pydantic import field_validator, model_validator
 
 from agentfactory.base.config import Section
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    TreeCopy,
-    entries_of,
-    printable,
-    read_file,
-)
+from agentfactory.base.files.untrusted_files import RefusedFileError, TreeCopy, entries_of, printable, read_file
 from agentfactory.base.processes.environment import is_named
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.sandbox.bubblewrap import place_in
