@@ -33,8 +33,7 @@ OPEN_SECONDS = 120.0
 
 
 async def audit(record: Record) -> Report:
-    """Check a run against its files. Starts the tool servers of its recipe, and runs its rewards, if it has a
-    recipe."""
+    """Check a run against its files. Starts the tool servers of its recipe, if it has one, and runs its rewards."""
     lacks = record.lacks = dict(record.lacks)
     async with AsyncExitStack() as stack:
         parts: Parts = {}

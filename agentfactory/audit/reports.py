@@ -108,8 +108,7 @@ def text_lines(report: Report, conclusion: str) -> Iterator[str]:
 
 
 def to_json(report: Report, conclusion: str) -> dict[str, Any]:
-    """Return a report as JSON values: `conclusion`, `worst`, and per finding its severity, topic, text, fix and
-    evidence."""
+    """Return a report as JSON values: `conclusion`, `worst`, and its findings with their evidence."""
     plain = asdict(report)
     counts = {str(level): len(report.of(level)) for level in SEVERITIES}
     return {"run": plain.pop("run"), "conclusion": conclusion, "worst": report.worst, "counts": counts, **plain}

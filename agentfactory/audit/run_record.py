@@ -93,8 +93,7 @@ def _record(folder: RunFolder, whole: RunFolder) -> Record:
 
 
 def _labels(folder: RunFolder) -> dict[str, int]:
-    """Return the versions of the labels of weights: those that the last checkpoint knows, and those in the log, which
-    are younger."""
+    """Return the versions of labels of weights: those of the last checkpoint, and younger ones from the log."""
     found: dict[str, int] = {}
     for checkpoint in sorted(folder.checkpoints.glob("step-*"), reverse=True):
         try:

@@ -174,8 +174,7 @@ ENOUGH_TURNS = 200
 
 
 class FormatCheck(Check):
-    """The tool-call format must be able to read most turns. That fewer can be read than before is a symptom of the
-    metrics."""
+    """The tool-call format must be able to read most turns; MetricCheck tells if fewer are read than before."""
 
     topic = "format"
     needs = (MALFORMED,)

@@ -29,8 +29,7 @@ FLAT = 1e-3
 
 
 class GroupCheck(Check):
-    """Chains of a group must differ, as their rewards must for a signal; a higher reward must not have a lower
-    advantage."""
+    """Chains of a group, and their rewards, must differ; a higher reward must not have a lower advantage."""
 
     topic = "groups"
 
@@ -170,8 +169,7 @@ def _advantages(credit: "Credit") -> dict[str, list[dict[str, Any]]]:
 
 
 def _difference(noted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], may_be_0: bool) -> str | None:
-    """Return the first difference of noted advantages from those of `rows`, which may have more tokens; None if there
-    is none."""
+    """Return the first difference of noted advantages from those of `rows`, which may have more tokens."""
     expected = {
         (row["row"], target): advantage
         for row in rows

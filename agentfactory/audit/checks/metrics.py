@@ -15,8 +15,7 @@ _FINITE = ("loss", "grad_norm", "reward", "entropy")
 
 
 class MetricCheck(Check):
-    """Steps must follow one another, figures must be numbers, and the reward of a step must be that of the chains that
-    it trained."""
+    """Steps must follow one another, figures be numbers, and a step's reward that of the chains that it trained."""
 
     topic = "metrics"
     needs = (METRICS,)

@@ -21,8 +21,7 @@ MOST = 0.5
 
 
 class ReplayCheck(Check):
-    """The saved turns of a chain, made again in its environment, must lead to the saved results and the saved
-    reward."""
+    """The saved turns of a chain, made again, must lead to the saved results and the saved reward."""
 
     topic = "chains played again"
     needs = (TOKENS, MESSAGES, RECIPE)

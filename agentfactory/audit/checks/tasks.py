@@ -29,8 +29,7 @@ _PREPARED = ("images", "messages")
 
 
 class TaskCheck(Check):
-    """Tasks must come in the order of the recipe, each place once, also over resumes; held-out tasks must not be
-    trained on."""
+    """Tasks must come in the recipe's order, each place once, also over resumes, and none of them be held out."""
 
     topic = "tasks"
     needs = (MESSAGES,)

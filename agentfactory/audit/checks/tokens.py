@@ -217,8 +217,7 @@ def _shown(message: Message) -> str:
 
 
 class TrainedCheck(Check):
-    """Of each chain that counts, all sampled tokens must be trained and no others; each group that a step trained must
-    be saved."""
+    """All sampled tokens of chains that count must be trained, no others, and each trained group be saved."""
 
     topic = "trained tokens"
     needs = (TOKENS, TRAINED)

@@ -217,8 +217,7 @@ def _described(errors: Sequence[Error]) -> str:
 
 
 def paths(nodes: Sequence[Node]) -> list[list[int]]:
-    """Return the nodes of each branch from its root to its leaf, in the order of the leaves. Raise ValueError if the
-    parent of a node does not come before it."""
+    """Return the nodes of each branch, root first, by its leaf. Raise ValueError if a parent comes after its node."""
     for number, node in enumerate(nodes):
         if node.parent is not None and not 0 <= node.parent < number:
             raise ValueError(f"the parent of node {number} is {node.parent}; it has to be a node before it")
@@ -299,8 +298,7 @@ def credit_of(trace: Trace) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Update:
-    """What prime-rl noted about a trace later. `streams` has, by branch and name, a value for each of its tokens, NaN
-    where there is none."""
+    """What prime-rl noted about a trace later. `streams`: (branch, name) -> a value for each token, or NaN."""
 
     info: dict[str, Any]
     streams: Mapping[tuple[int, str], np.ndarray]

@@ -200,8 +200,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _without_none(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages without the arguments that a table adds as None, because all calls of a column have the same
-    names. An argument that is really null is lost, too."""
+    """Yield messages without the arguments that a table adds as None; one that is really null is lost, too."""
     for message in messages:
         for call in message.get("tool_calls") or []:
             call["function"]["arguments"] = _pruned(call["function"]["arguments"])
@@ -237,8 +236,7 @@ def _rows(file: Path, last: bool) -> list[dict[str, Any]]:
 
 
 class _Weights:
-    """The weights of the reward functions, which TRL does not save: found from the logged means of each function and
-    of the reward, unless all are 1."""
+    """The weights of the reward functions, found from the logged means of each function and of the reward."""
 
     def __init__(self, history: Sequence[Mapping[str, float]], names: Sequence[str]) -> None:
         self.names = names

@@ -30,8 +30,7 @@ _LACKS = {
 
 
 def read(path: Path) -> Record | None:
-    """Return the record of the evaluation in the folder `path`, or in a file of it. Raises SettingError if a line is
-    damaged."""
+    """Return the record of the evaluation in a folder, or a file of it. Raises SettingError if a line is damaged."""
     file = (
         path if path.is_file() else next((path / name for name in (_TRACES, _RESULTS) if (path / name).is_file()), None)
     )

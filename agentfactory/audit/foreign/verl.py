@@ -59,8 +59,7 @@ class Logged(msgspec.Struct):
 
 
 def read(path: Path) -> Record | None:
-    """Return the record of the run whose dumps are in the folder `path`, or in folders of it; or of one dump. Raises
-    SettingError if a line is damaged."""
+    """Return the record of the run whose dumps are in or below `path`. Raises SettingError if a line is damaged."""
     files = _dumps(path)
     if not files:
         return None
@@ -92,8 +91,7 @@ def _is_dump(file: Path) -> bool:
 
 
 def _is_validation(folder: Path, files: list[Path]) -> bool:
-    """Return whether the dumps of a folder are of validations: only those repeat the score as `reward`, and can be made
-    before the first step."""
+    """Return whether dumps are of validations: only those repeat the score as `reward`, or begin at step 0."""
     mine = [file for file in files if file.parent == folder]
     if any(file.name == "0.jsonl" for file in mine):
         return True

@@ -25,8 +25,7 @@ class ReplayError(Exception):
 
 @dataclass(frozen=True)
 class Results:
-    """The results of continuations: the chains, and the mean of their success (of their reward, if they report no
-    success) with its interval."""
+    """Continuations, and the mean of their success (of their reward, if they report none) with its interval."""
 
     chains: Sequence[Trajectory]
     figure: str
@@ -138,8 +137,7 @@ class TurnEffect:
 async def turn_effects(
     runner: ChainRunner, saved: Trajectory, task: Task, samples: int, model: str
 ) -> list[TurnEffect]:
-    """Return the effect of each turn of a chain, in order, from `samples` continuations before each of them. Raises
-    ReplayError as `continuations` does."""
+    """Return the effect of each turn, from `samples` continuations before each. Raises as `continuations` does."""
     values = [await continuations(runner, saved, task, turns, samples, model) for turns in range(saved.turns)]
     values.append(results_of([saved]))
     return [TurnEffect(turn + 1, values[turn], values[turn + 1]) for turn in range(saved.turns)]

@@ -101,8 +101,7 @@ def tokens_of(message: Message, before: Sequence[Message], specs: Sequence[ToolS
 
 
 def anchors_differ(chain: Trajectory, saved: Trajectory, turns: int) -> str | None:
-    """Return where the states of the environment before the first `turns` turns, and after them, differ; None if they
-    do not, or if they are not known."""
+    """Return where the states before and after the first `turns` turns differ; None if they are equal or unknown."""
     pairs = zip(chain.anchors[: turns + 1], saved.anchors[: turns + 1], strict=False)
     for turn, (mine, theirs) in enumerate(pairs, 1):
         if mine != theirs:

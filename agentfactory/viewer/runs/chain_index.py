@@ -88,8 +88,7 @@ def _version_of(file: str, group: dict[str, Any]) -> int | None:
 
 
 def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
-    """Return a row of the index for each chain of a line, with the tools that the chain called. Raises ValueError if
-    the line is not a saved group."""
+    """Return a row of the index per chain of a line, with the tools that it called. Raises ValueError at no group."""
     group = outline(line)
     try:
         group["task"]  # must exist, because text search reads it
@@ -265,8 +264,7 @@ class Index:
         return [row["tool"] for row in self._read("SELECT tool FROM used WHERE chain = ? ORDER BY tool", (chain,))]
 
     def facets(self) -> dict[str, dict[str, int]]:
-        """Return the values of `outcome`, `source`, `tasks`, `success` and `tool` to choose from, with their numbers of
-        chains."""
+        """Return the values of `outcome`, `source`, `tasks`, `success` and `tool`, with their numbers of chains."""
         succeeded = "CASE WHEN success >= 1 THEN 'yes' WHEN success < 1 THEN 'no' END"
         kinds = {
             **{kind: (kind, "chains", "count DESC") for kind in ("outcome", "source")},

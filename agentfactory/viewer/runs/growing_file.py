@@ -34,8 +34,7 @@ class GrowingFile:
         """Inode and offset of a line that is too long to be read."""
 
     def take(self, most: int) -> Taken:
-        """Return the new lines, up to about `most` bytes. Raises OSError if the file, or its next line, cannot be
-        read."""
+        """Return the new lines, about `most` bytes. Raises OSError if the file, or its next line, cannot be read."""
         try:
             file = open_file(self.path, self._within)
         except FileNotFoundError:

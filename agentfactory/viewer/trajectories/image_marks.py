@@ -32,8 +32,7 @@ def image_url(part: Any) -> str | None:
 
 
 def read_image(run: Run, url: str) -> tuple[str, bytes]:
-    """Return the kind and bytes of an image at an address from `image_url`. Raises ValueError if it is damaged or
-    missing."""
+    """Return the kind and bytes of an image of `image_url`. Raises ValueError if it is damaged or missing."""
     if digest := stored_digest(url):
         return "image/png", ImageStore(run.folder.images, run.folder.within).png(digest)
     found = _data(url)
@@ -155,8 +154,7 @@ def _reported_points(info: Any) -> list[Place]:
 
 
 def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordinates) -> list[Place]:
-    """Return the points in the arguments of a call, in the image at `url`; none if they are pixels of an unknown full
-    size."""
+    """Return the points in a call's arguments, in the image at `url`; none if its full size is unknown."""
     [(_, given)] = calls_of({"tool_calls": [call]})
     if not isinstance(given, dict) or coordinates is Coordinates.PIXELS:
         return []

@@ -37,8 +37,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per id; an id unknown to the tokenizer is shown as `<id>`. Raises ValueError if the library
-        panics."""
+        """Return one text per id; `<id>` for an unknown one. Raises ValueError if the library panics."""
         with _named_panics():
             return self._texts(ids)
 

@@ -98,8 +98,7 @@ class AlfWorld(Environment):
         return self._shown(scene)
 
     def reward(self) -> dict[str, float]:
-        """Return `reward` and `success` (both 1 if the task is done), `steps`, and success again under the task
-        type."""
+        """Return `reward` and `success` (both 1 if the task is done), `steps`, and success under the task type."""
         by_type = {self._type: float(self._won)} if self._type else {}
         return {"reward": float(self._won), "success": float(self._won), "steps": float(self._steps), **by_type}
 

@@ -22,8 +22,7 @@ _VARIABLE = re.compile(r"\$\{?(\w+)")
 
 
 def expanded_path(option: str, text: str) -> Path:
-    """Return an absolute path with ~ and variables expanded; links are not resolved. Raises SettingError if a variable
-    is not set."""
+    """Return an absolute path with ~ and variables expanded. Raises SettingError if a variable is not set."""
     for name in _VARIABLE.findall(text):
         if not os.environ.get(name):
             raise SettingError(
@@ -76,8 +75,7 @@ class Engine:
             raise
 
     def package(self) -> Package:
-        """Return the package's tables of floor plans, objects and goals, which are read once. Raises
-        ToolInfrastructureError as `open` does."""
+        """Return the package's tables of floor plans, objects and goals, read once. Raises as `open` does."""
         with self._reading:
             if self._package is None:
                 place, process = self._pool.enter()

@@ -32,8 +32,7 @@ class GameProcess:
         self._connection: Connection | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return the method's result. Raises Refused as the method does, and ToolInfrastructureError if
-        it raised anything else, took too long, or ended the process."""
+        """Return the method's result. Raises Refused as it does, ToolInfrastructureError for any other failure."""
         began = time.monotonic()
         try:
             if self._connection is None:

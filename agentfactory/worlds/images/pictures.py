@@ -234,8 +234,7 @@ class Picture:
     cached for all chains of a process."""
 
     def __init__(self, source: Any, number: int) -> None:
-        """Create image `number` of the chain from a source that `decode` accepts. Raises ValueError if it is a file
-        that does not exist."""
+        """Image `number` of the chain, from a source of `decode`. Raises ValueError if its file does not exist."""
         self.origin = number
         """The chain's number of the original image."""
         self._source = source

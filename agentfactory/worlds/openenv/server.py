@@ -164,8 +164,7 @@ class Session:
         return await self._ask({"type": "reset", "data": data})
 
     async def step(self, action: dict[str, Any]) -> Step:
-        """Take an action. Raises RefusedAction (it is invalid, or the environment raised), ServerFault (the session is
-        lost)."""
+        """Take an action. Raises RefusedAction (it is invalid, or raised), ServerFault (the session is lost)."""
         return await self._ask({"type": "step", "data": action})
 
     async def close(self) -> None:

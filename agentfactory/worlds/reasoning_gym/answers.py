@@ -86,8 +86,7 @@ def install() -> None:
 
 
 def score(data_set: ProceduralDataset, answer: str, entry: dict[str, Any]) -> float:
-    """Return the verifier's score of an answer to the task `entry`, which it may change. Raise ValueError if it is none
-    from 0 to 1."""
+    """Return the verifier's score of an answer to `entry`, which it may change. Raise ValueError if not 0 to 1."""
     value = float(data_set.score_answer(answer, entry))
     if not 0.0 <= value <= 1.0 + 1e-9:  # some add fractions
         raise ValueError(f"a score of {value:g}")

@@ -151,8 +151,7 @@ class ScienceWorld(Environment):
             play.end()
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of Java processes and of their games, and of processes lost and replaced since the
-        start."""
+        """Return the numbers of Java processes and of their games, and of processes lost and replaced."""
         return self._jvms.gauges()
 
     def close(self) -> None:

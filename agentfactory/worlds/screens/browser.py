@@ -203,8 +203,7 @@ class Browser:
 
 
 def _named(allowed: Sequence[str]) -> str:
-    """Return Chromium's resolver rules that look up only allowed hosts: a lookup of any other, which WebRTC makes
-    outside the proxy, would leak the name to its DNS server."""
+    """Return Chromium's resolver rules for allowed hosts: WebRTC would leak other names to their DNS servers."""
     hosts = [re.sub(r"^https?://|:\d+$", "", origin).strip("[]") for origin in allowed]
     known = ("127.0.0.1", *(f"*{host}" if host.startswith(".") else host for host in hosts))
     return ", ".join(("MAP * ~NOTFOUND", *(f"EXCLUDE {host}" for host in known)))

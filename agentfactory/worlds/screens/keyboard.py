@@ -56,8 +56,7 @@ async def frame_with(page: "Page", element: str, place: Sequence[float] = (0, 0)
 
 
 async def boxes_in(page: "Page", boxes: str) -> list[list[float]]:
-    """Return the boxes found by the JavaScript `boxes` in the document and all its frames, as left, top, right, bottom
-    in CSS pixels of the page."""
+    """Return the boxes that the JavaScript `boxes` finds in the page and all its frames, in its CSS pixels."""
     from playwright.async_api import Error
 
     found: list[list[float]] = []

@@ -193,8 +193,7 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, answer: Any) -> Results:
-        """Parse the results from an answer's JSON. May raise LookupError, TypeError, ValueError or AttributeError if
-        the format is unexpected."""
+        """Parse the results in an answer. May raise LookupError, TypeError, ValueError or AttributeError."""
 
     async def search(self, query: str, count: int) -> list[Passage]:
         """A passage's `id` and `url` are both the address of its page."""
@@ -321,8 +320,7 @@ class Engine(ABC):
 
 
 def variable(engine: str, name: str) -> str:
-    """Return the value of an engine's environment variable. Raises SettingError if it is not set, or if the recipe does
-    not name it."""
+    """Return an engine's environment variable. Raises SettingError if it is not set, or not named in the recipe."""
     value = os.environ.get(name, "").strip()
     if value and may_be_read(name):
         return value
@@ -332,8 +330,7 @@ def variable(engine: str, name: str) -> str:
 
 
 def passage(url: str, title: Any, text: Any, score: Any = None) -> Passage:
-    """Convert a result into a passage: title and text without markup, each on one line. Raises TypeError if they are
-    not strings."""
+    """Convert a result into a passage without markup. Raises TypeError if title or text are not strings."""
     if not isinstance(url, str) or not url:
         raise TypeError(f"a result whose address is {url!r}")
     for part in (title, text):

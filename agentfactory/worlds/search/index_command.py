@@ -58,8 +58,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `build` or `serve`. Raises SettingError (the corpus, an option or the index is invalid), DiskError (the disk
-    is full)."""
+    """Run `build` or `serve`. Raises SettingError (the corpus, an option or the index), DiskError."""
     if options.action == "build":
         _build(options, say)
     elif options.topk < 1:

@@ -143,8 +143,7 @@ def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callab
 
 
 class LocalIndex:
-    """An index made by `build_index`. All methods are thread-safe. Raises SettingError if `folder` has no index, or its
-    files are damaged."""
+    """An index made by `build_index`, thread-safe. Raises SettingError if there is none, or it is damaged."""
 
     def __init__(self, folder: Path) -> None:
         manifest = _read_manifest(folder)
@@ -188,8 +187,7 @@ class LocalIndex:
         return self._passage(found[0][1], score)
 
     def _terms(self, query: str) -> list[str]:
-        """Return the rarest words of the query, and common ones only if there are no others: common words take the most
-        time to look up and discriminate least."""
+        """Return the rarest words of the query; common ones, which take the most time, only if there are no others."""
         terms = dict.fromkeys(self._analyzer.analyze(_searchable(query[:_QUERY_CHARACTERS])))
         frequency = {term: self._searcher.doc_freq("terms", term) for term in terms}
         found = sorted((term for term in terms if frequency[term]), key=frequency.__getitem__)[:_QUERY_TERMS]

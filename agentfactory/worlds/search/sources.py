@@ -58,8 +58,7 @@ class RetrievalClient:
         return (await self.retrieve([query], count))[0]
 
     async def retrieve(self, queries: Sequence[str], count: int) -> list[list[Passage]]:
-        """Return at most `count` passages for each query, best first. Raises ToolInfrastructureError if the server is
-        down, refuses the request, or gives an invalid answer."""
+        """Return at most `count` passages for each query, best first. Raises ToolInfrastructureError."""
         request = {"queries": [encodable(query) for query in queries], "topk": count, "return_scores": True}
         answer = await self._ask(json.dumps(request).encode())
         try:

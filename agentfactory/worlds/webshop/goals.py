@@ -81,8 +81,7 @@ def synthetic_goals(product: Product, price: float, listing: Listing, rng: rando
 
 
 def _draw_bound(price: float, rng: random.Random) -> tuple[float, str]:
-    """Draw a price bound, the larger of two of the next four multiples of 10 above the price; return it and its words
-    for the instruction."""
+    """Draw a bound, the larger of two of the next four multiples of 10 above the price; return it and its words."""
     above = [bound for bound in _BOUNDS if bound > price][:4]
     if len(above) < 2:
         return NO_BOUND, ""

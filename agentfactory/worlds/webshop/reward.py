@@ -28,8 +28,7 @@ _BASE_COLOURS = tuple(_NAMES.split())
 
 
 def base_colour(option: str | tuple[str, str]) -> str | None:
-    """Return the first base colour that is a substring of the value, or an element of a (name, value) pair; None if
-    there is none."""
+    """Return the first base colour in the value, or among the elements of a (name, value) pair, or None."""
     return next((colour for colour in _BASE_COLOURS if colour in option), None)
 
 
@@ -55,8 +54,7 @@ class Score:
 def score(
     goal: Goal, product: Product, price: float, chosen: Mapping[str, str], nouns: Callable[[str], Sequence[str]]
 ) -> Score:
-    """Score the purchase of `product` at `price` dollars with the options `chosen` (name -> value). `nouns` returns the
-    nouns of a title."""
+    """Score a purchase at `price` dollars with the options `chosen` (name -> value); `nouns` of a title."""
     kind = type_score(goal, product, nouns)
     attributes = sum(has_attribute(product, wanted) for wanted in goal.attributes)
     options = options_found(goal.options, chosen)

@@ -96,8 +96,7 @@ class WebShop(Environment):
         return finish({"observation": text, "price": price, "nouns": nouns.name})
 
     def reward(self) -> dict[str, float]:
-        """Return `reward`, `success` (1.0 if the reward is 1) and `bought`; after a purchase also the reward's
-        components."""
+        """Return `reward`, `success` (1.0 if the reward is 1), `bought`, and after a purchase its components."""
         judged = self._score
         if judged is None:
             return {"reward": 0.0, "success": 0.0, "bought": 0.0}
