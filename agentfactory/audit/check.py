@@ -93,8 +93,7 @@ class Check(ABC):
         """Number of compared chains, tokens or files, such as "1,200 chains"; empty if there was nothing to compare."""
 
     def some_of(self, seen: Seen, most: int) -> Iterator[Trajectory]:
-        """Yield the chains of a group to look at, if all would take too long: of those of training about `most`, evenly
-        over the run, and every tenth held-out one."""
+        """Yield some chains of a group: of training about `most`, evenly over the run, and every tenth held-out one."""
         every = 10 if seen.held_out else max(1, self.record.size * len(seen.group.trajectories) // most)
         for chain in seen.group.trajectories:
             self._counted += 1

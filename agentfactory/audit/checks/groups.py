@@ -105,8 +105,7 @@ class GroupCheck(Check):
     def _chain_advantages(
         self, seen: Seen, chains: list[Trajectory], rewards: Mapping[str, float]
     ) -> list[tuple[float, float, str]]:
-        """Return (reward, advantage, id) of the chains without malformed turns; the advantage is the mean of the
-        tokens that loss.top_entropy has left."""
+        """Return (reward, mean advantage, id) of the chains without malformed turns."""
         recipe = self.record.recipe
         assert recipe is not None
         found: list[tuple[float, float, str]] = []

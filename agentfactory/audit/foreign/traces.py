@@ -172,8 +172,7 @@ def failed(episode: Episode) -> Trajectory:
 
 
 def chain_of(trace: Trace, version: Version | None = None) -> Trajectory:
-    """Return the chain of a trace. Each branch of its graph becomes a row; nodes that two branches share are sampled in
-    the first of them. Raise ValueError if its tokens and masks do not fit."""
+    """Return the chain of a trace, a row per branch of its graph. Raise ValueError if tokens and masks do not fit."""
     outcome, reason = _outcome(trace)
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     scores = {name: score for name, score in trace.rewards.items() if score is not None}
@@ -317,8 +316,7 @@ def update_of(row: dict[str, Any]) -> tuple[str, Update]:
 
 
 def fold(trace: Trace, update: Update) -> None:
-    """Add an update to its trace. As in prime-rl's `fold_trace_updates`, a message takes the values of a stream only if
-    there is one for each of its sampled tokens."""
+    """Add an update to its trace: to each message the values of all its sampled tokens, as prime-rl does."""
     trace.info = _merged(trace.info, update.info)
     branches = paths(trace.nodes)
     for (index, name), stream in update.streams.items():

@@ -47,8 +47,7 @@ _LACKS = {
 
 
 def read(path: Path) -> Record | None:
-    """Return the record of the run in an output_dir of TRL, its folder `completions`, or a table of it. Raises
-    SettingError if a table or trainer_state.json is damaged."""
+    """Return the record of an output_dir of TRL, or of tables of it. Raises SettingError if a file is damaged."""
     tables = _tables(path)
     if not tables:
         return None

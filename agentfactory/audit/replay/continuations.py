@@ -121,8 +121,7 @@ def results_of(chains: Sequence[Trajectory]) -> Results:
 
 @dataclass(frozen=True)
 class TurnEffect:
-    """A turn, numbered from 1: the results of continuations before and after it. `effect` is the difference of their
-    means, and after the last turn of the chain's own result."""
+    """The results of continuations before and after a turn; after the last one, the chain's own result."""
 
     turn: int
     before: Results

@@ -52,8 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Play the chain again, and print the results. Raises SettingError if an option is invalid, or if the chain does
-    something else when it is played again."""
+    """Play the chain again, and print the results. Raises SettingError: an option is invalid, or the chain differs."""
     _check(options)
     # these take seconds to import
     from agentfactory.audit.replay.replay_runner import own_messages

@@ -104,8 +104,7 @@ class ReplayRunner(Runner):
         self._saved: Trajectory | None = None
 
     async def replay(self, saved: Trajectory, task: Task) -> Replayed:
-        """Play a saved chain of `task` again, with its reward at the end. Its tools do the same only if they depend on
-        their calls and on the task alone."""
+        """Play a saved chain of `task` again. Its tools must depend on their calls and on the task alone."""
         runner = copy(self)
         runner._saved = saved
         chain, diverged = begin(saved.id), None

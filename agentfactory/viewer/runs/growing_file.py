@@ -19,8 +19,7 @@ class Taken:
 
 
 class GrowingFile:
-    """A reader that returns every whole line once; an incomplete last line, only once it is complete. Links below the
-    folder `within` are not followed."""
+    """A reader of whole lines, each once. Links below the folder `within` are not followed."""
 
     def __init__(self, path: Path, within: Path) -> None:
         self.path = path

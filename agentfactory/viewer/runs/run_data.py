@@ -80,8 +80,7 @@ class Run:
         return os.path.lexists(self.folder.metrics) or next(self._trajectory_files(), None) is not None
 
     def find_files(self) -> None:
-        """Look for new trajectory files, and for links and special files, which are not opened. Raises OSError if a
-        folder cannot be read."""
+        """Look for new trajectory files; note links and special files. Raises OSError if a folder cannot be read."""
         for name, kind in untrusted.entries_of(self.path, self.folder.within).items():
             if kind not in (stat.S_IFREG, stat.S_IFDIR) and _is_text(name):
                 self.note_unreadable(untrusted.refused(self.path / name, kind))

@@ -26,8 +26,7 @@ _ONLY_TO_ENCODE = ("truncation", "padding", "normalizer", "pre_tokenizer", "post
 
 
 class TokenTexts:
-    """A decoder that returns the text of each token in its context. If several tokens share a character, the first one
-    has its text and the others have none."""
+    """The text of each token in its context. Of tokens that share a character, the first one has it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

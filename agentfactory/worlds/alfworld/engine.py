@@ -165,8 +165,7 @@ class _Process:
 
 
 def found_python(python: str | None) -> str | None:
-    """Return the absolute path of the Python with the packages; None: this one. Raises SettingError as `check_python`
-    does, or if a variable in `python` is not set."""
+    """Return the path of the Python with the packages; None: this one. Raises SettingError as `check_python`."""
     try:
         found = None if python is None else str(expanded_path("python", python))
     except SettingError as error:

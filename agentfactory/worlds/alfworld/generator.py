@@ -25,8 +25,7 @@ class TaskType(StrEnum):
 
 @dataclass(frozen=True)
 class Treatment:
-    """An operation on an object before it is put down: the verb, the receptacle that does it, and the table of the
-    objects that allow it."""
+    """An operation on an object before it is put down: its verb, its receptacle, and the table of its objects."""
 
     verb: str
     station: str
@@ -84,8 +83,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Game:
-    """A game: `content` for its file game.tw-pddl, `trajectory` for traj_data.json, and `folder`, the name of the
-    folder that groups such games in the published layout."""
+    """A game: `content` for game.tw-pddl, `trajectory` for traj_data.json, and `folder` in the published layout."""
 
     task_type: TaskType
     folder: str

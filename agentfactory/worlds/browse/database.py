@@ -54,8 +54,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Yield the connection for an atomic write transaction, serialized with those of other processes. Raises
-        ToolInfrastructureError."""
+        """Yield the connection for an atomic write, alone among all processes. Raises ToolInfrastructureError."""
         with self._lock, self._errors_name_path():
             self._connection.execute("BEGIN IMMEDIATE")
             try:

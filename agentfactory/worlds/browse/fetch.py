@@ -184,8 +184,7 @@ class Fetcher:
 
 
 async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
-    """Return the decompressed body, holding at most `most` bytes in memory. If it is larger, return None, or its first
-    `most` bytes if `cut`."""
+    """Return the decompressed body; if it has more than `most` bytes, None, or the first of them if `cut`."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk

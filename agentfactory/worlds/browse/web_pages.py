@@ -17,8 +17,7 @@ _PROCESSES = 2
 
 
 class Reader:
-    """A converter of documents to text. One object serves all chains of a process; subprocesses start on demand.
-    `seconds`: time limit per document."""
+    """A converter of documents to text for all chains of a process, in subprocesses; `seconds` per document."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = seconds

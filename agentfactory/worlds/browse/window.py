@@ -40,8 +40,7 @@ class Page:
         return f"{self.title} ({place})\n\n{shown}" if self.title else f"({place})\n\n{shown}"
 
     def find(self, text: str) -> str:
-        """Return the occurrences of `text` in document order, each with its window and surrounding text. Ignores case
-        and the kind of white space between words."""
+        """Return the occurrences of `text`, with their windows; case and kinds of white space do not matter."""
         words = text.split()
         if not words:
             return "Nothing to find: the text is empty."

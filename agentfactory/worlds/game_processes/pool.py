@@ -58,8 +58,7 @@ class Pool(Generic[P]):
         self.started = self.lost = self.replaced = 0
 
     def enter(self) -> tuple[Place[P], P]:
-        """Return the process with the fewest games, started if necessary, and the place in it, to `leave` after the
-        game. Raises as `start` does."""
+        """Return the process with the fewest games, and the place in it, to `leave` later. Raises as `start` does."""
         with self._lock:
             self._retire()
             free = [place for place in self._places if place.games < self._at_once]

@@ -34,8 +34,7 @@ _ITEM = re.compile(r"^(?:-\s*(\d+):\s*(.+?)|\|\s*(\d+)\s*\|\s*([^|]+?)\s*\|.*)\s
 
 
 def sections_of(environment: type) -> dict[str, str]:
-    """Return heading -> text of the docstring of a class or its nearest base, other than gymnasium's; "" for the text
-    above the first heading."""
+    """Return heading -> text of a class's docstring, or its nearest base's outside of gymnasium; "": the beginning."""
     own = [kind for kind in environment.__mro__ if kind.__module__ not in _NO_ENVIRONMENTS]
     text = inspect.cleandoc(next(filter(None, (kind.__doc__ for kind in own)), ""))
     found: dict[str, str] = {}

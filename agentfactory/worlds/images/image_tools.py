@@ -151,8 +151,7 @@ class ImageTools(Environment):
         )
 
     def take_images(self, images: list[str]) -> list[str]:
-        """Number the images of other tools, and return the text to insert before each. An image that cannot be shown to
-        a model gets no number, and empty text."""
+        """Number the images of other tools; return the text before each, empty for one that cannot be shown."""
         return [self._taken(image) for image in images]
 
     def _taken(self, image: str) -> str:

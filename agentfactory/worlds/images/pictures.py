@@ -230,8 +230,7 @@ class Draw(Step):
 
 
 class Picture:
-    """An image of a chain, from a source or derived from another picture by a step. Pixels are computed on demand and
-    cached for all chains of a process."""
+    """An image of a chain, from a source or by a step from another one. A process caches computed pixels."""
 
     def __init__(self, source: Any, number: int) -> None:
         """Image `number` of the chain, from a source of `decode`. Raises ValueError if its file does not exist."""

@@ -140,8 +140,7 @@ def _check_verifier(dataset: ProceduralDataset, entry: dict[str, Any], name: str
 
 
 def data_set(spec: Spec) -> ProceduralDataset:
-    """Create a data set, whose options are those of its level, replaced by those given. Raise Refused if it does not
-    exist, or if they are invalid."""
+    """Create a data set from its level and options. Raise Refused if it does not exist, or they are invalid."""
     name, level, options = spec["name"], spec["level"], dict(spec["options"])
     if name not in DATASETS or name == "composite":
         close = difflib.get_close_matches(name, DATASETS, 1)

@@ -90,8 +90,7 @@ class Browser:
         self.opening = asyncio.Semaphore(_OPENING)
 
     async def context(self, **settings: Any) -> tuple["BrowserContext", Callable[[], Awaitable[None]]]:
-        """Return a new context and a function that closes it. A cancelled call leaves nothing open. Raises
-        ToolInfrastructureError if Chromium does not start."""
+        """Return a new context and a function that closes it; nothing if cancelled. Raises ToolInfrastructureError."""
         opening = self._begin(self._open(settings))
         try:
             return await asyncio.shield(opening)
@@ -218,8 +217,7 @@ async def _close_unused(opening: "asyncio.Future[tuple[BrowserContext, Callable[
 
 
 async def heed(answer: Awaitable[Any]) -> None:
-    """Await an answer to a page's event. Ignore errors of a page that is gone: playwright would raise them in the next
-    call of any chain."""
+    """Await an answer to a page's event, without errors of a page that is gone, which others would get."""
     from playwright.async_api import Error
 
     with suppress(Error):
@@ -235,8 +233,7 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def find_chromium(executable: str | None) -> str:
-    """Return the path of Chromium. Raises SettingError if Chromium or playwright is missing. The error has no field,
-    because the machine is at fault."""
+    """Return the path of Chromium. Raises SettingError, without a field, if it or playwright is missing."""
     check_extra("screens")
     names = _NAMES if executable is None else (executable,)
     for name in names:

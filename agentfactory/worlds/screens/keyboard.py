@@ -43,8 +43,7 @@ _OUT_OF = f"""(frame, boxes) => {{
 
 
 async def frame_with(page: "Page", element: str, place: Sequence[float] = (0, 0)) -> "tuple[Frame, list[float]]":
-    """Return the innermost frame that contains the element found by the JavaScript `element` at `place` (CSS pixels),
-    and the place relative to that frame."""
+    """Return the innermost frame with the element at `place` (CSS pixels), and the place relative to it."""
     frame, inside = page.main_frame, [*place]
     while frame.child_frames:
         found = (await frame.evaluate_handle(element, inside)).as_element()

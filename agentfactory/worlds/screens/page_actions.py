@@ -220,8 +220,7 @@ class BaseScreen(Environment):
         return {"reward": score, "success": float(score >= 1)}
 
     async def release(self) -> None:
-        """Close the chain's tabs, with their cookies and storage. A tab on one of our own pages, which store nothing,
-        stays open for the next chain."""
+        """Close the chain's tabs and storage; a tab on one of our own pages stays open for the next chain."""
         if not self._may_be_used_again():
             await self._shut_tabs()
 

@@ -29,8 +29,7 @@ class Site:
 
 
 def site_of(page: str | None, miniwob: str | None, url: str | None, check: str | None, seed: int) -> Site:
-    """Return the site that a data row names. Raises ValueError as `check_fields` does, or if MiniWoB++ is not
-    installed, or has no such page."""
+    """Return the site of a data row. Raises ValueError as `check_fields`, or if MiniWoB++ lacks the page."""
     check_fields(page, miniwob, url, check, seed)
     if page is not None:
         return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed:d})", PAGES, is_ours=True)

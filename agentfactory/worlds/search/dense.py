@@ -145,8 +145,7 @@ class DenseIndex:
             raise SettingError("source", problem, f"{fix}, or build the index again")
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages by descending inner product with the query. Any text is a valid query; a
-        query without a letter or digit finds nothing."""
+        """Return at most `count` passages by inner product; nothing for a query without a letter or digit."""
         count = min(count, self._passages.passages)
         if count < 1 or not any(map(str.isalnum, query)):
             return []

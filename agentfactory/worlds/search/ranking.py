@@ -69,8 +69,7 @@ class HybridIndex:
 
 
 def reciprocal_rank(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:
-    """Fuse rankings: a passage's score is the sum of 1 / (60 + rank) over the rankings that contain it, with ranks from
-    1 (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
+    """Fuse rankings by the sums of 1 / (60 + rank) (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
     scores: dict[Passage, float] = {}
     for ranking in rankings:
         for rank, passage in enumerate(ranking, 1):

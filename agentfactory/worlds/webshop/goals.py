@@ -106,8 +106,7 @@ def _goal(
 
 
 def shuffled(count: int) -> list[int]:
-    """Return the numbering of goals: goal n is the one created as number `shuffled(count)[n]`. This is the published
-    order; it depends only on the number of goals."""
+    """Return the published numbering of `count` goals: goal n was created as number `shuffled(count)[n]`."""
     order = list(range(count))
     random.Random(_SHUFFLE_SEED).shuffle(order)
     return order

@@ -160,8 +160,7 @@ _FIX = "correct the file, or download it again"
 
 
 def product_of(item: dict[str, Any], attributes: list[str]) -> Product:
-    """Derive a product from an entry of an items file. Raises KeyError, TypeError, ValueError or AttributeError if a
-    field is missing or has another type."""
+    """Derive a product from an entry. Raises KeyError, TypeError, ValueError or AttributeError."""
     points = item["small_description"]
     derived = {
         "asin": item["asin"],

@@ -94,8 +94,7 @@ def has_attribute(product: Product, wanted: str) -> bool:
 
 
 def options_found(wanted: Sequence[str] | Mapping[str, str], chosen: Mapping[str, str]) -> int:
-    """Count the wanted options that resemble a chosen value; colours are compared by their base colour. For a mapping,
-    name and value together are compared with the chosen values, as published."""
+    """Count the wanted options that resemble a chosen value; colours by base colour, mappings with their names."""
     texts = [_comparable(option) for option in (wanted.items() if isinstance(wanted, Mapping) else wanted)]
     values = [_comparable(value) for value in chosen.values()]
     return sum(any(alike(value, text) for value in values) for text in texts)
