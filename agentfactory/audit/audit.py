@@ -74,7 +74,7 @@ async def audit(record: Record) -> Report:
             findings.append(Finding(Severity.WRONG, READ, text, fix, places.kept))
     findings = sorted([*record.problems, *findings], key=lambda finding: list(Severity).index(finding.severity))
     unchecked += [one for check in checks for one in check.unchecked]
-    looked_at = {check.topic: seen for check in checks if (seen := check.looked_at())}
+    looked_at = {check.topic: told for check in checks if (told := check.looked_at())}
     return Report(record.name, record.kind, findings, unchecked, looked_at)
 
 
