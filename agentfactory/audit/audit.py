@@ -30,12 +30,10 @@ CHECKS: Sequence[type[Check]] = (
 )
 """The checks of a run. Of equally severe findings, those of earlier checks come first: causes before symptoms."""
 OPEN_SECONDS = 120.0
-"""Time limit to open the tools of a recipe."""
 
 
 async def audit(record: Record) -> Report:
-    """Check a run against its files. Starts the tool servers of its recipe, and runs its rewards, if it has a
-    recipe."""
+    """Check a run against its files. Starts the tool servers of its recipe, if it has one, and runs its rewards."""
     lacks = record.lacks = dict(record.lacks)
     async with AsyncExitStack() as stack:
         parts: Parts = {}
@@ -76,7 +74,7 @@ async def audit(record: Record) -> Report:
             findings.append(Finding(Severity.WRONG, READ, text, fix, places.kept))
     findings = sorted([*record.problems, *findings], key=lambda finding: list(Severity).index(finding.severity))
     unchecked += [one for check in checks for one in check.unchecked]
-    looked_at = {check.topic: check.looked_at for check in checks if check.looked_at}
+    looked_at = {check.topic: told for check in checks if (told := check.looked_at())}
     return Report(record.name, record.kind, findings, unchecked, looked_at)
 
 

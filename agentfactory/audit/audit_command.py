@@ -27,8 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Audit the runs, print the reports, and return the exit status. Raises SettingError if there is no run, or if the
-    file cannot be written."""
+    """Audit the runs, print the reports, and return the exit status. Raises SettingError: no run, or no file."""
     # these take a second to import
     from agentfactory.audit.audit import audit
     from agentfactory.audit.reports import conclude, page_of, save_audit, text_lines, to_json

@@ -74,6 +74,11 @@ class Check(ABC):
         self.unchecked: list[Unchecked] = []
         """Subjects that the check could not compare, known after all groups."""
         self._counted = 0
+        self.begin()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Set what the check notes of groups."""
 
     @abstractmethod
     async def note(self, seen: Seen) -> None:
@@ -83,14 +88,12 @@ class Check(ABC):
     def findings(self) -> Iterator[Finding]:
         """Yield what was found, after all groups."""
 
-    @property
     @abstractmethod
     def looked_at(self) -> str:
         """Number of compared chains, tokens or files, such as "1,200 chains"; empty if there was nothing to compare."""
 
     def some_of(self, seen: Seen, most: int) -> Iterator[Trajectory]:
-        """Yield the chains of a group to look at, if all would take too long: of those of training about `most`, evenly
-        over the run, and every tenth held-out one."""
+        """Yield some chains of a group: of training about `most`, evenly over the run, and every tenth held-out one."""
         every = 10 if seen.held_out else max(1, self.record.size * len(seen.group.trajectories) // most)
         for chain in seen.group.trajectories:
             self._counted += 1

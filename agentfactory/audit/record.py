@@ -15,15 +15,12 @@ MOST_EVIDENCE = 5
 """Places of a finding that are kept; the text has the number of all."""
 
 TOKENS = "tokens"
-"""Token ids and masks of the rows."""
 LOGPROBS = "log-probabilities"
-"""The server's log-probabilities of the sampled tokens."""
 TRAINED = "trained tokens"
 """The step of each trained group, with the advantage and the trainer's log-probability of each token."""
 MESSAGES = "messages"
 REWARDS = "rewards"
 METRICS = "metrics"
-"""Lines of metrics, one per step."""
 ORDER = "order of the tasks"
 """Positions of the groups in the order of the tasks."""
 RECIPE = "recipe"
@@ -51,14 +48,10 @@ class Seen:
 
 @dataclass
 class Record:
-    """A run to audit.
-
-    `groups` begins a new pass over all saved groups, those of training first, in the order in which they ended; `size`
-    is their number, as far as it is known. `labels` has the version of each label of weights, and
-    `trained` the number of groups that each step trained.
-    `lacks` says of each stream (TOKENS, ...) that this kind of run does not have, why. `problems` are found while its
-    files are read.
-    """
+    """A run to audit. `groups` begins a new pass over all saved groups, those of training first, in the order in which
+    they ended; `size` is their number, as far as it is known. `labels` has the version of each label of weights, and
+    `trained` the number of groups that each step trained. `lacks` says of each stream (TOKENS, ...) that this kind of
+    run does not have, why. `problems` are found while its files are read."""
 
     name: str
     kind: str

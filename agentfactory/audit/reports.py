@@ -16,7 +16,6 @@ from agentfactory.base.files.untrusted_files import lines_of, open_file, printab
 from agentfactory.base.findings import Evidence, Finding, Severity
 
 SEVERITIES = (Severity.WRONG, Severity.WARNING, Severity.NOTE)
-"""The severities that an audit reports, the highest first."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,7 @@ def text_lines(report: Report, conclusion: str) -> Iterator[str]:
 
 
 def to_json(report: Report, conclusion: str) -> dict[str, Any]:
-    """Return a report as JSON values: `conclusion`, `worst`, and per finding its severity, topic, text, fix and
-    evidence."""
+    """Return a report as JSON values: `conclusion`, `worst`, and its findings with their evidence."""
     plain = asdict(report)
     counts = {str(level): len(report.of(level)) for level in SEVERITIES}
     return {"run": plain.pop("run"), "conclusion": conclusion, "worst": report.worst, "counts": counts, **plain}

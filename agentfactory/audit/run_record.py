@@ -95,8 +95,7 @@ def _record(folder: RunFolder, whole: RunFolder) -> Record:
 
 
 def _labels(folder: RunFolder) -> dict[str, int]:
-    """Return the versions of the labels of weights: those that the last checkpoint knows, and those in the log, which
-    are younger."""
+    """Return the versions of labels of weights: those of the last checkpoint, and younger ones from the log."""
     found: dict[str, int] = {}
     for checkpoint in sorted(folder.checkpoints.glob("step-*"), reverse=True):
         try:
@@ -144,8 +143,6 @@ class _CreditLine:
 
 
 class _Files:
-    """The files of a run with its groups."""
-
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.trained = train_files(folder.trajectories)
@@ -161,7 +158,6 @@ class _Files:
         """Whether the run has ended, so that its files are whole."""
 
     def count(self) -> int:
-        """Return the number of lines of the files of training."""
         return sum(content.count(b"\n") for file in self.trained for content in self._blocks(file))
 
     def _blocks(self, file: Path) -> Iterator[bytes]:
@@ -170,7 +166,6 @@ class _Files:
                 yield block
 
     def index_credit(self) -> None:
-        """Note where the trainer's lines about each group are."""
         if not self.folder.credit.exists():
             return
         offset, damaged = 0, []

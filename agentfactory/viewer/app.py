@@ -26,10 +26,13 @@ SCRIPTS = [
     *("elements.js", "source.js", "curves.js", "rewards.js", "list.js", "tokens.js", "waterfall.js", "film.js"),
     *("replay.js", "trajectory.js", "audit.js", "recipes.js", "runs.js", "main.js"),
 ]
-"""The page's scripts, in loading order."""
 
 PLOTLY = "plotly.js"
 
+_ANSWERS = (
+    *("state", "metrics", "charts", "run", "runs", "recipes", "audit"),
+    *("trajectories", "rewards", "trajectory", "image"),
+)
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
@@ -45,17 +48,7 @@ def make_app(follower: Follower, port: int) -> Guard:
         Route("/", partial(_static, "index.html")),
         Route("/plotly.js", partial(_static, PLOTLY)),
         *(Route(f"/{name}", partial(_static, name)) for name in ["style.css", *SCRIPTS]),
-        Route("/api/state", answers.state),
-        Route("/api/metrics", answers.metrics),
-        Route("/api/charts", answers.charts),
-        Route("/api/run", answers.run),
-        Route("/api/trajectories", answers.trajectories),
-        Route("/api/rewards", answers.rewards),
-        Route("/api/recipes", answers.recipes),
-        Route("/api/runs", answers.runs),
-        Route("/api/audit", answers.audit),
-        Route("/api/trajectory", answers.trajectory),
-        Route("/api/image", answers.image),
+        *(Route(f"/api/{name}", getattr(answers, name)) for name in _ANSWERS),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={BadQuery: _refuse, NotThere: _refuse}), port)
 
@@ -103,8 +96,6 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 class _Answers:
-    """Answers to the page's requests. Each runs in its own thread."""
-
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._searches = TextSearches(follower.index)
@@ -124,28 +115,23 @@ class _Answers:
         return _answer({"generation": generation, **series_of(lines, start)})
 
     def charts(self, request: Request) -> Response:
-        """Return the sections and charts of all metrics of the runs."""
         return _answer(charts(names_of(self._follower.runs)))
 
     def run(self, request: Request) -> Response:
-        """Return a run's summary and recipe."""
         run = self._run(request)
         recipe = self._recipe(run)
         told = {"label": run.label, "path": str(run.path), "best": run.best, "summary": run.summary()}
         return _answer({**told, "recipe": recipe})
 
     def recipes(self, request: Request) -> Response:
-        """Return the differences between the recipes of two runs."""
         runs = [self._run(request, name) for name in ("run", "other")]
         one, other = (self._recipe(run) for run in runs)
         return _answer({"labels": [run.label for run in runs], **difference(one, other, [run.folder for run in runs])})
 
     def runs(self, request: Request) -> Response:
-        """Return the table of all runs."""
         return _answer(table_of(self._follower.runs))
 
     def audit(self, request: Request) -> Response:
-        """Return the last audit of a run."""
         run = self._run(request)
         try:
             report = audit_of(run, self._follower.index)
@@ -161,7 +147,6 @@ class _Answers:
         return _answer({**index.page(query, search), "facets": index.facets(), "unsearched": left})
 
     def rewards(self, request: Request) -> Response:
-        """Return the reward distribution of the chains in a list."""
         query = Query.parse(request.query_params)
         search, _ = self._search(query)
         return _answer(self._follower.index.rewards(query, search))
@@ -174,7 +159,6 @@ class _Answers:
         return searching.number, searching.go_on(self._follower.index, self._follower.bytes_of, SECONDS)
 
     def trajectory(self, request: Request) -> Response:
-        """Return everything about one chain."""
         chain = self._chain(request)
 
         def address(message: int, part: int, url: str) -> str:
@@ -184,7 +168,6 @@ class _Answers:
         return _answer({**page_of(self._follower, chain, address), "path": str(chain.run.folder.whole)})
 
     def image(self, request: Request) -> Response:
-        """Return one image of a chain."""
         kind, data = image_of(self._chain(request), _integer(request, "message"), _integer(request, "part"))
         return _unless_known(_tag(data), data, kind, request)
 

@@ -12,56 +12,28 @@ from agentfactory.trainers.metrics import METRICS
 _OWN = "Task metrics"
 _SECTIONS = {
     "Reward": ["reward", "success", "reward_std", "trajectory/reward/.*"],
-    "Sources": [
-        "source/[^/]+/success",
-        "source/[^/]+/reward",
-        "source/[^/]+/turns",
-        "source/[^/]+/groups",
-        "sources/.*",
-    ],
+    "Sources": [*(f"source/[^/]+/{name}" for name in ("success", "reward", "turns", "groups")), "sources/.*"],
     _OWN: [],
     "Lengths and turns": [
-        "turns",
-        "trajectory/sampled_tokens",
-        "tokens",
-        "trajectory/truncated_turns",
-        "trajectory/rows",
+        *("turns", "trajectory/sampled_tokens", "tokens", "trajectory/truncated_turns", "trajectory/rows"),
         "trajectory/row_tokens",
     ],
     "Tools": [
-        "trajectory/tool_calls",
-        "unknown-tool rate",
-        "latency of .*",
-        "error rate of .*",
-        "trajectory/tool/.*/calls",
-        "trajectory/tool/.*/errors",
-        "trajectory/tool_errors/.*",
-        "trajectory/tool_cost",
-        "trajectory/tool_wait_seconds",
-        "trajectory/limits/.*",
+        *("trajectory/tool_calls", "unknown-tool rate", "latency of .*", "error rate of .*"),
+        *("trajectory/tool/.*/calls", "trajectory/tool/.*/errors", "trajectory/tool_errors/.*"),
+        *("trajectory/tool_cost", "trajectory/tool_wait_seconds", "trajectory/limits/.*"),
     ],
     "Outcomes": [
-        "outcome/.*",
-        "trajectory/failed",
-        "trajectory/stop/.*",
-        "trajectory/penalty",
-        "groups/.*",
-        "filtered/.*",
-        "cancelled/.*",
-        "started/.*",
+        *("outcome/.*", "trajectory/failed", "trajectory/stop/.*", "trajectory/penalty"),
+        *("groups/.*", "filtered/.*", "cancelled/.*", "started/.*"),
     ],
     "Environments and curriculum": ["environments/.*", "curriculum/.*"],
     "Policy": ["loss", "kl", "entropy", "grad_norm", "clip_fraction", "learning_rate", "critic/.*"],
     "Trainer against server": ["staleness/.*", "mismatch/.*", "mixed_tokens", "sync/.*"],
     "Speed": [
-        "tokens_per_second",
-        "seconds/step",
-        "seconds/.*",
-        "trajectory/tool_seconds",
-        "trajectory/tool/.*/seconds",
+        *("tokens_per_second", "seconds/step", "seconds/.*", "trajectory/tool_seconds", "trajectory/tool/.*/seconds")
     ],
 }
-"""Title -> patterns of keys, in display order."""
 
 _HELD_OUT = re.compile(r"eval/(sampled|greedy)/(.+)")
 _OF_A_SOURCE = re.compile(r"(source/[^/]+/)(.+)")
@@ -70,12 +42,10 @@ _CALLS = re.compile(r"trajectory/tool/(.+)/calls")
 
 
 def charts(names: Iterable[str]) -> dict[str, Any]:
-    """Return `sections`, each with a title and charts, and `others`, the charts without a section.
-
-    A chart has a key, a title, a unit, a meaning, and lines. A line has the metric, its kind (`train`, `sampled` and
-    `greedy` on held-out tasks, `rollout`), and optionally `per`, the metric that it is divided by, or `low` and `high`,
-    the metrics with the ends of its interval.
-    """
+    """Return `sections`, each with a title and charts, and `others`, the charts without a section. A chart has a key, a
+    title, a unit, a meaning, and lines. A line has the metric, its kind (`train`, `sampled` and `greedy` on held-out
+    tasks, `rollout`), and optionally `per`, the metric that it is divided by, or `low` and `high`, the metrics with the
+    ends of its interval."""
     by_key: dict[str, dict[str, str]] = defaultdict(dict)
     measured = list(names)
     ends = _interval_ends(measured)
@@ -155,7 +125,6 @@ def _chart(key: str, lines: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _ratios(by_key: dict[str, dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """Return charts of metrics that are divided by the number of calls."""
     calls, unknown = by_key.get("trajectory/tool_calls", {}), by_key.get("trajectory/tool_errors/unknown_tool", {})
     made = {"unknown-tool rate": (unknown, calls, "", "share of the calls to tools that do not exist")}
     for key in list(by_key):
@@ -183,11 +152,9 @@ def _own(found: dict[str, Any]) -> list[str]:
 
 
 def series_of(lines: Sequence[dict[str, Any]], start: int) -> dict[str, Any]:
-    """Return the metrics of `lines` from number `start` on.
-
-    `from` is the number of the first line, `lines` the number after the last one. `series` has per name `y`, the finite
-    numbers, and `at`, the numbers of their lines; without `at`, every line has the metric.
-    """
+    """Return the metrics of `lines` from number `start` on. `from` is the number of the first line, `lines` the number
+    after the last one. `series` has per name `y`, the finite numbers, and `at`, the numbers of their lines; without
+    `at`, every line has the metric."""
     new = lines[start:]
     at: dict[str, list[int]] = {}
     y: dict[str, list[float]] = {}

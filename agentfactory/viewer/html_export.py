@@ -20,7 +20,6 @@ from agentfactory.viewer.trajectories.trajectory_page import NotThere, find_chai
 
 MOST_TRAJECTORIES = 200
 MOST_BYTES = 64 * 2**20
-"""Maximum size of the trajectories, including images."""
 
 _POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
@@ -29,12 +28,10 @@ _POLICY = (
 
 
 def export(folders: Sequence[Path], file: Path) -> str:
-    """Write the page of these runs to `file`, and return a description of its content. Raises SettingError.
-
-    It contains at most MOST_TRAJECTORIES trajectories, of at most MOST_BYTES in all. Each run has an equal share of
-    both, plus what smaller runs leave unused; within a run, trajectories are spread evenly. Recipes are left out,
-    because they may contain private names.
-    """
+    """Write the page of these runs to `file`, and return a description of its content. Raises SettingError. It contains
+    at most MOST_TRAJECTORIES trajectories, of at most MOST_BYTES in all. Each run has an equal share of both, plus what
+    smaller runs leave unused; within a run, trajectories are spread evenly. Recipes are left out, because they may
+    contain private names."""
     if not file.parent.is_dir():
         raise SettingError("", f"--export {file}: {file.parent} is not a folder", "create it first")
     follower = Follower(folders)
@@ -85,7 +82,6 @@ def _page(data: dict[str, Any]) -> str:
 
 
 def _pages(follower: Follower) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return trajectory pages, and the searchable text of each."""
     pages: list[dict[str, Any]] = []
     searched: list[str] = []
     left = MOST_BYTES

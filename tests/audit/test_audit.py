@@ -21,23 +21,13 @@ from agentfactory.rollout.groups.group_files import append_group, delete_groups,
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 
 CHECKED = {
-    *(
-        "the end of the run",
-        "weights",
-        "tokens and masks",
-        "trained tokens",
-        "rewards",
-        "chains played again",
-        "metrics",
-        "tasks",
-    ),
-    *("chains lost", "groups", "tool calls", "format", "lengths", "greedy chains"),
+    *("the end of the run", "weights", "tokens and masks", "trained tokens", "rewards", "chains played again"),
+    *("metrics", "tasks", "chains lost", "groups", "tool calls", "format", "lengths", "greedy chains"),
 }
 
 
 @pytest.fixture(scope="module")
 def run(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the short quickstart."""
     folder = tmp_path_factory.mktemp("audit") / "run"
     shutil.copytree(quickstart_run, folder, symlinks=True)
     return folder
@@ -59,7 +49,6 @@ def audited(run: Path) -> Report:
 
 
 def rewrite(stage: Path, change: Callable[[list[Group]], object], name: str = "train.jsonl") -> None:
-    """Change the groups of a file."""
     file = stage / "trajectories" / name
     groups = list(read_groups(file))
     for group in groups:

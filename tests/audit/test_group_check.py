@@ -21,13 +21,8 @@ Change = Callable[[list[float]], list[float]]
 
 
 def recipe_of(train: dict[str, Any], rollout: dict[str, Any]) -> Recipe:
-    sections = {
-        "name": "run",
-        "output": "run",
-        "model": {"path": "model"},
-        "rewards": ["exact_match"],
-        "data": {"path": "data.jsonl"},
-    }
+    sections = {"name": "run", "output": "run", "model": {"path": "model"}, "rewards": ["exact_match"]}
+    sections |= {"data": {"path": "data.jsonl"}}
     return Recipe.model_validate({**sections, "train": {"steps": 1, **train}, "rollout": rollout})
 
 
@@ -58,60 +53,54 @@ def findings(recipe: Recipe, group: Group, change: Change = lambda values: value
     record = Record("run", "ours", Path(), lambda: iter(()), recipe=recipe)
     check = GroupCheck(record, {})
     asyncio.run(check.note(Seen(group, "train.jsonl", step=1, credit=noted)))
-    assert "advantages of" in check.looked_at
+    assert "advantages of" in check.looked_at()
     return list(check.findings())
 
 
+def chains(*rewards: float) -> list[Trajectory]:
+    return [chain(name, reward) for name, reward in zip("abc", rewards, strict=False)]
+
+
+def scaled(scale: str) -> dict[str, Any]:
+    return {"advantage": {"options": {"scale": scale}}}
+
+
 RAFT = {"algorithm": "raft"}
+LONG = chain("a", 1.0, turns=4)
+MALFORMED = [chain("a", 1.0, malformed=True), *chains(0.0, 0.0, 0.5)[1:]]
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Trajectory]]] = {
-    "grpo": ({}, {}, [chain("a", 1.0), chain("b", 0.0), chain("c", 0.5)]),
-    "without division": (
-        {"advantage": {"options": {"scale": "none"}}},
-        {},
-        [chain("a", 1.0), chain("b", 0.0), chain("c", 1.0)],
-    ),
-    "rloo": ({"algorithm": "rloo"}, {}, [chain("a", 1.0), chain("b", 0.0), chain("c", 0.0)]),
-    "the most uncertain tokens": ({"loss": {"top_entropy": 0.25}}, {}, [chain("a", 1.0), chain("b", 0.0)]),
-    "raft": (RAFT, {}, [chain("a", 1.0), chain("b", 0.0)]),
-    "raft, the best is malformed": (RAFT, {}, [chain("a", 1.0, malformed=True), chain("b", 0.0), chain("c", 0.5)]),
+    "grpo": ({}, {}, chains(1.0, 0.0, 0.5)),
+    "without division": (scaled("none"), {}, chains(1.0, 0.0, 1.0)),
+    "rloo": ({"algorithm": "rloo"}, {}, chains(1.0, 0.0, 0.0)),
+    "the most uncertain tokens": ({"loss": {"top_entropy": 0.25}}, {}, chains(1.0, 0.0)),
+    "raft": (RAFT, {}, chains(1.0, 0.0)),
+    "raft, the best is malformed": (RAFT, {}, MALFORMED),
     "raft, the best is masked": (
         RAFT,
         {"on_outcome": {"max_turns": "mask"}},
-        [chain("a", 1.0, outcome=Outcome.MAX_TURNS), chain("b", 0.0), chain("c", 0.5)],
+        [chain("a", 1.0, outcome=Outcome.MAX_TURNS), *chains(0.0, 0.0, 0.5)[1:]],
     ),
-    "a malformed turn": ({}, {}, [chain("a", 1.0, malformed=True), chain("b", 0.0), chain("c", 0.5)]),
-    "nearly equal rewards": (
-        {"advantage": {"options": {"scale": "none"}}},
-        {},
-        [chain("a", 1.0), chain("b", 1.0 + 5e-6)],
-    ),
-    "nearly equal rewards over a batch": (
-        {"advantage": {"options": {"scale": "batch"}}},
-        {},
-        [chain("a", 1.0), chain("b", 1.0 + 1e-7), chain("c", 0.0)],
-    ),
-    "overlong chains": (
-        {"overlong": {"buffer": 4}},
-        {"max_total_tokens": 10},
-        [chain("a", 1.0), chain("b", 0.0), chain("c", 0.5)],
-    ),
+    "a malformed turn": ({}, {}, MALFORMED),
+    "nearly equal rewards": (scaled("none"), {}, chains(1.0, 1.0 + 5e-6)),
+    "nearly equal rewards over a batch": (scaled("batch"), {}, chains(1.0, 1.0 + 1e-7, 0.0)),
+    "overlong chains": ({"overlong": {"buffer": 4}}, {"max_total_tokens": 10}, chains(1.0, 0.0, 0.5)),
     "overlong chains over a batch": (
-        {"overlong": {"buffer": 8, "penalty": 3.0}, "advantage": {"options": {"scale": "batch"}}},
+        {"overlong": {"buffer": 8, "penalty": 3.0}, **scaled("batch")},
         {"max_total_tokens": 16},
-        [chain("a", 1.0, turns=4), chain("b", 0.0, turns=1), chain("c", 0.5)],
+        [LONG, chain("b", 0.0, turns=1), chain("c", 0.5)],
     ),
     "overlong chains of reinforce_pp_baseline": (
         {"overlong": {"buffer": 8, "penalty": 1.0}, "algorithm": "reinforce_pp_baseline"},
         {"max_total_tokens": 16},
-        [chain("a", 1.0, turns=4), chain("b", 0.0, turns=1), chain("c", 0.0)],
+        [LONG, chain("b", 0.0, turns=1), chain("c", 0.0)],
     ),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_trainers_own_advantages_are_healthy(name: str) -> None:
-    train, rollout, chains = SETTINGS[name]
-    assert findings(recipe_of(train, rollout), Group("g000000", {}, chains)) == []
+    train, rollout, members = SETTINGS[name]
+    assert findings(recipe_of(train, rollout), Group("g000000", {}, members)) == []
 
 
 FAULTS: dict[str, Change] = {
@@ -127,8 +116,8 @@ FAULTS: dict[str, Change] = {
     "name", [name for name in SETTINGS if not name.startswith(("nearly", "raft, the best is mas", "overlong chains o"))]
 )
 def test_other_advantages_are_wrong(name: str, fault: str) -> None:
-    train, rollout, chains = SETTINGS[name]
-    (first, *_) = findings(recipe_of(train, rollout), Group("g000000", {}, chains), FAULTS[fault])
+    train, rollout, members = SETTINGS[name]
+    (first, *_) = findings(recipe_of(train, rollout), Group("g000000", {}, members), FAULTS[fault])
     assert first.topic == "groups"
     assert "advantage" in first.text
     assert first.evidence

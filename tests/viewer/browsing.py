@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.testclient import TestClient
 
@@ -70,7 +70,6 @@ def opened(context: "BrowserContext") -> "Iterator[Page]":
 
 
 def view(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status."""
     return main(["view", *arguments])
 
 
@@ -79,6 +78,16 @@ def asking(*runs: Path) -> tuple[Follower, TestClient]:
     follower = Follower(runs)
     follower.read_all()
     return follower, TestClient(make_app(follower, 8765), base_url="http://127.0.0.1:8765")
+
+
+def chain_page(client: TestClient, row: dict[str, Any] | None = None) -> Any:
+    """What the page gets of a listed chain: of the first one, unless `row` says which."""
+    row = row or client.get("/api/trajectories").json()["rows"][0]
+    return client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+
+
+def trajectory(row: dict[str, Any], options: str = "") -> str:
+    return f"#/trajectory/{row['run']}/{quote(row['file'], '')}/{row['byte']}/{row['place']}{options}"
 
 
 def ask(url: str, path: str, **headers: str) -> tuple[int, bytes]:

@@ -6,12 +6,11 @@ import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from tests.viewer.browsing import api, viewing, when_read
+from tests.viewer.browsing import api, trajectory, viewing, when_read
 from tests.viewer.conftest import CHROMIUM
 from tests.viewer.screen_runs import screen_run
 
@@ -35,7 +34,6 @@ def save(image: Image.Image, name: str) -> None:
 
 
 def beside(images: list[Image.Image]) -> Image.Image:
-    """The images next to each other."""
     width = sum(image.width + GAP for image in images) + GAP
     whole = Image.new("RGB", (width, images[0].height + 2 * GAP), "#d5dae2")
     left = GAP
@@ -45,13 +43,7 @@ def beside(images: list[Image.Image]) -> Image.Image:
     return whole
 
 
-def trajectory(row: dict[str, Any]) -> str:
-    """The place of a chain's page."""
-    return f"#/trajectory/{row['run']}/{row['file']}/{row['byte']}/{row['place']}"
-
-
 def main(folders: list[Path]) -> None:
-    """Take all pictures."""
     with viewing(*folders) as url, sync_playwright() as playwright:
         runs = [run["id"] for run in when_read(url)["runs"] if run["credited"]]
 
@@ -94,7 +86,6 @@ def main(folders: list[Path]) -> None:
 
 
 def film() -> None:
-    """Take the picture of a film."""
     with tempfile.TemporaryDirectory() as folder:
         run = asyncio.run(screen_run(Path(folder) / "run", ["form"]))
         with viewing(run.path) as url, sync_playwright() as playwright:

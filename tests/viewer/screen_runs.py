@@ -61,7 +61,6 @@ class Recorder:
 
 
 async def click_number(player: Player) -> None:
-    """Click the wanted colour by the number of its element."""
     colours = await player.ask("() => [...document.querySelectorAll('div')].map(one => one.style.background)")
     await player.do(player.screen.click(colours.index(player.told(r"the (\w+) box"))))
 

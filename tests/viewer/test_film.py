@@ -14,10 +14,8 @@ from PIL import Image, ImageColor
 
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.tools.images.coordinates import Coordinates
-from tests.viewer.browsing import api, asking, viewing, when_read
-from tests.viewer.pictures import trajectory
+from tests.viewer.browsing import api, asking, chain_page, trajectory, viewing, when_read
 from tests.viewer.screen_runs import SIZE, SIZES, screen_run
-from tests.viewer.viewer_runs import many_chains
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -32,10 +30,20 @@ pytestmark = [
 def pages_of(run: RunFolder) -> tuple[list[dict[str, Any]], Any]:
     """What the page gets of each chain, and who asks its server."""
     _, client = asking(run.path)
-    rows = client.get("/api/trajectories").json()["rows"]
-    rows.sort(key=lambda row: row["chain"])
-    keys = ("run", "file", "byte", "place")
-    return [client.get("/api/trajectory", params={key: row[key] for key in keys}).json() for row in rows], client
+    rows = sorted(client.get("/api/trajectories").json()["rows"], key=lambda row: row["chain"])
+    return [chain_page(client, row) for row in rows], client
+
+
+def assert_is_on_the_wanted_colour(chain: Any, client: Any) -> Any:
+    """The first call, a click: on the picture at its place is the colour that the page has asked for."""
+    said, shown = chain["messages"][0]["parts"]
+    picture = Image.open(BytesIO(client.get(f"/{shown['image']}").content))
+    assert picture.size == SIZES.fitted(*SIZE)
+    [click] = chain["messages"][1]["calls"]
+    [(x, y)] = click["places"]
+    [wanted] = re.findall(r"the (\w+) box", said["text"])
+    assert picture.getpixel((int(x * picture.width), int(y * picture.height))) == ImageColor.getrgb(wanted)
+    return click
 
 
 @pytest.mark.parametrize(
@@ -45,13 +53,8 @@ def pages_of(run: RunFolder) -> tuple[list[dict[str, Any]], Any]:
 async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordinates, source: str) -> None:
     run = await screen_run(tmp_path / "run", ["click_color", "drag"], coordinates, source=source)
     [colours, dragged], client = pages_of(run)
-    [click], [drag] = colours["messages"][1]["calls"], dragged["messages"][1]["calls"]
-    said, shown = colours["messages"][0]["parts"]
-    picture = Image.open(BytesIO(client.get(f"/{shown['image']}").content))
-    assert picture.size == SIZES.fitted(*SIZE)
-    [(x, y)] = click["places"]
-    [wanted] = re.findall(r"the (\w+) box", said["text"])
-    assert picture.getpixel((int(x * picture.width), int(y * picture.height))) == ImageColor.getrgb(wanted)
+    click = assert_is_on_the_wanted_colour(colours, client)
+    [drag] = dragged["messages"][1]["calls"]
     assert len(drag["places"]) == 2
     # what the model stated says the same, except of a picture whose full size nobody knows
     forget_infos(run)
@@ -64,13 +67,7 @@ async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordi
 async def test_numbers_of_elements_are_places(tmp_path: Path) -> None:
     run = await screen_run(tmp_path / "run", ["click_color"], by_number=True)
     [chain], client = pages_of(run)
-    said, shown = chain["messages"][0]["parts"]
-    picture = Image.open(BytesIO(client.get(f"/{shown['image']}").content))
-    [click] = chain["messages"][1]["calls"]
-    assert click["arguments"].keys() == {"element"}
-    [(x, y)] = click["places"]
-    [wanted] = re.findall(r"the (\w+) box", said["text"])
-    assert picture.getpixel((int(x * picture.width), int(y * picture.height))) == ImageColor.getrgb(wanted)
+    assert assert_is_on_the_wanted_colour(chain, client)["arguments"].keys() == {"element"}
 
 
 def forget_infos(run: RunFolder) -> None:
@@ -99,24 +96,17 @@ async def test_places_of_other_tools(tmp_path: Path) -> None:
     assert places('{"x": "5", "y": 5}') == places('{"coordinate": [1, 2, 3]}') == places('{"element": 3}') == []
 
 
-@pytest.fixture(scope="module")
-def film(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def test_a_chain_of_a_browser_is_a_film(page: "Page", tmp_path: Path) -> None:
     # the browser that looks at it has an event loop in this thread
     with ThreadPoolExecutor() as thread:
-        folder = tmp_path_factory.mktemp("film") / "run"
-        return thread.submit(lambda: asyncio.run(screen_run(folder, ["login"]))).result()
-
-
-def test_a_chain_of_a_browser_is_a_film(page: "Page", film: RunFolder) -> None:
+        film = thread.submit(lambda: asyncio.run(screen_run(tmp_path / "run", ["login"]))).result()
     with viewing(film.path) as url:
         when_read(url)
         [row] = api(url, "/api/trajectories")["rows"]
         page.goto(f"{url}{trajectory(row)}?tab=film")
         frames = page.locator(".film li")
         frames.first.wait_for()
-        messages = api(
-            url, "/api/trajectory?" + "&".join(f"{key}={row[key]}" for key in ("run", "file", "byte", "place"))
-        )["messages"]
+        messages = chain_page(asking(film.path)[1])["messages"]
         calls = [call for message in messages for call in message["calls"]]
         pictures = [part["image"] for message in messages for part in message["parts"] if "image" in part]
         assert [call["name"] for call in calls] == ["click", "type", "key", "type", "click"]
@@ -140,12 +130,3 @@ def test_a_chain_of_a_browser_is_a_film(page: "Page", film: RunFolder) -> None:
         frames.nth(3).locator("button").click()
         assert page.evaluate("document.activeElement.dataset.turn") == "3"
         assert page.locator(".message:focus .call-name").inner_text() == "type"
-
-
-def test_a_chain_without_pictures_has_no_film(page: "Page", tmp_path: Path) -> None:
-    with viewing(many_chains(tmp_path / "many", 1, 1).path) as url:
-        when_read(url)
-        [row] = api(url, "/api/trajectories")["rows"]
-        page.goto(f"{url}{trajectory(row)}?tab=film")
-        page.locator(".conversation").wait_for()
-        assert page.locator(".tabs button").all_inner_texts() == ["conversation", "tokens", "time", "task"]

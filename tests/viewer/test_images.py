@@ -14,18 +14,13 @@ from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group
 from agentfactory.viewer.html_export import export
 from tests.saved_groups import write_groups
-from tests.viewer.browsing import asking
+from tests.viewer.browsing import asking, chain_page
 from tests.viewer.viewer_runs import chain
 
 
-def picture(width: int, height: int, colour: str) -> Image.Image:
-    return Image.new("RGB", (width, height), colour)
-
-
 def zoomed(run: RunFolder, box: list[float], number: int | None = None) -> list[Message]:
-    """A chain that sees a stored picture, zooms into it, and sees a crop that is no longer stored."""
     store = ImageStore(run.images)
-    seen, crop = store.put(picture(400, 200, "red")), store.put(picture(64, 64, "blue"))
+    seen, crop = (store.put(Image.new("RGB", *given)) for given in (((400, 200), "red"), ((64, 64), "blue")))
     store.path(crop).unlink()
     arguments = {"bbox_2d": box, **({} if number is None else {"img_idx": number})}
     call = ToolCall("call_0", "image_zoom_in_tool", arguments)
@@ -55,13 +50,13 @@ def run_of(
 
 
 def test_a_stored_image_is_shown_and_a_missing_one_is_told(tmp_path: Path) -> None:
-    run = run_of(tmp_path, [0, 0, 500, 1000])
-    _, client = asking(run.path)
-    row = client.get("/api/trajectories").json()["rows"][0]
-    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+    _, client = asking(run_of(tmp_path, [0, 0, 500, 1000]).path)
+    page = chain_page(client)
     first, crop = page["messages"][0]["parts"][0], page["messages"][2]["parts"][0]
     answer = client.get(f"/{first['image']}")
-    assert answer.headers["content-type"] == "image/png"
+    # another run's image may come to stand at the same address
+    assert (answer.headers["content-type"], answer.headers["cache-control"]) == ("image/png", "no-cache")
+    assert client.get(f"/{first['image']}", headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
     assert Image.open(BytesIO(answer.content)).size == (400, 200)
     missing = client.get(f"/{crop['image']}")
     assert missing.status_code == 404
@@ -69,33 +64,26 @@ def test_a_stored_image_is_shown_and_a_missing_one_is_told(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("model_type", "box", "number", "expected"),
+    ("model_type", "coordinates", "box", "number", "expected"),
     [
-        ("qwen3_vl", [0, 250, 500, 1000], None, [[0.0, 0.25, 0.5, 1.0]]),
-        ("qwen2_5_vl", [100, 50, 300, 150], 0, [[0.25, 0.25, 0.75, 0.75]]),
-        ("qwen2_5_vl", [-100, 0, 4000, 100], 0, [[0.0, 0.0, 1.0, 0.5]]),
-        ("qwen2_vl", [0, 250, 500, 1000], None, [[0.0, 0.25, 0.5, 1.0]]),
+        ("qwen3_vl", "auto", [0, 250, 500, 1000], None, [[0.0, 0.25, 0.5, 1.0]]),
+        ("qwen2_5_vl", "auto", [100, 50, 300, 150], 0, [[0.25, 0.25, 0.75, 0.75]]),
+        ("qwen2_5_vl", "auto", [-100, 0, 4000, 100], 0, [[0.0, 0.0, 1.0, 0.5]]),
+        ("qwen2_vl", "auto", [0, 250, 500, 1000], None, [[0.0, 0.25, 0.5, 1.0]]),
+        # as the recipe says
+        ("qwen3_vl", "resized", [100, 50, 300, 150], None, [[0.25, 0.25, 0.75, 0.75]]),
+        ("qwen3_vl", "relative1", [0.25, 0.25, 0.75, 0.75], None, [[0.25, 0.25, 0.75, 0.75]]),
         # nothing of the image, no such image, no box
-        ("qwen3_vl", [500, 0, 500, 10], None, []),
-        ("qwen3_vl", [0, 0, 500, 500], 5, []),
-        ("qwen3_vl", [0, 0, "a", 500], None, []),
-        ("qwen3_vl", [0, 0, 500], None, []),
+        ("qwen3_vl", "auto", [500, 0, 500, 10], None, []),
+        ("qwen3_vl", "auto", [0, 0, 500, 500], 5, []),
+        ("qwen3_vl", "auto", [0, 0, "a", 500], None, []),
+        ("qwen3_vl", "auto", [0, 0, 500], None, []),
     ],
 )
-def test_boxes_are_where_the_model_meant_them(tmp_path, model_type, box, number, expected) -> None:
-    _, client = asking(run_of(tmp_path, box, model_type, number).path)
-    row = client.get("/api/trajectories").json()["rows"][0]
-    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+def test_boxes_are_where_the_model_meant_them(tmp_path, model_type, coordinates, box, number, expected) -> None:
+    page = chain_page(asking(run_of(tmp_path, box, model_type, number, coordinates).path)[1])
     assert page["messages"][0]["parts"][0]["boxes"] == expected
     assert page["messages"][2]["parts"][0]["boxes"] == []
-
-
-def test_boxes_are_in_the_coordinates_of_the_recipe(tmp_path: Path) -> None:
-    for coordinates, box in (("resized", [100, 50, 300, 150]), ("relative1", [0.25, 0.25, 0.75, 0.75])):
-        _, client = asking(run_of(tmp_path / coordinates, box, coordinates=coordinates).path)
-        row = client.get("/api/trajectories").json()["rows"][0]
-        page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")})
-        assert page.json()["messages"][0]["parts"][0]["boxes"] == [[0.25, 0.25, 0.75, 0.75]]
 
 
 def test_pixels_of_the_full_image_are_where_the_tool_says(tmp_path: Path) -> None:
@@ -103,9 +91,7 @@ def test_pixels_of_the_full_image_are_where_the_tool_says(tmp_path: Path) -> Non
     messages = zoomed(run, [1, 2, 3, 4], None)
     messages[2]["info"] = {"image": 1, "of": 0, "box": [1000, 500, 3000, 1500], "size": [4000, 2000]}
     write_groups(run.trajectories / "train.jsonl", [Group("g000000", {"question": "?"}, [chain("c", messages, [])])])
-    _, client = asking(run.path)
-    row = client.get("/api/trajectories").json()["rows"][0]
-    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
+    page = chain_page(asking(run.path)[1])
     assert page["messages"][0]["parts"][0]["boxes"] == [[0.25, 0.25, 0.75, 0.75]]
 
 

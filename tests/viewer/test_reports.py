@@ -5,16 +5,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from agentfactory.audit.reports import REPLAYS, save_replay
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
-from tests.viewer.browsing import api, asking, opened, run_id, viewing, when_read
+from tests.viewer.browsing import api, asking, chain_page, opened, run_id, trajectory, viewing, when_read
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -45,10 +44,8 @@ def runs(quickstart_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     found = {"figure": "success", "mean": 0.5, "interval": [0.25, 0.75], "chains": 16}
     turns = [{"turn": 2, "effect": -0.75, "before": found}, {"turn": 1, "effect": 0.25, "before": found}]
     save_replay(faulty / "grpo", {"chain": groups[0].trajectories[0].id, "figure": "success", "turns": turns})
-    save_replay(
-        faulty / "grpo",
-        {"chain": groups[0].trajectories[0].id, "turn": 2, "exact": True, "results": {"as it was": found}},
-    )
+    replayed = {"chain": groups[0].trajectories[0].id, "turn": 2, "exact": True, "results": {"as it was": found}}
+    save_replay(faulty / "grpo", replayed)
     return faulty, other
 
 
@@ -59,64 +56,50 @@ def url(runs: tuple[Path, Path]) -> Iterator[str]:
         yield address
 
 
-@contextmanager
-def browsed(browser: "Browser", width: int) -> "Iterator[Page]":
-    context = browser.new_context(viewport={"width": width, "height": 900})
+@pytest.fixture(params=[1400, 390])
+def page(browser: "Browser", request: pytest.FixtureRequest) -> "Iterator[Page]":
+    context = browser.new_context(viewport={"width": request.param, "height": 900})
     with opened(context) as page:
         yield page
+        assert page.evaluate("document.documentElement.scrollWidth") <= request.param
     context.close()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("width", [1400, 390])
-def test_a_finding_opens_the_chain_at_the_token(browser: "Browser", url: str, width: int) -> None:
-    with browsed(browser, width) as page:
-        page.goto(f"{url}#/run/{run_id(url, 'faulty/grpo')}")
-        finding = page.locator(".finding.wrong").first
-        finding.wait_for()
-        assert "masks differ from the sampled tokens" in finding.inner_text()
-        link = finding.locator("a").first
-        assert ", token 5" in link.inner_text()
-        link.click()
-        pointed = page.locator(".tokens .pointed")
-        pointed.wait_for()
-        assert pointed.get_attribute("data-i") == "5"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+def test_a_finding_opens_the_chain_at_the_token(page: "Page", url: str) -> None:
+    page.goto(f"{url}#/run/{run_id(url, 'faulty/grpo')}")
+    finding = page.locator(".finding.wrong").first
+    finding.wait_for()
+    assert "masks differ from the sampled tokens" in finding.inner_text()
+    link = finding.locator("a").first
+    assert ", token 5" in link.inner_text()
+    link.click()
+    pointed = page.locator(".tokens .pointed")
+    pointed.wait_for()
+    assert pointed.get_attribute("data-i") == "5"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("width", [1400, 390])
-def test_a_chain_shows_what_hung_on_its_turns(
-    browser: "Browser", url: str, runs: tuple[Path, Path], width: int
-) -> None:
-    with browsed(browser, width) as page:
-        run = run_id(url, "faulty/grpo")
-        replays = [json.loads(line) for line in (runs[0] / "grpo" / REPLAYS).read_text().splitlines()]
-        group = replays[0]["chain"].partition(".")[0]
-        rows = api(url, f"/api/trajectories?run={run}&group={group}")["rows"]
-        chain = next(row for row in rows if row["chain"] == replays[0]["chain"])
-        page.goto(f"{url}#/trajectory/{run}/{chain['file']}/{chain['byte']}/{chain['place']}")
-        effects = page.locator(".message .effect")
-        effects.first.wait_for()
-        assert effects.all_inner_texts() == ["effect +0.25", "effect −0.75"]
-        assert "turn 2, as it was\nsuccess 0.50 [0.25, 0.75], 16 continuations" in page.locator("#replays").inner_text()
-        page.locator("button.replay").nth(1).click()
-        shown = page.locator('.message[data-turn="1"] .command pre').inner_text()
-        assert shown == f"agentfactory replay {runs[0]} {chain['chain']} --turn 2"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+def test_a_chain_shows_what_hung_on_its_turns(page: "Page", url: str, runs: tuple[Path, Path]) -> None:
+    run = run_id(url, "faulty/grpo")
+    name = json.loads((runs[0] / "grpo" / REPLAYS).read_text().splitlines()[0])["chain"]
+    rows = api(url, f"/api/trajectories?run={run}&group={name.partition('.')[0]}")["rows"]
+    page.goto(url + trajectory(next(row for row in rows if row["chain"] == name)))
+    effects = page.locator(".message .effect")
+    effects.first.wait_for()
+    assert effects.all_inner_texts() == ["effect +0.25", "effect −0.75"]
+    assert "turn 2, as it was\nsuccess 0.50 [0.25, 0.75], 16 continuations" in page.locator("#replays").inner_text()
+    page.locator("button.replay").nth(1).click()
+    shown = page.locator('.message[data-turn="1"] .command pre').inner_text()
+    assert shown == f"agentfactory replay {runs[0]} {name} --turn 2"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("width", [1400, 390])
-def test_runs_are_told_apart(browser: "Browser", url: str, width: int) -> None:
-    with browsed(browser, width) as page:
-        page.goto(f"{url}#/runs")
-        page.locator(".runs tbody tr").nth(1).wait_for()
-        text = page.locator(".runs").inner_text()
-        assert "faulty/grpo" in text
-        assert "wrong" in text
-        assert "1 setting differs" in text
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+def test_runs_are_told_apart(page: "Page", url: str) -> None:
+    page.goto(f"{url}#/runs")
+    page.locator(".runs tbody tr").nth(1).wait_for()
+    text = page.locator(".runs").inner_text()
+    assert all(said in text for said in ("faulty/grpo", "wrong", "1 setting differs"))
 
 
 def test_the_table_has_figures_and_differing_settings(runs: tuple[Path, Path]) -> None:
@@ -124,7 +107,6 @@ def test_the_table_has_figures_and_differing_settings(runs: tuple[Path, Path]) -
     table = client.get("/api/runs").json()
     assert table["keys"] == ["seed"]
     by_label = {row["label"]: row for row in table["rows"]}
-    assert set(by_label) == {"faulty/grpo", "other/grpo"}
     assert [by_label[name]["settings"] for name in ("faulty/grpo", "other/grpo")] == [["0"], ["7"]]
     assert [by_label[name]["audit"] for name in ("faulty/grpo", "other/grpo")] == ["wrong", None]
     assert by_label["other/grpo"]["figures"]["success_after"] >= 0
@@ -141,7 +123,5 @@ def test_a_damaged_report_is_told_or_shown_as_far_as_it_goes(
     _, client = asking(run)
     (row,) = client.get("/api/runs").json()["rows"]
     answer = client.get("/api/audit", params={"run": row["run"]})
-    chain: dict[str, Any] = client.get("/api/trajectories").json()["rows"][0]
-    page = client.get("/api/trajectory", params={name: chain[name] for name in ("run", "file", "byte", "place")})
     assert answer.status_code in (200, 404)
-    assert (page.status_code, page.json()["replays"]) == (200, [])
+    assert chain_page(client)["replays"] == []

@@ -27,7 +27,7 @@ from agentfactory.viewer.runs.follower import Follower
 from agentfactory.viewer.runs.growing_file import GrowingFile
 from agentfactory.viewer.trajectories import trajectory_page
 from tests.saved_groups import old_line
-from tests.viewer.browsing import api, ask, asking, command, opened, run_id, view, viewing
+from tests.viewer.browsing import api, ask, asking, chain_page, command, opened, run_id, trajectory, view, viewing
 from tests.viewer.viewer_runs import (
     BEST,
     IMAGES,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, quickstart_run: Path) -> list[Path]:
-    """Of the real quickstart, of the run to show, and of one of 96 chains."""
     folder = tmp_path_factory.mktemp("runs")
     return [quickstart_run, show_run(folder).path, many_chains(folder / "many", 12).path]
 
@@ -77,17 +76,6 @@ def exported(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> t
     return file, done.stdout
 
 
-# to load the plots takes a second each time: these pages are shared
-
-
-@pytest.fixture(scope="module")
-def curves(context: "BrowserContext", viewer: str) -> "Iterator[Page]":
-    """The curves of all runs."""
-    with opened(context) as page:
-        page.goto(viewer)
-        yield page
-
-
 @pytest.fixture(scope="module")
 def file_page(context: "BrowserContext", exported: tuple[Path, str]) -> "Iterator[tuple[Page, list[str]]]":
     """The exported file, and the addresses that it has asked for."""
@@ -106,9 +94,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_chain(page: "Page", url: str, name: str, options: str = "") -> None:
     found = api(url, f"/api/trajectories?text={quote(name)}&run={run_id(url, 'show<b>')}")["rows"]
-    row = next(row for row in found if row["chain"] == name)
     page.goto("about:blank")
-    page.goto(f"{url}#/trajectory/{row['run']}/{quote(row['file'], '')}/{row['byte']}/{row['place']}{options}")
+    page.goto(url + trajectory(next(row for row in found if row["chain"] == name), options))
     page.wait_for_selector(".message, .tokens span")
 
 
@@ -153,8 +140,8 @@ def test_curves_of_several_runs_are_drawn_in_one_plot(viewer: str, page: "Page",
     assert spent == {"waiting for chains": [1.0] * 40, "update": [0.75] * 40, "rest": [0.25] * 40}
 
 
-def test_hover_tells_what_a_metric_means_and_others_are_added_by_name(curves: "Page") -> None:
-    page = curves
+def test_hover_tells_what_a_metric_means_and_others_are_added_by_name(viewer: str, page: "Page") -> None:
+    page.goto(viewer)
     page.locator('[data-chart="grad_norm"] h3').hover()
     meaning = next(metric.meaning for metric in METRICS if metric.name == "grad_norm")
     assert page.locator("#tip").inner_text() == meaning
@@ -251,7 +238,7 @@ def test_text_is_found_wherever_it_was_said_and_however_it_is_written(viewer: st
 def test_a_chain_of_fifty_turns_has_its_images_in_their_order(viewer: str, page: "Page") -> None:
     row = api(viewer, f"/api/trajectories?text={LONG_CHAIN}&run={run_id(viewer, 'show<b>')}")["rows"][0]
     assert row["preview"] == "Look around.\nYou are on a hill.", "the question, and what reset said"
-    page.goto(f"{viewer}#/trajectory/{row['run']}/train.jsonl/{row['byte']}/0")
+    page.goto(viewer + trajectory(row))
     page.wait_for_function("turns => document.querySelectorAll('.message.assistant').length === turns", arg=IMAGES)
     last = page.locator(".message img").nth(IMAGES - 1)
     last.scroll_into_view_if_needed()
@@ -276,10 +263,13 @@ def test_a_trajectory_shows_what_it_earned_and_how_it_ended(viewer: str, page: "
     assert ending.startswith("outcome\ncompleted\nstop reason\nanswer\nlimit calls reached\n1\nturns\n2\n")
     assert "weights 3, trained in step 4" in page.locator(".headline").inner_text()
     assert page.locator(".member").all_inner_texts() == ["1.25", "-1"]
+    # without pictures there is no film
+    assert page.locator(".tabs button").all_inner_texts() == ["conversation", "tokens", "time", "task"]
     heads = page.locator(".message.assistant h4").all_inner_texts()
     assert heads == ["assistant turn 1 reward 0.5", "assistant turn 2 reward -0.5"]
     # the runs look as they do on every other page
     page.locator(".run", has_text="step 40").wait_for()
+    page.locator(".run .note", has_text=f"best checkpoint: step 30, {BEST} 0.75").wait_for()
     folders = list(dict.fromkeys(run["folder"] for run in page.evaluate("lastState.runs")))
     colours = page.evaluate("lastState.runs.map((run) => [run.folder, COLOURS.indexOf(colourOf(run.id))])")
     assert all(colour == folders.index(folder) for folder, colour in colours)
@@ -289,7 +279,6 @@ def test_a_trajectory_shows_what_it_earned_and_how_it_ended(viewer: str, page: "
 
 
 def background(colour: tuple[int, int, int], share: float) -> tuple[float, ...]:
-    """What the page paints for this share of the strongest colour."""
     return (*colour, round(0.6 * share, 3)) if share > 0 else (0, 0, 0, 0)
 
 
@@ -297,12 +286,15 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
     group = credited(tokenizer())
     rows = group.trajectories[0].rows
     saved = credit(group)["chains"]["c0"]
-    streams: dict[str, dict[tuple[int, int], float]] = {"advantage": {}, "proximal": {}, "divergence": {}}
-    for entry in saved:
-        for name, stream in streams.items():
-            for position, value in zip(entry["targets"], entry[name], strict=True):
-                if value is not None:
-                    stream[entry["row"], position] = value
+    streams = {
+        name: {
+            (entry["row"], position): value
+            for entry in saved
+            for position, value in zip(entry["targets"], entry[name], strict=True)
+            if value is not None
+        }
+        for name in ("advantage", "proximal", "divergence")
+    }
     versions = {
         (number, position): ["3", "policy-v4"].index(span.version)
         for number, row in enumerate(rows)
@@ -369,19 +361,6 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
 # ---- a run
 
 
-def test_the_page_of_a_run_shows_its_best_checkpoint(viewer: str, page: "Page", folders: list[Path]) -> None:
-    page.goto(viewer)
-    run = page.locator(".run", has_text="show<b>")
-    run.locator(".note", has_text=f"best checkpoint: step 30, {BEST} 0.75").wait_for()
-    # who keeps no best one has none
-    assert "best" not in page.locator(".run", has_text="many").inner_text()
-    run.get_by_role("link").click()
-    panel = page.locator(".panel", has=page.get_by_role("heading", name="Best checkpoint"))
-    best = folders[1] / "checkpoints" / "step-000030"
-    assert panel.locator("dl").inner_text().split("\n") == ["step", "30", BEST, "0.75", "folder", str(best)]
-    assert "keep_best" in page.locator(".panel", has_text="Recipe").inner_text()
-
-
 def test_the_best_checkpoint_is_that_of_now(tmp_path: Path) -> None:
     run = show_run(tmp_path)
     follower, client = asking(run.path)
@@ -422,16 +401,6 @@ def test_an_answer_that_comes_late_stays_off_the_page_that_is_shown_by_then(view
         answer.value.finished()
         page.wait_for_timeout(100)
         assert page.locator("tbody tr", has_text=NASTY).count() == 1
-
-
-def test_a_fault_of_the_server_is_told_in_words(viewer: str, page: "Page") -> None:
-    page.route(
-        re.compile(r"/api/trajectories\?"), lambda route: route.fulfill(status=500, body="Internal Server Error")
-    )
-    page.goto(f"{viewer}#/trajectories")
-    told = page.locator("table .empty")
-    told.wait_for()
-    assert told.inner_text().startswith("the viewer answered 500 Internal Server Error; ")
 
 
 # ---- following a run
@@ -590,15 +559,12 @@ def test_a_chain_whose_arrays_are_lost_is_shown_without_its_tokens(tmp_path: Pat
     run = many_chains(tmp_path / "run", 2, members=2)
     follower, client = asking(run.path)
     row = client.get("/api/trajectories").json()["rows"][0]
-    where = {name: row[name] for name in ("run", "file", "byte", "place")}
     arrays = arrays_file(run.trajectories / "train.jsonl")
     content = arrays.read_bytes()
 
     def page() -> dict[str, Any]:
         trajectory_page._read_group.cache_clear()
-        answer = client.get("/api/trajectory", params=where)
-        assert answer.status_code == 200
-        return answer.json()
+        return chain_page(client, row)
 
     whole = page()
     assert (len(whole["rows"][0]["token_ids"]), whole["rows_problem"]) == (240, None)
@@ -656,13 +622,10 @@ def test_what_was_mended_is_told_no_longer(tmp_path: Path) -> None:
 def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = many_chains(tmp_path / "many", 1)
-    follower, client = asking(folder.path)
-    (run,) = follower.runs
-    run.lines = [{"step": 1}, {"step": 2}]
-
-    class Restarting(type(run)):
+    class Restarting:
         """Begins anew as soon as somebody has looked at `generation`."""
+
+        lines, seen = [{"step": 1}, {"step": 2}], 0
 
         @property
         def generation(self) -> int:
@@ -670,13 +633,12 @@ def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
             self.lines = [{"step": 9}] if seen == 0 else self.lines
             return seen
 
-    run.__dict__.pop("generation")
-    run.seen = 0
-    monkeypatch.setattr(run, "__class__", Restarting)
+    run = Restarting()
+    _, client = asking(many_chains(tmp_path / "many", 1).path)
+    monkeypatch.setattr("agentfactory.viewer.app._Answers._run", lambda *_: run)
     known, generation, steps = 2, 0, [1, 2]
     for _ in range(2):
-        asked = {"run": run.id, "from": known, "generation": generation}
-        answer = client.get("/api/metrics", params=asked).json()
+        answer = client.get("/api/metrics", params={"from": known, "generation": generation}).json()
         steps = [*steps[: answer["from"]], *answer["series"].get("step", {"y": []})["y"]]
         known, generation = answer["lines"], answer["generation"]
     assert (generation, known, steps) == (1, 1, [9])
@@ -810,18 +772,6 @@ def test_requests_are_refused_by_their_headers_and_paths(viewer: str) -> None:
     assert f"00000000:{int(port):04X}" not in listening
 
 
-def test_an_image_is_known_by_what_it_shows(folders: list[Path]) -> None:
-    _, client = asking(folders[1])
-    row = client.get("/api/trajectories", params={"text": LONG_CHAIN}).json()["rows"][0]
-    page = client.get("/api/trajectory", params={name: row[name] for name in ("run", "file", "byte", "place")}).json()
-    address = f"/{page['messages'][3]['parts'][1]['image']}"
-    first = client.get(address)
-    assert (first.headers["content-type"], first.content) == ("image/png", image(0))
-    # another run's image may come to stand at the same address
-    assert first.headers["cache-control"] == "no-cache"
-    assert client.get(address, headers={"If-None-Match": first.headers["etag"]}).status_code == 304
-
-
 # ---- the exported file, and errors
 
 
@@ -864,21 +814,9 @@ def test_an_exported_file_works_by_itself(
 def test_the_filters_of_an_exported_file_are_those_of_the_server(
     file_page: "tuple[Page, list[str]]", viewer: str
 ) -> None:
-    queries = [
-        "",
-        "sort=reward",
-        "sort=reward&ascending=1&page=1",
-        "tool=tool3",
-        "reward_min=0.25&reward_max=0.5&sort=tokens",
-        "version_max=0&source=train",
-        "text=WORD 00007",
-        "view=groups",
-        "view=groups&sort=reward&reward_min=0.5",
-        "group=g-00003",
-        "outcome=timeout",
-        "success=yes",
-        "success=no&outcome=completed",
-    ]
+    queries = ["", "sort=reward", "sort=reward&ascending=1&page=1", "tool=tool3", "version_max=0&source=train"]
+    queries += ["reward_min=0.25&reward_max=0.5&sort=tokens", "text=WORD 00007", "group=g-00003", "outcome=timeout"]
+    queries += ["view=groups", "view=groups&sort=reward&reward_min=0.5", "success=yes", "success=no&outcome=completed"]
     page, _ = file_page
     page.wait_for_selector("#runs .run")
     # of these two runs the file holds every trajectory
@@ -888,9 +826,8 @@ def test_the_filters_of_an_exported_file_are_those_of_the_server(
             asked = api(viewer, f"/api/trajectories?{query.replace(' ', '%20')}")
             found = page.evaluate("query => source.list(Object.fromEntries(new URLSearchParams(query)))", query)
             keys = ["file", "byte", "group_id", "reward", "success", "turns", "calls"]
-            keys += (
-                ["chains", "lowest", "highest", "unscored"] if "view=groups" in query else ["place", "tools", "errors"]
-            )
+            of_groups, of_chains = ["chains", "lowest", "highest", "unscored"], ["place", "tools", "errors"]
+            keys += of_groups if "view=groups" in query else of_chains
             assert found["total"] == asked["total"], query
             for mine, theirs in zip(found["rows"], asked["rows"], strict=True):
                 assert [mine[key] for key in keys] == [theirs[key] for key in keys], query

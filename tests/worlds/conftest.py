@@ -1,4 +1,4 @@
-"""OpenEnv's own package, which needs an environment of its own."""
+"""Objects that are closed when a test ends, and OpenEnv's own package, which needs an environment of its own."""
 
 import os
 import subprocess
@@ -6,7 +6,11 @@ import venv
 
 import pytest
 
+from tests.worlds.opening import closing_all
+
 OPENENV = "openenv==0.10.0"
+
+opened = pytest.fixture(closing_all)
 
 
 @pytest.fixture(scope="session")

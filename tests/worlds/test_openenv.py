@@ -125,7 +125,6 @@ async def test_a_world_that_breaks_ends_the_episode_only(recipe: Path) -> None:
 
 @contextmanager
 def served(recipe: Path, *before: str) -> Iterator[tuple[str, str]]:
-    """Serve the recipe; yield the address and the key."""
     command = [sys.executable, "-m", "agentfactory", "worlds", "serve", str(recipe), "--as", "openenv", "--port", "0"]
     with subprocess.Popen([*before, *command], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -74,7 +74,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def install(folder: Path, package: str, points: str) -> None:
-    """Write what pip leaves of a package with these entry points."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

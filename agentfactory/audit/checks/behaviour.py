@@ -4,8 +4,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import CALLS, MALFORMED, MESSAGES, OUTCOMES, Places, Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import CALLS, MALFORMED, MESSAGES, OUTCOMES, Places, Seen
 from agentfactory.audit.replay.replay_runner import own_messages
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import text_of
@@ -26,10 +26,9 @@ class ToolCallCheck(Check):
     topic = "tool calls"
     needs = (MESSAGES, CALLS)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._offered: dict[str, set[str]] = {}
-        for (_, source), part in parts.items():
+        for (_, source), part in self.parts.items():
             self._offered.setdefault(source, set()).update(spec.name for spec in part.specs)
         self._chains: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -117,7 +116,6 @@ class ToolCallCheck(Check):
             )
             yield self.remark(text, "say in the error what would work")
 
-    @property
     def looked_at(self) -> str:
         return f"{self._calls.total():,} calls" if self._chains else ""
 
@@ -131,8 +129,7 @@ class OutcomeCheck(Check):
     topic = "chains lost"
     needs = (OUTCOMES,)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._chains = 0
         self._ends: Counter[Outcome] = Counter()
         self._errors: dict[Outcome, Counter[str]] = {}
@@ -164,7 +161,6 @@ class OutcomeCheck(Check):
             else:
                 yield self.warning(text, fix, places)
 
-    @property
     def looked_at(self) -> str:
         return f"the ends of {self._chains:,} chains" if self._chains else ""
 
@@ -178,14 +174,12 @@ ENOUGH_TURNS = 200
 
 
 class FormatCheck(Check):
-    """The tool-call format must be able to read most turns. That fewer can be read than before is a symptom of the
-    metrics."""
+    """The tool-call format must be able to read most turns; MetricCheck tells if fewer are read than before."""
 
     topic = "format"
     needs = (MALFORMED,)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._turns = 0
         self._malformed = Places()
 
@@ -202,6 +196,5 @@ class FormatCheck(Check):
             text = f"most turns cannot be read: {places.total:,} of {self._turns:,} ({places.total / self._turns:.0%})"
             yield self.warning(text, fix_unreadable(), places.kept)
 
-    @property
     def looked_at(self) -> str:
         return f"{self._turns:,} turns" if self._turns else ""

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import Seen
 from agentfactory.audit.run_record import KIND
 from agentfactory.base.files.untrusted_files import open_file
 from agentfactory.base.findings import Evidence, Finding, Severity
@@ -25,16 +25,15 @@ class EndingCheck(Check):
 
     topic = "the end of the run"
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
-        self._logs = record.folder / "logs"
+    def begin(self) -> None:
+        self._logs = self.record.folder / "logs"
 
     async def note(self, seen: Seen) -> None:
         """Chains say nothing about the end."""
 
     def findings(self) -> Iterator[Finding]:
         record, recipe = self.record, self.record.recipe
-        if not self.looked_at:
+        if not self.looked_at():
             return
         steps = [line["step"] for line in record.metrics if "grad_norm" in line]
         reached, planned = max(steps, default=0), recipe.train.steps if recipe is not None else None
@@ -78,7 +77,6 @@ class EndingCheck(Check):
                 return Evidence(found[-1][0].strip(), file=f"logs/{name}")
         return None
 
-    @property
     def looked_at(self) -> str:
         folder = self.record.folder
         # `agentfactory eval` and `rollout` train nothing

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import Places, Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import Places, Seen
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.config import LateChains
@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 _ORDERED = ("grpo", "rloo", "raft", "reinforce_pp_baseline")
 """Estimators whose advantages have the order of the rewards within a group."""
 NEAR = 2e-6
-"""Difference of advantages that are saved with 6 decimals."""
 FLAT = 1e-3
 """Gap of rewards, as a share of the spread of all rewards, whose advantages over a batch must differ."""
 
 
 class GroupCheck(Check):
-    """Chains of a group must differ, as their rewards must for a signal; a higher reward must not have a lower
-    advantage."""
+    """Chains of a group, and their rewards, must differ; a higher reward must not have a lower advantage."""
 
     topic = "groups"
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._groups = self._equal = self._compared = self._several = 0
         self._same, self._disordered, self._flat, self._formula = Places(), Places(), Places(), Places()
         self._uneven = Places()
@@ -108,8 +105,7 @@ class GroupCheck(Check):
     def _chain_advantages(
         self, seen: Seen, chains: list[Trajectory], rewards: Mapping[str, float]
     ) -> list[tuple[float, float, str]]:
-        """Return (reward, advantage, id) of the chains without malformed turns; the advantage is the mean of the
-        tokens that loss.top_entropy has left."""
+        """Return (reward, mean advantage, id) of the chains without malformed turns."""
         recipe = self.record.recipe
         assert recipe is not None
         found: list[tuple[float, float, str]] = []
@@ -149,7 +145,6 @@ class GroupCheck(Check):
         if found is not None and self._groups >= ENOUGH_GROUPS:
             yield self.warning(found.text, found.fix)
 
-    @property
     def looked_at(self) -> str:
         advantages = f", advantages of {self._compared:,} chains" if self._compared else ""
         return f"{self._groups:,} groups of several chains{advantages}" if self._groups else ""
@@ -173,8 +168,7 @@ def _advantages(credit: "Credit") -> dict[str, list[dict[str, Any]]]:
 
 
 def _difference(noted: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], may_be_0: bool) -> str | None:
-    """Return the first difference of noted advantages from those of `rows`, which may have more tokens; None if there
-    is none."""
+    """Return the first difference of noted advantages from those of `rows`, which may have more tokens."""
     expected = {
         (row["row"], target): advantage
         for row in rows

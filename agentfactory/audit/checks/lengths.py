@@ -8,8 +8,8 @@ from statistics import fmean
 
 import numpy as np
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import MESSAGES, Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import MESSAGES, Seen
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Trajectory
@@ -27,8 +27,6 @@ is a warning."""
 
 @dataclass
 class _Moments:
-    """Mean and standard error of numbers."""
-
     values: list[float] = field(default_factory=list)
 
     @property
@@ -46,8 +44,7 @@ class LengthCheck(Check):
     topic = "lengths"
     needs = (MESSAGES,)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._started, self._trained, self._lost = _Moments(), _Moments(), _Moments()
         self._within: list[tuple[float, float]] = []
         """(length, reward) of each chain, less the means of its group."""
@@ -100,7 +97,6 @@ class LengthCheck(Check):
             yield self.warning(text, fix, [place for _, place in self._looping[:5]])
 
     def _pays(self) -> Iterator[Finding]:
-        """Warn if longer chains get higher rewards, and chains grow while success does not."""
         if len(self._within) < ENOUGH_CHAINS:
             return
         lengths, rewards = (np.asarray(column) for column in zip(*self._within, strict=True))
@@ -119,7 +115,6 @@ class LengthCheck(Check):
             text += f"{grown:.1f} times while success did not rise as they did"
             yield self.warning(text, "look at what the reward pays for: length, and not the task")
 
-    @property
     def looked_at(self) -> str:
         return f"{len(self._started.values):,} chains" if self._started.values else ""
 

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from agentfactory.audit.check import Check, Parts, differ
-from agentfactory.audit.record import METRICS, TRAINED, Places, Record, Seen
+from agentfactory.audit.check import Check, differ
+from agentfactory.audit.record import METRICS, TRAINED, Places, Seen
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.trainers.loop.health import Health, ordered_by
@@ -15,18 +15,16 @@ _FINITE = ("loss", "grad_norm", "reward", "entropy")
 
 
 class MetricCheck(Check):
-    """Steps must follow one another, figures must be numbers, and the reward of a step must be that of the chains that
-    it trained."""
+    """Steps must follow one another, figures be numbers, and a step's reward that of the chains that it trained."""
 
     topic = "metrics"
     needs = (METRICS,)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._rewards: dict[int, list[float]] = defaultdict(list)
         self._groups: Counter[int] = Counter()
         self._held_out: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self._steps = [line for line in record.metrics if "grad_norm" in line]
+        self._steps = [line for line in self.record.metrics if "grad_norm" in line]
 
     async def note(self, seen: Seen) -> None:
         if seen.held_out and seen.step is not None and seen.file.startswith("trajectories/eval/"):
@@ -110,7 +108,6 @@ class MetricCheck(Check):
             text = f"summary.json has {planned} steps, and metrics.jsonl ends with step {reached}"
             yield self.wrong(text, "copy the run folder again: metrics.jsonl is not whole")
 
-    @property
     def looked_at(self) -> str:
         compared = f", the rewards of {len(self._rewards)} compared with their chains" if self._rewards else ""
         return f"{len(self._steps):,} steps{compared}" if self._steps else ""

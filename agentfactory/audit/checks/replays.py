@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from agentfactory.audit.check import Check, Parts, differ
+from agentfactory.audit.check import Check, differ
 from agentfactory.audit.checks.rewards import MODELS
-from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Places, Record, Seen
+from agentfactory.audit.record import MESSAGES, RECIPE, TOKENS, Places, Seen
 from agentfactory.audit.reports import Unchecked
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import ToolInfrastructureError
@@ -21,14 +21,12 @@ MOST = 0.5
 
 
 class ReplayCheck(Check):
-    """The saved turns of a chain, made again in its environment, must lead to the saved results and the saved
-    reward."""
+    """The saved turns of a chain, made again, must lead to the saved results and the saved reward."""
 
     topic = "chains played again"
     needs = (TOKENS, MESSAGES, RECIPE)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._played = self._same = 0
         self._spent = 0.0
         self._rewards, self._diverged, self._failed, self._changing = Places(), Places(), Places(), Places()
@@ -115,6 +113,5 @@ class ReplayCheck(Check):
         if self._why_not is not None:
             self.unchecked.append(Unchecked(self.topic, self._why_not))
 
-    @property
     def looked_at(self) -> str:
         return f"{self._same} of {self._played} chains, with the same results" if self._played else ""

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
-from agentfactory.audit.check import Check, Opened, Parts, differ
-from agentfactory.audit.record import RECIPE, REWARDS, Places, Record, Seen
+from agentfactory.audit.check import Check, Opened, differ
+from agentfactory.audit.record import RECIPE, REWARDS, Places, Seen
 from agentfactory.audit.reports import Unchecked
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.trajectory import Trajectory
@@ -15,7 +15,6 @@ MOST_CHAINS = 600
 SCORE_SECONDS = 20.0
 """Time limit to compute a reward again; after the first that exceeds it, no more are."""
 MODELS = {"judge"}
-"""Prebuilt rewards that ask a model."""
 
 
 class RewardCheck(Check):
@@ -25,15 +24,16 @@ class RewardCheck(Check):
     needs = (REWARDS,)
     _FIX = "compare the reward's code and the rows of data with those of the run; both may have changed since"
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._compared = self._all = 0
         self._differ, self._changing, self._of_failed, self._raising = Places(), Places(), Places(), Places()
         self._slow: set[str] = set()
         self._why_not: dict[str, str] = {}
         """Source -> why its rewards are not computed again."""
-        if RECIPE in record.lacks or not parts:
-            self.unchecked.append(Unchecked("rewards computed again", record.lacks.get(RECIPE, "no recipe of ours")))
+        if RECIPE in self.record.lacks or not self.parts:
+            self.unchecked.append(
+                Unchecked("rewards computed again", self.record.lacks.get(RECIPE, "no recipe of ours"))
+            )
 
     async def note(self, seen: Seen) -> None:
         opened = self.part_of(seen) if self.parts else None
@@ -91,7 +91,6 @@ class RewardCheck(Check):
             of = f" of source {source}" if source else ""
             self.unchecked.append(Unchecked(f"rewards{of} computed again", why))
 
-    @property
     def looked_at(self) -> str:
         again = f", {self._compared:,} computed again" if self._compared else ""
         return f"{self._all:,} chains{again}" if self._all else ""

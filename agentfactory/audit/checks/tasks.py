@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import MESSAGES, ORDER, Places, Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import MESSAGES, ORDER, Places, Seen
 from agentfactory.audit.reports import Unchecked
 from agentfactory.audit.run_record import KIND
 from agentfactory.base.errors import SettingError
@@ -29,14 +29,12 @@ _PREPARED = ("images", "messages")
 
 
 class TaskCheck(Check):
-    """Tasks must come in the order of the recipe, each place once, also over resumes; held-out tasks must not be
-    trained on."""
+    """Tasks must come in the recipe's order, each place once, also over resumes, and none of them be held out."""
 
     topic = "tasks"
     needs = (MESSAGES,)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._order: TaskMix | None = None
         self._tasks: list[Mapping[str, Any]] = []
         self._load()
@@ -152,7 +150,6 @@ class TaskCheck(Check):
                 text = f"{len(alike)} of {len(self._held_out)} held-out tasks have the prompt of a training task"
                 yield self.warning(text, "hold out other prompts, if they are meant to be new", alike[:5])
 
-    @property
     def looked_at(self) -> str:
         held_out = f", {len(self._held_out):,} held-out tasks" if self._held_out else ""
         return f"{self._seen.total():,} groups of {len(self._seen):,} tasks{held_out}" if self._seen else ""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentfactory.audit.check import Check, Opened, Parts
-from agentfactory.audit.record import HELD_OUT, MESSAGES, RECIPE, TOKENS, TRAINED, Places, Record, Seen
+from agentfactory.audit.check import Check, Opened
+from agentfactory.audit.record import HELD_OUT, MESSAGES, RECIPE, TOKENS, TRAINED, Places, Seen
 from agentfactory.audit.replay.replay_runner import own_messages
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.base.messages import Message
@@ -47,8 +47,7 @@ class TokenCheck(Check):
         "shape": "the saved chain is not whole: look for code that changes its messages or its rows",
     }
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._found = {kind: Places() for kind in self._FIXES}
         self._chains = self._tokens = self._own = 0
 
@@ -79,7 +78,6 @@ class TokenCheck(Check):
         if self._own:
             yield self.remark(f"{self._own} chains of an agent with its own prompts were not derived again")
 
-    @property
     def looked_at(self) -> str:
         return f"{self._chains:,} chains, {self._tokens:,} tokens" if self._chains else ""
 
@@ -161,7 +159,6 @@ class _Derived:
         yield from self._context(number, row, "at the end")
 
     def _context(self, number: int, row: Row, where: str) -> Iterator[Difference]:
-        """Compare the ids so far, and the mask of the context at the end of them."""
         mine, saved = np.asarray(self._row.token_ids), np.asarray(row.token_ids)[: len(self._row.token_ids)]
         if len(saved) < len(mine):
             yield Difference("ids", number, len(saved), f"the row ends {where}, and its messages do not")
@@ -220,15 +217,13 @@ def _shown(message: Message) -> str:
 
 
 class TrainedCheck(Check):
-    """Of each chain that counts, all sampled tokens must be trained and no others; each group that a step trained must
-    be saved."""
+    """All sampled tokens of chains that count must be trained, no others, and each trained group be saved."""
 
     topic = "trained tokens"
     needs = (TOKENS, TRAINED)
     _FIX = "compare the targets of the batch with the masks of its rows"
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._chains = self._tokens = 0
         self._others, self._missing, self._left_out = Places(), Places(), Places()
         self._groups: Counter[int] = Counter()
@@ -289,7 +284,6 @@ class TrainedCheck(Check):
             text = f"{sum(lost.values())} groups that {len(lost)} steps trained are not among the trajectories"
             yield self.wrong(text, "copy the run folder again, with trajectories/*.jsonl and *.arrays")
 
-    @property
     def looked_at(self) -> str:
         return f"{self._chains:,} chains, {self._tokens:,} trained tokens" if self._chains else ""
 
@@ -300,8 +294,7 @@ class GreedyCheck(Check):
     topic = "greedy chains"
     needs = (HELD_OUT, TOKENS)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
+    def begin(self) -> None:
         self._first: dict[tuple[str, bytes], tuple[bytes, str]] = {}
         self._differ = Places()
         self._chains = self._compared = 0
@@ -327,6 +320,5 @@ class GreedyCheck(Check):
             fix = "set temperature 0; in half precision, a server's batches also change which token is the likeliest"
             yield self.warning(text, fix, places.kept)
 
-    @property
     def looked_at(self) -> str:
         return f"{self._chains:,} chains, {self._compared:,} with a prompt of another" if self._chains else ""

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from agentfactory.audit.check import Check, Parts
-from agentfactory.audit.record import LOGPROBS, TRAINED, Places, Record, Seen
+from agentfactory.audit.check import Check
+from agentfactory.audit.record import LOGPROBS, TRAINED, Places, Seen
 from agentfactory.audit.run_record import version_of
 from agentfactory.base.findings import Evidence, Finding
 from agentfactory.rollout.text.token_roles import ROLES
@@ -28,8 +28,6 @@ rounding gives."""
 
 @dataclass
 class _Sum:
-    """Sums over the differences of tokens."""
-
     total: float = 0.0
     count: int = 0
 
@@ -68,9 +66,8 @@ class WeightCheck(Check):
     topic = "weights"
     needs = (LOGPROBS, TRAINED)
 
-    def __init__(self, record: Record, parts: Parts) -> None:
-        super().__init__(record, parts)
-        recipe = record.recipe
+    def begin(self) -> None:
+        recipe = self.record.recipe
         exact = recipe is not None and recipe.model.dtype == "float32"
         self._near = EXACT if exact else ROUNDED
         self._most = None if recipe is None else recipe.rollout.max_staleness
@@ -164,7 +161,6 @@ class WeightCheck(Check):
         return "; ".join(parts)
 
     def _fix(self, means: Mapping[int, float]) -> str:
-        """Return the likely cause and its fix, from where the difference is."""
         slope, explained = self._fit.line()
         early = means[next(iter(means))] <= self._near
         few = max(1, len(self._chains))
@@ -205,7 +201,6 @@ class WeightCheck(Check):
             text = f"the weights have not changed in {len(moved)} steps"
             yield self.wrong(text, "look at the optimizer, at what requires gradients, and at the learning rate")
 
-    @property
     def looked_at(self) -> str:
         fresh = sum(sums.count for sums in self._steps.values())
         return f"{self._tokens:,} trained tokens, {fresh:,} of the newest weights" if self._tokens else ""

@@ -1,6 +1,6 @@
 """Lines and other parts of files, with errors that name the file, the line and a fix."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -36,10 +36,8 @@ def convert(value: Any, kind: Any) -> Any:
 
 def rows_of(file: Path, within: Path | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number, from 1, and the object of each line of a file of JSON lines, which may be compressed by zstd.
-
     An incomplete last line is left out: it is still being written, or its writer was killed. Raises SettingError at any
-    other line that holds no object, and if the file cannot be opened.
-    """
+    other line that holds no object, and if the file cannot be opened."""
     number = 0
     try:
         with open_file(file, within) as plain:
@@ -65,26 +63,7 @@ def _decompressed(file: BufferedReader) -> BinaryIO:
     import pyarrow
 
     # reads one frame after the other, and skips the table of frames at the end
-    return cast(BinaryIO, _Lines(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")))
-
-
-class _Lines:
-    """Lines of a stream that can only be read in blocks."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._rest = stream, b""
-
-    def readline(self, most: int) -> bytes:
-        """Return the next line with its end, or its first `most` bytes; empty at the end."""
-        while (end := self._rest.find(b"\n") + 1) == 0 and len(self._rest) < most:
-            block = self._stream.read(1 << 20)
-            if not block:
-                end = len(self._rest)
-                break
-            self._rest += block
-        end = min(end or most, most)
-        line, self._rest = self._rest[:end], self._rest[end:]
-        return line
+    return BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"))
 
 
 def object_of(file: Path, within: Path | None = None) -> dict[str, Any]:
@@ -95,6 +74,24 @@ def object_of(file: Path, within: Path | None = None) -> dict[str, Any]:
         raise SettingError("", f"{file} cannot be read: {error}", "copy the file again") from error
 
 
+def first_row(file: Path) -> dict[str, Any]:
+    """Return the first object of a file of JSON lines; an empty one if the file may be anything else."""
+    try:
+        return next((row for _, row in rows_of(file)), {})
+    except SettingError:
+        return {}
+
+
 def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the values of an object."""
     return {name: value for name, value in found.items() if isinstance(value, (int, float)) and type(value) is not bool}
+
+
+def metric_lines(found: Iterable[Mapping[str, float]], ours: Mapping[str, str] | None = None) -> list[dict[str, float]]:
+    """Return a line for each `step` of these numbers, with those that `ours` names (name there -> ours) under both."""
+    lines: dict[float, dict[str, float]] = {}
+    for row in found:
+        if isinstance(step := row.get("step"), int):
+            mine = {name: row[theirs] for theirs, name in (ours or {}).items() if theirs in row}
+            lines.setdefault(step, {}).update({**row, **mine})
+    return [lines[step] for step in sorted(lines)]

@@ -12,10 +12,8 @@ FORMATS: Sequence[Callable[[Path], Record | None]] = (trl.read, prime_rl.read, v
 
 def read(path: Path) -> Record | None:
     """Return the record of another project's run in the folder `path`, or of a file of it; None if no reader knows it.
-
     Raises SettingError with the file, the line and a fix if a file is damaged. The last line of a file may be
-    incomplete, because the run may still be writing it.
-    """
+    incomplete, because the run may still be writing it."""
     for reader in FORMATS:
         if (record := reader(path)) is not None:
             return record

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.foreign.files import malformed
+from agentfactory.audit.foreign.files import malformed, rows_of
 from agentfactory.audit.record import Places, Seen
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Evidence, Finding, Severity
@@ -47,16 +47,21 @@ class Saved:
     part: str = "line"
 
 
+def saved_lines(files: Iterable[Path]) -> Iterator[Saved]:
+    """Yield the lines of files of JSON lines."""
+    for file in files:
+        for number, row in rows_of(file):
+            yield Saved(file, number, row)
+
+
 Pass = Callable[[], Iterator[Saved]]
 """Begins a new pass over everything saved, in order."""
 
 
 class Gathered:
     """All groups of a run, read twice: once to check each chain and to count those of each group, and again for each
-    pass over the groups, which keeps only groups that are not complete yet.
-
-    Raises SettingError, at once, if a chain cannot be read.
-    """
+    pass over the groups, which keeps only groups that are not complete yet. Raises SettingError, at once, if a chain
+    cannot be read."""
 
     def __init__(self, folder: Path, saved: Pass, items: Callable[[Saved], Iterable[Item]]) -> None:
         self._folder, self._saved, self._items = folder, saved, items

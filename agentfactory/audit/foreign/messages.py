@@ -12,8 +12,7 @@ TEXT = "arguments"
 
 
 def messages_of(said: Any, role: str) -> list[Message]:
-    """Return what a prompt or a completion says: a list of messages, or one text, which becomes a message of `role`.
-    Raise ValueError if it is neither."""
+    """Return a list of messages, or one text as a message of `role`, in our form. Raise ValueError at anything else."""
     if said is None:
         return []
     if isinstance(said, str):

@@ -21,34 +21,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.foreign import results
-from agentfactory.audit.foreign.files import malformed, numbers_of, rows_of
+from agentfactory.audit import record as streams
+from agentfactory.audit.foreign import results, traces
+from agentfactory.audit.foreign.files import malformed, metric_lines, numbers_of, rows_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
-from agentfactory.audit.foreign.traces import (
-    Episode,
-    Trace,
-    Update,
-    Version,
-    chain_of,
-    credit_of,
-    episode_of,
-    failed,
-    fold,
-    is_trace,
-    policies,
-    update_of,
-)
 from agentfactory.audit.foreign.verifiers import group_of, lacks_of, name_of
-from agentfactory.audit.record import HELD_OUT, MALFORMED, METRICS, ORDER, RECIPE, TRAINED, Record
+from agentfactory.audit.record import Record
 
 KIND = "prime-rl"
 _PLACES = (".", "run_default", "monitors/file", "run_default/monitors/file")
 _FILES = (
-    "rollouts/step_*/*_rollouts.jsonl",
-    "rollouts/step_*/*/effective/traces.jsonl*",
-    "rollouts/step_*/*/all/traces.jsonl*",
-    "traces/step_*/*/traces.jsonl",
-    "traces/stream/*.jsonl*",
+    *("rollouts/step_*/*_rollouts.jsonl", "rollouts/step_*/*/effective/traces.jsonl*"),
+    *("rollouts/step_*/*/all/traces.jsonl*", "traces/step_*/*/traces.jsonl", "traces/stream/*.jsonl*"),
 )
 """Files of chains. Those that were trained come before all, because only they have advantages."""
 _NOTES = ("traces/step_*/*/annotations/*.jsonl", "traces/annotations/*/*.jsonl*")
@@ -74,18 +58,18 @@ def read(path: Path) -> Record | None:
     folder, files = found[0]
     run = _Run(path, files, _files(folder, _NOTES))
     record = Record(path.resolve().name, KIND, path, run.gathered.groups, run.gathered.size)
-    record.labels = {Version(step, step).label: step for step in run.versions}
+    record.labels = {traces.Version(step, step).label: step for step in run.versions}
     record.metrics = _metrics([folder, path, path / "run_default"])
     lacks = lacks_of(run.gathered)
-    lacks[ORDER] = "prime-rl does not save the order of the tasks"
-    lacks[MALFORMED] = "prime-rl does not save which calls could not be read"
-    lacks[RECIPE] = "prime-rl saves no recipe of ours"
+    lacks[streams.ORDER] = "prime-rl does not save the order of the tasks"
+    lacks[streams.MALFORMED] = "prime-rl does not save which calls could not be read"
+    lacks[streams.RECIPE] = "prime-rl saves no recipe of ours"
     if not run.gathered.held_out:
-        lacks[HELD_OUT] = "there are no evaluations beside training"
+        lacks[streams.HELD_OUT] = "there are no evaluations beside training"
     if not run.gathered.credit:
-        lacks[TRAINED] = "these files have no advantages of tokens: prime-rl saves them from 0.9.1 on"
+        lacks[streams.TRAINED] = "these files have no advantages of tokens: prime-rl saves them from 0.9.1 on"
     if not record.metrics:
-        lacks[METRICS] = "there is no metrics.jsonl: prime-rl writes it with a file monitor"
+        lacks[streams.METRICS] = "there is no metrics.jsonl: prime-rl writes it with a file monitor"
     record.lacks = lacks
     record.problems = run.gathered.problems()
     return record
@@ -111,24 +95,14 @@ def _step(file: Path) -> int | None:
 
 
 def _metrics(folders: list[Path]) -> list[dict[str, float]]:
-    """Return a line for each step. Trainer and orchestrator write lines of their own, and rows without a step are about
-    the servers."""
-    lines: dict[int, dict[str, float]] = {}
     file = next((folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").is_file()), None)
-    for _, row in rows_of(file) if file is not None else ():
-        found = numbers_of(row)
-        if isinstance(step := found.get("step"), int):
-            ours = {mine: found[theirs] for theirs, mine in _OURS.items() if theirs in found}
-            lines.setdefault(step, {}).update({**found, **ours})
-    return [lines[step] for step in sorted(lines)]
+    return [] if file is None else metric_lines((numbers_of(row) for _, row in rows_of(file)), _OURS)
 
 
 class _Run:
-    """The files of a run."""
-
     def __init__(self, folder: Path, files: list[Path], notes: list[Path]) -> None:
         self._files = files
-        self._notes: dict[str, list[Update]] = defaultdict(list)
+        self._notes: dict[str, list[traces.Update]] = defaultdict(list)
         for file in sorted(notes, key=lambda file: _LAST in (file.stem, file.parent.name)):
             self._note(file)
         self.versions: set[int] = set()
@@ -137,7 +111,7 @@ class _Run:
     def _note(self, file: Path) -> None:
         for number, row in rows_of(file):
             try:
-                name, update = update_of(row)
+                name, update = traces.update_of(row)
             except ValueError as error:
                 raise malformed(file, number, error) from error
             self._notes[name].append(update)
@@ -147,7 +121,7 @@ class _Run:
         for file in self._files:
             for number, row in rows_of(file):
                 name = row.get("id")
-                if isinstance(name, str) and is_trace(row):
+                if isinstance(name, str) and traces.is_trace(row):
                     if name in trained:
                         continue  # of `all`, and in `effective` before
                     if "effective" in file.parts:
@@ -156,17 +130,17 @@ class _Run:
 
     def _items(self, saved: Saved) -> Iterator[Item]:
         row: dict[str, Any] = saved.content
-        if not is_trace(row):
+        if not traces.is_trace(row):
             yield self._result(saved)
             return
-        episode = episode_of(row)
-        for trace in policies(episode):
+        episode = traces.episode_of(row)
+        for trace in traces.policies(episode):
             yield self._item(saved, episode, trace)
         if not episode.traces:
             held_out = _is_held_out(saved.file, episode.work, {})
             step = _dispatched(saved.file, episode.work, {}) if held_out else None
             group = _group(episode, None, step)
-            yield Item(group, failed(episode), episode.task.data, "sampled" if held_out else "", step)
+            yield Item(group, traces.failed(episode), episode.task.data, "sampled" if held_out else "", step)
 
     def _result(self, saved: Saved) -> Item:
         """Return the chain of a row of verifiers 0.1. All rows of train_rollouts.jsonl were trained in its step."""
@@ -178,9 +152,9 @@ class _Run:
         chain = results.chain_of(result, f"{group}:line-{saved.number}")
         return Item(group, chain, results.task_of(result), "sampled" if held_out else "", step, source=source)
 
-    def _item(self, saved: Saved, episode: Episode, trace: Trace) -> Item:
+    def _item(self, saved: Saved, episode: traces.Episode, trace: traces.Trace) -> Item:
         for update in self._notes.get(trace.id, ()):
-            fold(trace, update)
+            traces.fold(trace, update)
         work, info = episode.work, trace.info
         version = _version(work, info)
         if version is not None:
@@ -189,17 +163,17 @@ class _Run:
         step = _dispatched(saved.file, work, info) if held_out else _trained(saved.file, info)
         return Item(
             _group(episode, trace, step if held_out else None),
-            chain_of(trace, version),
+            traces.chain_of(trace, version),
             trace.task.data,
             "sampled" if held_out else "",
             step,
-            () if held_out else list(credit_of(trace)),
+            () if held_out else list(traces.credit_of(trace)),
             version.first if version is not None else 0,
             str(episode.env.get("name") or info.get("env_name") or ""),
         )
 
 
-def _group(episode: Episode, trace: Trace | None, evaluated: int | None) -> str:
+def _group(episode: traces.Episode, trace: traces.Trace | None, evaluated: int | None) -> str:
     info = trace.info if trace is not None else {}
     named = (episode.group or {}).get("id") or info.get("group_id")
     group = short_name(str(named)) if named is not None else name_of(episode.task)
@@ -229,11 +203,11 @@ def _trained(file: Path, info: Mapping[str, Any]) -> int | None:
     return _step(file) if is_trained else None
 
 
-def _version(work: Mapping[str, Any], info: Mapping[str, Any]) -> Version | None:
+def _version(work: Mapping[str, Any], info: Mapping[str, Any]) -> traces.Version | None:
     """Return the weights that sampled a trace, if they are known."""
     policy = work.get("policy")
     if isinstance(policy, dict) and isinstance(policy.get("start"), int):
         end = policy.get("end")
-        return Version(policy["start"], end if isinstance(end, int) else policy["start"])
+        return traces.Version(policy["start"], end if isinstance(end, int) else policy["start"])
     noted = info.get("policy_version")
-    return Version(noted, noted) if isinstance(noted, int) else None
+    return traces.Version(noted, noted) if isinstance(noted, int) else None

@@ -172,8 +172,7 @@ def failed(episode: Episode) -> Trajectory:
 
 
 def chain_of(trace: Trace, version: Version | None = None) -> Trajectory:
-    """Return the chain of a trace. Each branch of its graph becomes a row; nodes that two branches share are sampled in
-    the first of them. Raise ValueError if its tokens and masks do not fit."""
+    """Return the chain of a trace, a row per branch of its graph. Raise ValueError if tokens and masks do not fit."""
     outcome, reason = _outcome(trace)
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     scores = {name: score for name, score in trace.rewards.items() if score is not None}
@@ -217,8 +216,7 @@ def _described(errors: Sequence[Error]) -> str:
 
 
 def paths(nodes: Sequence[Node]) -> list[list[int]]:
-    """Return the nodes of each branch from its root to its leaf, in the order of the leaves. Raise ValueError if the
-    parent of a node does not come before it."""
+    """Return the nodes of each branch, root first, by its leaf. Raise ValueError if a parent comes after its node."""
     for number, node in enumerate(nodes):
         if node.parent is not None and not 0 <= node.parent < number:
             raise ValueError(f"the parent of node {number} is {node.parent}; it has to be a node before it")
@@ -299,8 +297,7 @@ def credit_of(trace: Trace) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Update:
-    """What prime-rl noted about a trace later. `streams` has, by branch and name, a value for each of its tokens, NaN
-    where there is none."""
+    """What prime-rl noted about a trace later. `streams`: (branch, name) -> a value for each token, or NaN."""
 
     info: dict[str, Any]
     streams: Mapping[tuple[int, str], np.ndarray]
@@ -319,8 +316,7 @@ def update_of(row: dict[str, Any]) -> tuple[str, Update]:
 
 
 def fold(trace: Trace, update: Update) -> None:
-    """Add an update to its trace. As in prime-rl's `fold_trace_updates`, a message takes the values of a stream only if
-    there is one for each of its sampled tokens."""
+    """Add an update to its trace: to each message the values of all its sampled tokens, as prime-rl does."""
     trace.info = _merged(trace.info, update.info)
     branches = paths(trace.nodes)
     for (index, name), stream in update.streams.items():

@@ -16,23 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from agentfactory.audit.foreign.files import malformed, numbers_of, object_of
+from agentfactory.audit import record as streams
+from agentfactory.audit.foreign.files import malformed, metric_lines, numbers_of, object_of
 from agentfactory.audit.foreign.gather import Gathered, Item, Saved
 from agentfactory.audit.foreign.messages import messages_of, named
-from agentfactory.audit.record import (
-    CALLS,
-    HELD_OUT,
-    LOGPROBS,
-    MALFORMED,
-    METRICS,
-    ORDER,
-    OUTCOMES,
-    RECIPE,
-    REWARDS,
-    TOKENS,
-    TRAINED,
-    Record,
-)
+from agentfactory.audit.record import Record
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import open_file
 from agentfactory.base.findings import Evidence, Finding, Severity
@@ -46,22 +34,20 @@ _STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OWN = ("step", "prompt", "completion", "advantage")
 NEAR = 1e-4
-"""Difference of means that rounding gives."""
 _LACKS = {
-    TOKENS: "TRL's completions have texts and no token ids",
-    LOGPROBS: "TRL saves no log-probabilities of tokens",
-    TRAINED: "TRL saves one advantage for each completion, and nothing for each token",
-    ORDER: "TRL does not save which row of the data each prompt is",
-    OUTCOMES: "TRL does not save how a completion ended",
-    MALFORMED: "TRL does not save which calls it could not read",
-    RECIPE: "TRL saves no recipe of ours",
-    HELD_OUT: "TRL saves the completions of an evaluation among those of training, without a mark",
+    streams.TOKENS: "TRL's completions have texts and no token ids",
+    streams.LOGPROBS: "TRL saves no log-probabilities of tokens",
+    streams.TRAINED: "TRL saves one advantage for each completion, and nothing for each token",
+    streams.ORDER: "TRL does not save which row of the data each prompt is",
+    streams.OUTCOMES: "TRL does not save how a completion ended",
+    streams.MALFORMED: "TRL does not save which calls it could not read",
+    streams.RECIPE: "TRL saves no recipe of ours",
+    streams.HELD_OUT: "TRL saves the completions of an evaluation among those of training, without a mark",
 }
 
 
 def read(path: Path) -> Record | None:
-    """Return the record of the run in an output_dir of TRL, its folder `completions`, or a table of it. Raises
-    SettingError if a table or trainer_state.json is damaged."""
+    """Return the record of an output_dir of TRL, or of tables of it. Raises SettingError if a file is damaged."""
     tables = _tables(path)
     if not tables:
         return None
@@ -70,7 +56,8 @@ def read(path: Path) -> Record | None:
     history = _history(state, folder)
     run = _Run(folder, tables, history)
     record = Record(folder.resolve().name, KIND, folder, run.gathered.groups, run.gathered.size)
-    record.metrics = _metrics(history)
+    # lines of evaluations have names of their own (`eval_...`)
+    record.metrics = metric_lines(history)
     record.lacks = run.lacks()
     record.problems = [
         *run.gathered.problems(),
@@ -102,7 +89,6 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def _history(state: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
-    """Return the numbers of each entry of the history."""
     found = state.get("log_history", [])
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise SettingError("", f"log_history in {folder}/.../{_STATE} is no list of objects", "copy the file again")
@@ -110,17 +96,7 @@ def _history(state: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
     return [line for line in lines if isinstance(line.get("step"), int)]
 
 
-def _metrics(history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return a line for each step that was logged. Lines of evaluations have names of their own (`eval_...`)."""
-    lines: dict[float, dict[str, float]] = {}
-    for entry in history:
-        lines.setdefault(entry["step"], {}).update(entry)
-    return [lines[step] for step in sorted(lines)]
-
-
 class _Run:
-    """The tables of a run, and what they mean."""
-
     def __init__(self, folder: Path, tables: list[Path], history: Sequence[Mapping[str, float]]) -> None:
         self.tables = tables
         names = [found[1] for line in history for name in line if (found := re.fullmatch(r"rewards/(.+)/mean", name))]
@@ -128,7 +104,6 @@ class _Run:
         self._evaluated = {line["step"] for line in history if "eval_reward" in line}
         self.weights = _Weights(history, self._rewards)
         self.rewards: dict[int, list[float]] = {}
-        """Step -> the rewards of its completions."""
         self.functions: set[str] = set()
         self.size = 0
         """Completions of a prompt: the length of most runs of equal prompts. The data may repeat a prompt."""
@@ -192,7 +167,6 @@ class _Run:
         yield Item(group, chain, task, step=step, credit=credit, version=max(0, step - 1))
 
     def notes(self) -> list[Finding]:
-        """Return what has to be said about the tables."""
         left_out = [file for file in self.tables if _step(file) in self._evaluated]
         if not left_out:
             return self.weights.note(self.functions)
@@ -202,14 +176,13 @@ class _Run:
         return [Finding(Severity.NOTE, "its files", text, fix, shown), *self.weights.note(self.functions)]
 
     def lacks(self) -> dict[str, str]:
-        """Return the streams that this run does not have."""
         lacks = dict(_LACKS)
         if self.texts:
-            lacks[CALLS] = "TRL's completions here are plain texts, without calls"
+            lacks[streams.CALLS] = "TRL's completions here are plain texts, without calls"
         if not self.functions:
-            lacks[REWARDS] = "these tables have no column of a reward function"
+            lacks[streams.REWARDS] = "these tables have no column of a reward function"
         if not self._rewards:
-            lacks[METRICS] = f"there is no {_STATE} with metrics; TRL writes one with each checkpoint"
+            lacks[streams.METRICS] = f"there is no {_STATE} with metrics; TRL writes one with each checkpoint"
         return lacks
 
 
@@ -226,8 +199,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _without_none(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages without the arguments that a table adds as None, because all calls of a column have the same
-    names. An argument that is really null is lost, too."""
+    """Yield messages without the arguments that a table adds as None; one that is really null is lost, too."""
     for message in messages:
         for call in message.get("tool_calls") or []:
             call["function"]["arguments"] = _pruned(call["function"]["arguments"])
@@ -263,8 +235,7 @@ def _rows(file: Path, last: bool) -> list[dict[str, Any]]:
 
 
 class _Weights:
-    """The weights of the reward functions, which TRL does not save: found from the logged means of each function and
-    of the reward, unless all are 1."""
+    """The weights of the reward functions, found from the logged means of each function and of the reward."""
 
     def __init__(self, history: Sequence[Mapping[str, float]], names: Sequence[str]) -> None:
         self.names = names
@@ -289,12 +260,10 @@ class _Weights:
         return bool(np.allclose(self._means @ weights, self._rewards, rtol=NEAR, atol=NEAR))
 
     def total(self, scores: Mapping[str, float]) -> float | None:
-        """Return the reward of a completion, from the values of its functions."""
         weights = dict(zip(self.names, self.values, strict=True))
         return math.fsum(score * float(weights.get(name, 1.0)) for name, score in scores.items()) if scores else None
 
     def note(self, names: Iterable[str]) -> list[Finding]:
-        """Return what has to be said about the rewards of completions."""
         fix = "TRL does not save reward_weights"
         if self.known and np.all(self.values == 1.0):
             return []
@@ -310,8 +279,6 @@ class _Weights:
 
 
 def _unlike(run: _Run, history: Sequence[Mapping[str, float]]) -> list[Finding]:
-    """Compare the logged reward of each step with its completions. With another interval than 1, a line is the mean of
-    several steps, and the table is of the last one."""
     logged = {line["step"]: line["reward"] for line in history if _is_number(line.get("reward"))}
     means = {step: math.fsum(values) / len(values) for step, values in run.rewards.items() if step in logged}
     apart = [step for step, mean in means.items() if abs(mean - logged[step]) > NEAR * max(1.0, abs(mean))]

@@ -8,41 +8,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.foreign.files import object_of, rows_of
-from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
+from agentfactory.audit import record as streams
+from agentfactory.audit.foreign.files import first_row, object_of
+from agentfactory.audit.foreign.gather import Gathered, Item, Saved, saved_lines, short_name
 from agentfactory.audit.foreign.results import chain_of as chain_of_result
 from agentfactory.audit.foreign.results import is_result, result_of, task_of
 from agentfactory.audit.foreign.traces import Task, Trace, chain_of, episode_of, failed, is_trace, policies
-from agentfactory.audit.record import HELD_OUT, LOGPROBS, MALFORMED, METRICS, ORDER, RECIPE, TOKENS, TRAINED, Record
-from agentfactory.base.errors import SettingError
+from agentfactory.audit.record import Record
 
 KIND = "verifiers"
 _TRACES, _RESULTS, _METADATA = "traces.jsonl", "results.jsonl", "metadata.json"
 _CONFIG = Path("configs", "resolved", "eval.json")
 _LACKS = {
-    TRAINED: "an evaluation trains nothing",
-    HELD_OUT: "it is an evaluation, without training beside it",
-    METRICS: "an evaluation has no steps",
-    ORDER: "verifiers saves chains in the order in which they end",
-    MALFORMED: "verifiers does not save which calls could not be read",
-    RECIPE: "verifiers saves no recipe of ours",
+    streams.TRAINED: "an evaluation trains nothing",
+    streams.HELD_OUT: "it is an evaluation, without training beside it",
+    streams.METRICS: "an evaluation has no steps",
+    streams.ORDER: "verifiers saves chains in the order in which they end",
+    streams.MALFORMED: "verifiers does not save which calls could not be read",
+    streams.RECIPE: "verifiers saves no recipe of ours",
 }
 
 
 def read(path: Path) -> Record | None:
-    """Return the record of the evaluation in the folder `path`, or in a file of it. Raises SettingError if a line is
-    damaged."""
+    """Return the record of the evaluation in a folder, or a file of it. Raises SettingError if a line is damaged."""
     file = (
         path if path.is_file() else next((path / name for name in (_TRACES, _RESULTS) if (path / name).is_file()), None)
     )
     if file is None or file.name not in (_TRACES, _RESULTS) or not _is_evaluation(file):
         return None
-
-    def saved() -> Iterator[Saved]:
-        for number, row in rows_of(file):
-            yield Saved(file, number, row)
-
-    gathered = Gathered(file.parent, saved, items)
+    gathered = Gathered(file.parent, lambda: saved_lines([file]), items)
     record = Record(file.parent.resolve().name, KIND, file.parent, gathered.groups, gathered.size)
     record.summary = _summary(file.parent)
     record.lacks = {**_LACKS, **lacks_of(gathered)}
@@ -54,24 +48,20 @@ def lacks_of(gathered: Gathered) -> dict[str, str]:
     """Return the streams that none of these chains has."""
     lacks = {}
     if not gathered.tokens:
-        lacks[TOKENS] = "these chains have no token ids: they came from a chat endpoint, or of an older version"
+        lacks[streams.TOKENS] = "these chains have no token ids: they came from a chat endpoint, or of an older version"
     if not gathered.logprobs:
-        lacks[LOGPROBS] = "these chains have no log-probabilities"
+        lacks[streams.LOGPROBS] = "these chains have no log-probabilities"
     return lacks
 
 
 def _is_evaluation(file: Path) -> bool:
     if (file.parent / _METADATA).is_file() or (file.parent / _CONFIG).is_file():
         return True
-    try:
-        row = next((row for _, row in rows_of(file)), {})
-    except SettingError:
-        return False  # it may be anything
+    row = first_row(file)
     return is_trace(row) or is_result(row)
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """Return what the evaluation was asked to do, with its means if they are saved."""
     return next((object_of(folder / name) for name in (_METADATA, _CONFIG) if (folder / name).is_file()), {})
 
 

@@ -6,41 +6,29 @@ do, by no run of verl.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from agentfactory.audit.foreign.files import convert, malformed, numbers_of, rows_of
-from agentfactory.audit.foreign.gather import Gathered, Item, Saved, short_name
-from agentfactory.audit.record import (
-    CALLS,
-    HELD_OUT,
-    LOGPROBS,
-    MALFORMED,
-    METRICS,
-    ORDER,
-    OUTCOMES,
-    RECIPE,
-    TOKENS,
-    TRAINED,
-    Record,
-)
-from agentfactory.base.errors import SettingError
+from agentfactory.audit import record as streams
+from agentfactory.audit.foreign.files import convert, first_row, malformed, metric_lines, numbers_of, rows_of
+from agentfactory.audit.foreign.gather import Gathered, Item, Saved, saved_lines, short_name
+from agentfactory.audit.record import Record
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 KIND = "verl"
 _STEP = re.compile(r"(\d+)\.jsonl")
 _LACKS = {
-    TOKENS: "verl's dumps have texts and no token ids",
-    LOGPROBS: "verl's dumps have no log-probabilities",
-    TRAINED: "verl's dumps have no advantages",
-    CALLS: "verl's dumps have each conversation as one text, without its special tokens",
-    MALFORMED: "verl's dumps do not say which calls could not be read",
-    OUTCOMES: "verl's dumps do not say how a chain ended",
-    ORDER: "verl's dumps do not say which row of the data each prompt is",
-    RECIPE: "verl saves no recipe of ours",
+    streams.TOKENS: "verl's dumps have texts and no token ids",
+    streams.LOGPROBS: "verl's dumps have no log-probabilities",
+    streams.TRAINED: "verl's dumps have no advantages",
+    streams.CALLS: "verl's dumps have each conversation as one text, without its special tokens",
+    streams.MALFORMED: "verl's dumps do not say which calls could not be read",
+    streams.OUTCOMES: "verl's dumps do not say how a chain ended",
+    streams.ORDER: "verl's dumps do not say which row of the data each prompt is",
+    streams.RECIPE: "verl saves no recipe of ours",
 }
 _OURS = {
     "actor/grad_norm": "grad_norm",
@@ -71,27 +59,20 @@ class Logged(msgspec.Struct):
 
 
 def read(path: Path) -> Record | None:
-    """Return the record of the run whose dumps are in the folder `path`, or in folders of it; or of one dump. Raises
-    SettingError if a line is damaged."""
+    """Return the record of the run whose dumps are in or below `path`. Raises SettingError if a line is damaged."""
     files = _dumps(path)
     if not files:
         return None
     folder = path if path.is_dir() else path.parent
     held_out = {parent: _is_validation(parent, files) for parent in {file.parent for file in files}}
-
-    def saved() -> Iterator[Saved]:
-        for file in files:
-            for number, row in rows_of(file):
-                yield Saved(file, number, row)
-
-    gathered = Gathered(folder, saved, lambda one: _items(one, held_out[one.file.parent]))
+    gathered = Gathered(folder, lambda: saved_lines(files), lambda one: _items(one, held_out[one.file.parent]))
     record = Record(folder.resolve().name, KIND, folder, gathered.groups, gathered.size)
     record.metrics = _metrics(folder)
     lacks = dict(_LACKS)
     if not gathered.held_out:
-        lacks[HELD_OUT] = "there are no dumps of trainer.validation_data_dir beside those of training"
+        lacks[streams.HELD_OUT] = "there are no dumps of trainer.validation_data_dir beside those of training"
     if not record.metrics:
-        lacks[METRICS] = "there is no file of verl's file logger here (trainer.logger: file)"
+        lacks[streams.METRICS] = "there is no file of verl's file logger here (trainer.logger: file)"
     record.lacks = lacks
     record.problems = gathered.problems()
     return record
@@ -106,20 +87,11 @@ def _dumps(path: Path) -> list[Path]:
 
 
 def _is_dump(file: Path) -> bool:
-    return _has(file, {"input", "output", "score", "step"})
-
-
-def _has(file: Path, names: set[str]) -> bool:
-    """Return whether the first line of a file has these names."""
-    try:
-        return names <= next((row for _, row in rows_of(file)), {}).keys()
-    except SettingError:
-        return False  # it may be anything
+    return first_row(file).keys() >= {"input", "output", "score", "step"}
 
 
 def _is_validation(folder: Path, files: list[Path]) -> bool:
-    """Return whether the dumps of a folder are of validations: only those repeat the score as `reward`, and can be made
-    before the first step."""
+    """Return whether dumps are of validations: only those repeat the score as `reward`, or begin at step 0."""
     mine = [file for file in files if file.parent == folder]
     if any(file.name == "0.jsonl" for file in mine):
         return True
@@ -149,22 +121,17 @@ def _items(saved: Saved, held_out: bool) -> Iterator[Item]:
     yield Item(f"{name}:{short_name(group)}", chain, task, mode, dumped.step, version=version)
 
 
-def _metrics(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the lines of verl's file logger, if it wrote one into this folder."""
+def _metrics(folder: Path) -> list[dict[str, float]]:
     for file in sorted(folder.glob("*.jsonl")):
-        if not _STEP.fullmatch(file.name) and _has(file, {"step", "data"}):
-            return list(_lines(file))
+        if not _STEP.fullmatch(file.name) and first_row(file).keys() >= {"step", "data"}:
+            return metric_lines(_logged(file), _OURS)
     return []
 
 
-def _lines(file: Path) -> Iterator[dict[str, float]]:
+def _logged(file: Path) -> Iterator[dict[str, float]]:
     for number, row in rows_of(file):
         try:
             line: Logged = convert(row, Logged)
         except ValueError as error:
             raise malformed(file, number, error) from error
-        yield _metric_line(line.step, numbers_of(line.data))
-
-
-def _metric_line(step: int, data: Mapping[str, float]) -> dict[str, float]:
-    return {**data, **{ours: data[theirs] for theirs, ours in _OURS.items() if theirs in data}, "step": step}
+        yield {**numbers_of(line.data), "step": line.step}

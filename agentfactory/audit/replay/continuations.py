@@ -25,8 +25,7 @@ class ReplayError(Exception):
 
 @dataclass(frozen=True)
 class Results:
-    """The results of continuations: the chains, and the mean of their success (of their reward, if they report no
-    success) with its interval."""
+    """Continuations, and the mean of their success (of their reward, if they report none) with its interval."""
 
     chains: Sequence[Trajectory]
     figure: str
@@ -63,8 +62,6 @@ class _ChangedLoop(ToolLoop):
 
 
 class _ReplayingRunner(ChainRunner):
-    """A runner of chains that begin as a saved one."""
-
     def player(self, episode: Episode) -> ToolLoop:
         loop, hooks = super().player(episode), self.agent
         assert isinstance(loop, ToolLoop)
@@ -124,8 +121,7 @@ def results_of(chains: Sequence[Trajectory]) -> Results:
 
 @dataclass(frozen=True)
 class TurnEffect:
-    """A turn, numbered from 1: the results of continuations before and after it. `effect` is the difference of their
-    means, and after the last turn of the chain's own result."""
+    """The results of continuations before and after a turn; after the last one, the chain's own result."""
 
     turn: int
     before: Results
@@ -140,8 +136,7 @@ class TurnEffect:
 async def turn_effects(
     runner: ChainRunner, saved: Trajectory, task: Task, samples: int, model: str
 ) -> list[TurnEffect]:
-    """Return the effect of each turn of a chain, in order, from `samples` continuations before each of them. Raises
-    ReplayError as `continuations` does."""
+    """Return the effect of each turn, from `samples` continuations before each. Raises as `continuations` does."""
     values = [await continuations(runner, saved, task, turns, samples, model) for turns in range(saved.turns)]
     values.append(results_of([saved]))
     return [TurnEffect(turn + 1, values[turn], values[turn + 1]) for turn in range(saved.turns)]

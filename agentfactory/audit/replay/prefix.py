@@ -16,12 +16,10 @@ from agentfactory.rollout.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Change:
-    """The difference of a chain that is played again from the saved one.
-
-    `actions` are the assistant's messages at some turns, in place of those that were sampled. `result` replaces the
-    text of the results of the last turn that is played again. `system` replaces the system prompt: the messages are
-    then rendered again, and their tokens differ from those that were sampled after.
-    """
+    """The difference of a chain that is played again from the saved one. `actions` are the assistant's messages at some
+    turns, in place of those that were sampled. `result` replaces the text of the results of the last turn that is
+    played again. `system` replaces the system prompt: the messages are then rendered again, and their tokens differ
+    from those that were sampled after."""
 
     actions: dict[int, Message] | None = None
     result: str | None = None
@@ -34,11 +32,9 @@ class Change:
 
 
 class PrefixHooks(AgentHooks):
-    """Hooks that take the first `turns` turns of a saved chain, or the actions of a change, and sample the rest.
-
-    The prompt of each turn must be the saved one, token by token; otherwise the chain ends with an error, and
-    `diverged` says what was different.
-    """
+    """Hooks that take the first `turns` turns of a saved chain, or the actions of a change, and sample the rest. The
+    prompt of each turn must be the saved one, token by token; otherwise the chain ends with an error, and `diverged`
+    says what was different."""
 
     def __init__(self, saved: Trajectory, turns: int, change: Change) -> None:
         self.saved, self.turns, self.change = saved, turns, change
@@ -59,7 +55,6 @@ class PrefixHooks(AgentHooks):
         return completion
 
     def _again(self, turn: Turn) -> Completion:
-        """Return the saved turn."""
         self._compare(turn)
         row_number, start, end = self._spans[turn.number]
         row, renderer = self.saved.rows[row_number], turn.renderer
@@ -75,7 +70,6 @@ class PrefixHooks(AgentHooks):
         return Completion(ids, logprobs, spans, was_cut(ids, renderer), mask)
 
     def _compare(self, turn: Turn) -> None:
-        """Raise DivergedError if the prompt is not the saved one."""
         changed = any(number < turn.number for number in self.change.actions or {})
         after_result = self.change.result is not None and turn.number >= self.turns
         if not self.change.is_exact or changed or after_result or turn.number >= len(self._spans):
@@ -107,8 +101,7 @@ def tokens_of(message: Message, before: Sequence[Message], specs: Sequence[ToolS
 
 
 def anchors_differ(chain: Trajectory, saved: Trajectory, turns: int) -> str | None:
-    """Return where the states of the environment before the first `turns` turns, and after them, differ; None if they
-    do not, or if they are not known."""
+    """Return where the states before and after the first `turns` turns differ; None if they are equal or unknown."""
     pairs = zip(chain.anchors[: turns + 1], saved.anchors[: turns + 1], strict=False)
     for turn, (mine, theirs) in enumerate(pairs, 1):
         if mine != theirs:

@@ -52,8 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Play the chain again, and print the results. Raises SettingError if an option is invalid, or if the chain does
-    something else when it is played again."""
+    """Play the chain again, and print the results. Raises SettingError: an option is invalid, or the chain differs."""
     _check(options)
     # these take seconds to import
     from agentfactory.audit.replay.replay_runner import own_messages
@@ -116,7 +115,6 @@ def _check(options: argparse.Namespace) -> None:
 async def _opened(
     saved: "SavedChain", checkpoint: Path | None, tell: Callable[[str], None]
 ) -> "AsyncIterator[tuple[ChainRunner, str]]":
-    """Yield a runner of the chain's part of the recipe on these weights, and their name."""
     from agentfactory.launching.served_weights import what_is_served
     from agentfactory.launching.start_server import serve
     from agentfactory.rollout.evaluation.evaluate import open_runner

@@ -24,11 +24,8 @@ class DivergedError(Exception):
 
 
 class SavedTurns:
-    """The turns of a saved chain, parsed again from their tokens; see Turns.
-
-    Messages that come between them must be the saved ones: the first that differs raises DivergedError, as does a turn
-    after the last.
-    """
+    """The turns of a saved chain, parsed again from their tokens; see Turns. Messages that come between them must be
+    the saved ones: the first that differs raises DivergedError, as does a turn after the last."""
 
     def __init__(self, episode: Episode, renderer: Renderer, saved: Trajectory) -> None:
         self.episode, self.renderer, self.saved = episode, renderer, saved
@@ -107,8 +104,7 @@ class ReplayRunner(Runner):
         self._saved: Trajectory | None = None
 
     async def replay(self, saved: Trajectory, task: Task) -> Replayed:
-        """Play a saved chain of `task` again, with its reward at the end. Its tools do the same only if they depend on
-        their calls and on the task alone."""
+        """Play a saved chain of `task` again. Its tools must depend on their calls and on the task alone."""
         runner = copy(self)
         runner._saved = saved
         chain, diverged = begin(saved.id), None

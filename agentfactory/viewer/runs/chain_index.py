@@ -88,10 +88,7 @@ def _version_of(file: str, group: dict[str, Any]) -> int | None:
 
 
 def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any, ...], set[str]]]:
-    """Return a row of the index for each chain of a line, with the tools that the chain called.
-
-    Raises ValueError if the line is not a saved group.
-    """
+    """Return a row of the index per chain of a line, with the tools that it called. Raises ValueError at no group."""
     group = outline(line)
     try:
         group["task"]  # must exist, because text search reads it
@@ -109,7 +106,6 @@ def rows_of(run: str, file: str, byte: int, line: bytes) -> list[tuple[tuple[Any
 def _row(
     where: tuple[Any, ...], place: int, group: str, version: int | None, chain: dict[str, Any], task: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], set[str]]:
-    """Return a row of the index. `task` has the preview of the chain's task, and the name of its source."""
     names = [name for message in chain["messages"] for name, _ in calls_of(message)]
     metrics, rows = chain.get("metrics") or {}, chain.get("rows") or []
     # `outline` has replaced the token streams that it recognizes with counts
@@ -201,10 +197,8 @@ class Index:
         }
 
     def page(self, query: Query, search: int | None) -> dict[str, Any]:
-        """Return one page of the chains (or groups) that match a query, and their total number.
-
-        `search` is the number of a text search, which restricts the result to its matches; None: no restriction.
-        """
+        """Return one page of the chains (or groups) that match a query, and their total number. `search` is the number
+        of a text search, which restricts the result to its matches; None: no restriction."""
         where, values = _where(query, search)
         limits = (query.size, query.size * query.page)
         if query.by_group:
@@ -222,13 +216,10 @@ class Index:
         return {"total": self._read(total, values)[0]["total"], "rows": found}
 
     def rewards(self, query: Query, search: int | None) -> dict[str, Any]:
-        """Return the reward distribution of the chains that match a query.
-
-        `bins` has per bin and run its beginning `from`, the lowest and the highest reward in it, and the number of
-        `chains`; all bins have the same `width` (0: all rewards are equal). `steps` has the first and last step of the
-        chains in any step, and the nearest steps before and after the requested ones; `by` is its unit: steps, or
-        versions if no step is known.
-        """
+        """Return the reward distribution of the chains that match a query. `bins` has per bin and run its beginning
+        `from`, the lowest and the highest reward in it, and the number of `chains`; all bins have the same `width` (0:
+        all rewards are equal). `steps` has the first and last step of the chains in any step, and the nearest steps
+        before and after the requested ones; `by` is its unit: steps, or versions if no step is known."""
         where, values = _where(query, search)
         finite = f"{where} AND abs(reward) < {_FAR}"
         (told,) = self._read(
@@ -273,24 +264,19 @@ class Index:
         return [row["tool"] for row in self._read("SELECT tool FROM used WHERE chain = ? ORDER BY tool", (chain,))]
 
     def facets(self) -> dict[str, dict[str, int]]:
-        """Return the values of `outcome`, `source`, `tasks`, `success` and `tool` to choose from, with their numbers of
-        chains."""
-        counted = {
-            name: self._read(
-                f"SELECT {name} AS name, count(*) AS count FROM chains GROUP BY {name} ORDER BY count DESC LIMIT ?",
-                (_FACETS,),
-            )
-            for name in ("outcome", "source")
-        }
-        named = "SELECT tasks AS name, count(*) AS count FROM chains WHERE tasks IS NOT NULL GROUP BY name LIMIT ?"
-        counted["tasks"] = self._read(named, (_FACETS,))
+        """Return the values of `outcome`, `source`, `tasks`, `success` and `tool`, with their numbers of chains."""
         succeeded = "CASE WHEN success >= 1 THEN 'yes' WHEN success < 1 THEN 'no' END"
-        counted["success"] = self._read(
-            f"SELECT {succeeded} AS name, count(*) AS count FROM chains WHERE success IS NOT NULL GROUP BY name", ()
-        )
-        tools = "SELECT tool AS name, count(*) AS count FROM used GROUP BY tool ORDER BY count DESC LIMIT ?"
-        counted["tool"] = self._read(tools, (_FACETS,))
-        return {kind: {row["name"]: row["count"] for row in rows} for kind, rows in counted.items()}
+        kinds = {
+            **{kind: (kind, "chains", "count DESC") for kind in ("outcome", "source")},
+            **{"tasks": ("tasks", "chains", "name"), "success": (succeeded, "chains", "name")},
+            "tool": ("tool", "used", "count DESC"),
+        }
+        found = {}
+        for kind, (value, table, order) in kinds.items():
+            counted = f"SELECT {value} AS name, count(*) AS count FROM {table} WHERE {value} IS NOT NULL GROUP BY name"
+            rows = self._read(f"{counted} ORDER BY {order} LIMIT ?", (_FACETS,))
+            found[kind] = {row["name"]: row["count"] for row in rows}
+        return found
 
     def line(self, run: str, file: str, byte: int) -> Line | None:
         """Return the line that begins at `byte`; None if it was not read."""

@@ -132,7 +132,6 @@ class Follower:
         return any([read, *(self._read_part(run, self._read_file, run, name) for name in list(run.files))])
 
     def _read_part(self, run: Run, read: Callable[..., bool | None], *given: Any) -> bool:
-        """Read one part; an unreadable file is recorded as a problem and does not stop the others."""
         try:
             return bool(read(*given))
         except OSError as error:

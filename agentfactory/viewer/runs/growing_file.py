@@ -19,14 +19,12 @@ class Taken:
 
 
 class GrowingFile:
-    """A reader that returns every whole line once; an incomplete last line, only once it is complete. Links below the
-    folder `within` are not followed."""
+    """A reader of whole lines, each once. Links below the folder `within` are not followed."""
 
     def __init__(self, path: Path, within: Path) -> None:
         self.path = path
         self._within = within
         self.offset = 0
-        """Bytes read so far."""
         self.size = 0
         """Bytes of whole lines that the file had at the last read."""
         self._inode = -1
@@ -35,8 +33,7 @@ class GrowingFile:
         """Inode and offset of a line that is too long to be read."""
 
     def take(self, most: int) -> Taken:
-        """Return the new lines, up to about `most` bytes. Raises OSError if the file, or its next line, cannot be
-        read."""
+        """Return the new lines, about `most` bytes. Raises OSError if the file, or its next line, cannot be read."""
         try:
             file = open_file(self.path, self._within)
         except FileNotFoundError:

@@ -32,14 +32,10 @@ class Query:
     """One page of a list. Ranges include both ends, and leave out rows without a value."""
 
     exact: dict[str, str] = field(default_factory=dict)
-    """Column -> its required value."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     success: str = ""
-    """yes or no."""
     tool: str = ""
-    """A tool that the chain called."""
     text: str = ""
-    """Text to search for in all messages, ignoring case."""
     sort: str = "newest"
     ascending: bool = False
     by_group: bool = False

@@ -16,11 +16,9 @@ _MISSING = object()
 
 def difference(one: str, other: str, folders: Sequence[RunFolder] = ()) -> dict[str, Any]:
     """Compare two recipes (YAML). `rows` has the `key` of every setting that differs, such as `train.learning_rate`,
-    and its two `values` as text, None where a recipe lacks it; `same` is the number of settings that are equal.
-
-    A section that only one recipe has is one setting, and so is a recipe that is not YAML. Paths in the two runs'
-    `folders` begin with `${run}`, so that the same place in both is equal.
-    """
+    and its two `values` as text, None where a recipe lacks it; `same` is the number of settings that are equal. A
+    section that only one recipe has is one setting, and so is a recipe that is not YAML. Paths in the two runs'
+    `folders` begin with `${run}`, so that the same place in both is equal."""
     parsed = [_parsed(text) for text in (one, other)]
     if folders:
         parsed = [_placed(recipe, folder) for recipe, folder in zip(parsed, folders, strict=True)]
@@ -51,7 +49,6 @@ def _placed(recipe: Any, folder: RunFolder) -> Any:
 
 
 def _pairs(key: str, mine: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key and the two values of each setting."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         parts = [(name, mine.get(name, _MISSING), theirs.get(name, _MISSING)) for name in {**mine, **theirs}]
     elif _has_sections(mine) and _has_sections(theirs):

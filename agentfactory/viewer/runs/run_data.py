@@ -13,14 +13,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from pydantic_core import from_json
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    entries_of,
-    has_few_values,
-    open_file,
-    printable,
-    refused,
-)
+from agentfactory.base.files import untrusted_files as untrusted
 from agentfactory.launching.run_folder import RECIPE, RunFolder
 from agentfactory.recipe.composition import resolve_saved
 from agentfactory.recipe.yaml_text import RECIPE_BYTES, YamlBoundsError, parse_saved
@@ -60,17 +53,14 @@ class Run:
     def _begin(self) -> None:
         self.problems: list[str] = []
         self.lines: list[dict[str, Any]] = []
-        """Lines of metrics.jsonl."""
         self.metrics_file = GrowingFile(self.folder.metrics, self.folder.within)
         self.files: dict[str, GrowingFile] = {}
         """Trajectory files by their path within `trajectories`."""
         self.credit_file = GrowingFile(self.folder.credit, self.folder.within)
         self.credit: dict[str, CreditLine] = {}
-        """Credit lines by group."""
         self.best: BestCheckpoint | None = None
         """The best checkpoint by the metric that train.keep_best names, if it names one."""
         self.supervised = False
-        """True if the recipe is for supervised fine-tuning."""
         self._model: str | None = None
         self._checkpoints_seen: list[tuple[str, int]] = []
         self._recipe = _RecipeFile(self.folder)
@@ -90,11 +80,10 @@ class Run:
         return os.path.lexists(self.folder.metrics) or next(self._trajectory_files(), None) is not None
 
     def find_files(self) -> None:
-        """Look for new trajectory files, and for links and special files, which are not opened. Raises OSError if a
-        folder cannot be read."""
-        for name, kind in entries_of(self.path, self.folder.within).items():
+        """Look for new trajectory files; note links and special files. Raises OSError if a folder cannot be read."""
+        for name, kind in untrusted.entries_of(self.path, self.folder.within).items():
             if kind not in (stat.S_IFREG, stat.S_IFDIR) and _is_text(name):
-                self.note_unreadable(refused(self.path / name, kind))
+                self.note_unreadable(untrusted.refused(self.path / name, kind))
         for path in self._trajectory_files():
             name = path.relative_to(self.folder.trajectories).as_posix()
             self.files.setdefault(name, GrowingFile(path, self.folder.within))
@@ -102,7 +91,7 @@ class Run:
     def _trajectory_files(self) -> Iterator[Path]:
         for folder in (self.folder.trajectories, self.folder.trajectories / "eval"):
             try:
-                names = list(entries_of(folder, self.folder.within))
+                names = list(untrusted.entries_of(folder, self.folder.within))
             except OSError as error:
                 self.note_unreadable(error)
                 continue
@@ -143,7 +132,7 @@ class Run:
             self.drop_problems(self.metrics_file.path)
         for offset, line in taken.lines:
             try:
-                if len(self.lines) >= _MOST_STEPS or not has_few_values(line, _MOST_FIGURES):
+                if len(self.lines) >= _MOST_STEPS or not untrusted.has_few_values(line, _MOST_FIGURES):
                     raise ValueError(f"more than {_MOST_STEPS:,} steps, or {_MOST_FIGURES:,} values in one")
                 metrics = from_json(line)
                 if not isinstance(metrics, dict):
@@ -163,7 +152,6 @@ class Run:
         self.problems = [problem for problem in self.problems if not problem.startswith(self._line_of(path))]
 
     def _line_of(self, path: Path) -> str:
-        """Return the prefix of problems of this file's lines."""
         return f"{path.relative_to(self.path)}, byte "
 
     def note_unreadable(self, error: OSError | ValueError) -> None:
@@ -254,7 +242,6 @@ class Run:
         return [Path(name) for name in (self._model, self.summary().get("checkpoint")) if isinstance(name, str)]
 
     def _setting(self, section: str, name: str) -> str | None:
-        """Return a text field of the recipe, or None."""
         part = self._recipe.data().get(section)
         value = part.get(name) if isinstance(part, dict) else None
         return value if isinstance(value, str) else None
@@ -271,9 +258,8 @@ class _RecipeFile:
         self._owner = -1
 
     def data(self) -> dict[str, Any]:
-        """Return the recipe's mapping; empty if it cannot be read."""
         try:
-            with open_file(self._folder.recipe, self._folder.within) as file:
+            with untrusted.open_file(self._folder.recipe, self._folder.within) as file:
                 status = os.fstat(file.fileno())
                 seen = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
                 if seen != self._seen:
@@ -292,12 +278,10 @@ class _RecipeFile:
         return self._data
 
     def problem(self) -> str | None:
-        """Return the reason why the recipe cannot be read; None if it can."""
         self.data()
         return self._problem
 
     def is_own(self) -> bool:
-        """Return whether the recipe belongs to the user of this process."""
         self.data()
         return self._owner == os.geteuid()
 
@@ -321,7 +305,7 @@ class Runs:
             label = self._labels[root]
             names = _stages(self._recipes[root].data())
             parts = [
-                self._run(part, f"{label}/{printable(part.name)}", root)
+                self._run(part, f"{label}/{untrusted.printable(part.name)}", root)
                 for part in _parts(root, names)
                 if part not in self._roots
             ]
@@ -344,14 +328,13 @@ def _id_of(path: Path) -> str:
 
 
 def _stages(recipe: dict[str, Any]) -> list[Any]:
-    """Return the names of a recipe's stages."""
     stages = recipe.get("stages")
     return [stage.get("name") for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
 
 
 def _parts(root: Path, names: Sequence[Any]) -> list[Path]:
     """Return the folders of the stages in order, then folders that other commands wrote next to them."""
-    kinds = {name: kind for name, kind in entries_of(root, root).items() if _is_text(name)}
+    kinds = {name: kind for name, kind in untrusted.entries_of(root, root).items() if _is_text(name)}
     folders = [root / name for name, kind in kinds.items() if kind == stat.S_IFDIR]
     found = [folder for folder in folders if os.path.lexists(folder / RECIPE)]
     return sorted(found, key=lambda path: names.index(path.name) if path.name in names else len(names))
@@ -361,7 +344,7 @@ def _check_run(root: Path) -> None:
     if os.path.lexists(root / RECIPE):
         try:
             parse_saved(RunFolder(root).read_recipe())
-        except RefusedFileError as error:
+        except untrusted.RefusedFileError as error:
             raise SettingError("", str(error)) from None
         except (OSError, YamlBoundsError) as error:
             fix = "put back the recipe that the run has written"
@@ -390,14 +373,13 @@ def _labels(roots: Sequence[Path]) -> dict[Path, str]:
     """Return the shortest ends of the paths that distinguish them."""
     longest = max(len(root.parts) for root in roots)
     for count in range(1, longest + 1):
-        labels = {root: printable("/".join(root.parts[-count:])) for root in roots}
+        labels = {root: untrusted.printable("/".join(root.parts[-count:])) for root in roots}
         if len(set(labels.values())) == len(roots):
             return labels
     raise AssertionError("resolved paths differ")
 
 
 def _is_text(name: str) -> bool:
-    """Return whether a file's name can be used in URLs and JSON."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -9,14 +9,12 @@ from agentfactory.viewer.runs.chain_index import Index, Line
 from agentfactory.viewer.runs.saved_groups import outline, texts_of
 
 SECONDS = 0.3
-"""Seconds that one request searches."""
 _KEPT = 8
 _CHAINS_AT_ONCE = 200
 
 
 class TextSearch:
-    """A search of the lines in the order of the index, which stores matches in the index's table `found`. When the
-    index grows, the search continues where it stopped."""
+    """A search in the order of the index, which keeps the matches in `found`, and goes on when it grows."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number = number

@@ -32,8 +32,7 @@ def image_url(part: Any) -> str | None:
 
 
 def read_image(run: Run, url: str) -> tuple[str, bytes]:
-    """Return the kind and bytes of an image at an address from `image_url`. Raises ValueError if it is damaged or
-    missing."""
+    """Return the kind and bytes of an image of `image_url`. Raises ValueError if it is damaged or missing."""
     if digest := stored_digest(url):
         return "image/png", ImageStore(run.folder.images, run.folder.within).png(digest)
     found = _data(url)
@@ -70,12 +69,10 @@ _NUMBERS = ("img_idx", "image_index")
 _PLACES = ("start_coordinate", "coordinate", "point", "point_2d")
 """Tool arguments that contain a point: x and y. The first of several is the start of a drag."""
 _SIDES = (("start_x", "start_y"), ("startX", "startY"), ("x", "y"), ("endX", "endY"))
-"""Tool arguments that contain x and y of a point."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, as shares of the image's width and height."""
 Place = tuple[float, float]
-"""x and y, as shares of the image's width and height."""
 Part = tuple[int, int]
 """(message, part of its content)"""
 Call = tuple[int, int]
@@ -93,11 +90,9 @@ class Marks:
 
 
 def marks_of(run: Run, messages: list[dict[str, Any]], source: Any = None) -> Marks:
-    """Return the boxes and the points of the tool calls of a chain, whose tasks are of `source`.
-
-    A box is in the image whose number is another argument of the call, else in the chain's first one. A point is in the
-    last image before the call. For both, the info of a tool's result takes precedence over the model's arguments.
-    """
+    """Return the boxes and the points of the tool calls of a chain, whose tasks are of `source`. A box is in the image
+    whose number is another argument of the call, else in the chain's first one. A point is in the last image before the
+    call. For both, the info of a tool's result takes precedence over the model's arguments."""
     coordinates = _coordinates(run, source)
     images: list[tuple[Part, str]] = []
     marks = Marks()
@@ -137,8 +132,7 @@ def _asked(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
 
 
 def _reported_box(message: dict[str, Any]) -> Iterator[tuple[Box, int]]:
-    """Yield the box that `image_tools` reports, as shares of a task's image, and the number of that image. Its full
-    size is recorded nowhere else."""
+    """Yield the box that `image_tools` reports, as shares of a task's image, and the number of that image."""
     info = message.get("info")
     given = info if isinstance(info, dict) else {}
     box, size, number = _numbers(given.get("box"), 4), _numbers(given.get("size"), 2), given.get("of")
@@ -160,8 +154,7 @@ def _reported_points(info: Any) -> list[Place]:
 
 
 def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordinates) -> list[Place]:
-    """Return the points in the arguments of a call, in the image at `url`; none if they are pixels of an unknown full
-    size."""
+    """Return the points in a call's arguments, in the image at `url`; none if its full size is unknown."""
     [(_, given)] = calls_of({"tool_calls": [call]})
     if not isinstance(given, dict) or coordinates is Coordinates.PIXELS:
         return []
@@ -173,12 +166,10 @@ def _places_asked(run: Run, url: str, call: dict[str, Any], coordinates: Coordin
 
 
 def _within(places: list[Place]) -> list[Place]:
-    """Return the points that are in the image."""
     return [place for place in places if all(0 <= share <= 1 for share in place)]
 
 
 def _numbers(value: Any, count: int) -> list[float] | None:
-    """Return `value` if it is a list of `count` numbers, else None."""
     if not isinstance(value, list) or len(value) != count or any(type(one) not in (int, float) for one in value):
         return None
     return value
@@ -205,7 +196,6 @@ def _units(run: Run, url: str, coordinates: Coordinates) -> tuple[int, int] | No
 
 
 def _coordinates(run: Run, source: Any) -> Coordinates:
-    """Return the image coordinates of the run's model; 0 to 1000 if unknown."""
     asked = run.coordinates(source)
     if asked in tuple(Coordinates):
         return Coordinates(asked)

@@ -19,7 +19,6 @@ _INCOMPLETE = "\ufffd"
 _LONGEST = 8
 """Maximum number of tokens that one character may be spread over."""
 _LONGEST_TEXT = 4096
-"""Maximum characters of a token."""
 _DECODERS = {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece", "BPEDecoder", "CTC"}
 """Decoders whose output is not longer than the texts of the tokens."""
 _ONLY_TO_ENCODE = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor")
@@ -27,8 +26,7 @@ _ONLY_TO_ENCODE = ("truncation", "padding", "normalizer", "pre_tokenizer", "post
 
 
 class TokenTexts:
-    """A decoder that returns the text of each token in its context. If several tokens share a character, the first one
-    has its text and the others have none."""
+    """The text of each token in its context. Of tokens that share a character, the first one has it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,8 +36,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per id; an id unknown to the tokenizer is shown as `<id>`. Raises ValueError if the library
-        panics."""
+        """Return one text per id; `<id>` for an unknown one. Raises ValueError if the library panics."""
         with _named_panics():
             return self._texts(ids)
 
@@ -129,7 +126,6 @@ def _check_decoder(decoder: Any) -> None:
 
 @contextmanager
 def _named_panics() -> Iterator[None]:
-    """Raise ValueError for a panic of the library, which is not an Exception."""
     try:
         yield
     except BaseException as error:

@@ -208,8 +208,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_credit(rows: list[dict[str, Any]], chain: Chain) -> str | None:
-    """Give each row the streams _CREDITED that the trainer has saved for it, with None for tokens without a value.
-    Return a description of the problem if the saved data does not fit, else None."""
+    """Give each row the streams _CREDITED that the trainer has saved for it, with None for tokens without a value."""
     place = chain.run.credit.get(str(chain.group["id"])) if source_of(chain.line.file) == "train" else None
     if place is None:
         return None

@@ -15,10 +15,8 @@ from agentfactory.worlds.alfworld.generator import TaskType
 QUESTION = "Do the task that is described below: take one action per turn, until it is done."
 """The `question` of a data row, followed in the prompt by the room and the task."""
 MAX_STEPS = 50
-"""The published limit of actions."""
 
 _engines: Shared[Engine] = Shared()
-"""This process's engines, one per setting."""
 
 
 class AlfWorld(Environment):
@@ -100,8 +98,7 @@ class AlfWorld(Environment):
         return self._shown(scene)
 
     def reward(self) -> dict[str, float]:
-        """Return `reward` and `success` (both 1 if the task is done), `steps`, and success again under the task
-        type."""
+        """Return `reward` and `success` (both 1 if the task is done), `steps`, and success under the task type."""
         by_type = {self._type: float(self._won)} if self._type else {}
         return {"reward": float(self._won), "success": float(self._won), "steps": float(self._steps), **by_type}
 

@@ -16,13 +16,13 @@ from agentfactory.base.processes.killable import KillableProcess
 from agentfactory.base.user_code.extras import install_command
 from agentfactory.base.user_code.import_path import is_installed, own_python
 from agentfactory.worlds.alfworld.generator import Package
+from agentfactory.worlds.game_processes.pool import Pool
 
 _VARIABLE = re.compile(r"\$\{?(\w+)")
 
 
 def expanded_path(option: str, text: str) -> Path:
-    """Return an absolute path with ~ and variables expanded; links are not resolved. Raises SettingError if a variable
-    is not set."""
+    """Return an absolute path with ~ and variables expanded. Raises SettingError if a variable is not set."""
     for name in _VARIABLE.findall(text):
         if not os.environ.get(name):
             raise SettingError(
@@ -50,31 +50,24 @@ class Scene:
 
 class Engine:
     """A pool of subprocesses, each running several games. Thread-safe; calls to one subprocess are serialized.
-
-    Args:
-        processes: Maximum number of subprocesses that take new games. They start on demand.
-        games: Games after which a subprocess is replaced, because its memory grows with each.
-        python: The Python that has the package `alfworld`; None: this one.
-    """
+    `processes`: number up to which new games get a subprocess of their own. `games`: games after which a subprocess is
+    replaced, because its memory grows with each. `python`: the Python that has the package `alfworld`; None: this
+    one."""
 
     def __init__(self, processes: int, games: int, python: str | None = None) -> None:
-        self._limit, self._games, self._python = processes, games, python
-        self._processes: list[_Process] = []
-        self._lock = threading.Lock()
+        self._pool = Pool(lambda: _Process(python), lambda _, played: played >= games, spread=processes)
         self._package: Package | None = None
         self._reading = threading.Lock()
-        self.started = 0
+
+    @property
+    def started(self) -> int:
         """Subprocesses started so far."""
+        return self._pool.started
 
     def open(self, game: Path | dict[str, Any]) -> tuple["Play", Scene]:
-        """Begin a game, given by its file or its content. Return it with its first scene; `close` it after use.
-
-        Raises:
-            GameError: the game cannot be loaded.
-            ToolInfrastructureError: the subprocess ended, or did not start.
-        """
-        process = self._place()
-        play = Play(process, self._leave)
+        """Begin a game, given by its file or its content. Return it with its first scene; `close` it after use. Raises
+        GameError (the game cannot be loaded), ToolInfrastructureError (the subprocess ended, or did not start)."""
+        play = Play(self._pool)
         try:
             return play, play.begin(str(game) if isinstance(game, Path) else game)
         except BaseException:
@@ -82,51 +75,23 @@ class Engine:
             raise
 
     def package(self) -> Package:
-        """Return the package's tables of floor plans, objects and goals, which are read once. Raises
-        ToolInfrastructureError as `open` does."""
+        """Return the package's tables of floor plans, objects and goals, read once. Raises as `open` does."""
         with self._reading:
             if self._package is None:
-                process = self._place()
+                place, process = self._pool.enter()
                 try:
                     self._package = Package(process.ask({"do": "read_package"}))
                 finally:
-                    self._leave(process)
+                    self._pool.leave(place)
             return self._package
 
     def close(self) -> None:
         """End all processes."""
-        with self._lock:
-            ending, self._processes = self._processes, []
-        for process in ending:
-            process.end()
+        self._pool.close()
 
     def pids(self) -> list[int]:
         """Return the ids of the running processes."""
-        with self._lock:
-            return [process.pid for process in self._processes if process.pid]
-
-    def _place(self) -> "_Process":
-        """Return the process for the next game: the one with the fewest games, or a new one."""
-        with self._lock:
-            self._processes = [process for process in self._processes if not process.gone]
-            taking = [process for process in self._processes if process.given < self._games]
-            process = min(taking, key=lambda process: process.plays, default=None)
-            if process is None or (process.plays and len(taking) < self._limit):
-                process = _Process(self._python)
-                self._processes.append(process)
-                self.started += 1
-            process.given += 1
-            process.plays += 1
-            return process
-
-    def _leave(self, process: "_Process") -> None:
-        with self._lock:
-            process.plays -= 1
-            worn = process.plays == 0 and process.given >= self._games
-            if worn and process in self._processes:
-                self._processes.remove(process)
-        if worn:
-            process.end()
+        return self._pool.pids()
 
 
 class Play:
@@ -134,8 +99,9 @@ class Play:
 
     _numbers = itertools.count()
 
-    def __init__(self, process: "_Process", leave: Any) -> None:
-        self._process, self._leave = process, leave
+    def __init__(self, pool: "Pool[_Process]") -> None:
+        self._pool = pool
+        self._place, self._process = pool.enter()
         self._number = next(self._numbers)
         self._closed = False
 
@@ -144,10 +110,7 @@ class Play:
         return self._ask("open", game=game)
 
     def act(self, action: str) -> Scene:
-        """Take an action and return the resulting scene.
-
-        Raises ToolInfrastructureError if the subprocess ended.
-        """
+        """Take an action and return the resulting scene. Raises ToolInfrastructureError if the subprocess ended."""
         return self._ask("act", action=action)
 
     def close(self) -> None:
@@ -160,7 +123,7 @@ class Play:
         except (GameError, ToolInfrastructureError):
             pass  # the game was never loaded, or ended with its process
         finally:
-            self._leave(self._process)
+            self._pool.leave(self._place)
 
     def _ask(self, what: str, **arguments: Any) -> Scene:
         answer = self._process.ask({"do": what, "play": self._number, **arguments})
@@ -168,44 +131,28 @@ class Play:
 
 
 class _Process:
-    """A subprocess, started by its first request."""
-
     def __init__(self, python: str | None) -> None:
-        self.given = 0
-        """Games given to it since its start."""
-        self.plays = 0
-        """Games currently being played in it."""
-        self.dead = False
-        self._python = python
-        self._process: KillableProcess | None = None
+        self._dead = False
         self._lock = threading.Lock()
+        try:
+            self._process = KillableProcess(str(PROCESS), executable=python)
+        except ChildProcessError as error:
+            raise ToolInfrastructureError(str(error)) from error
+        self.pid = self._process.pid
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    @property
-    def gone(self) -> bool:
-        """True if it can take no more games."""
-        return self.dead or (self._process is not None and not self._process.running)
+    def alive(self) -> bool:
+        return not self._dead and self._process.running
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer. Raises GameError, ToolInfrastructureError."""
         with self._lock:
-            if self.dead:
+            if self._dead:
                 raise ToolInfrastructureError("ALFWorld's process, with this chain's game, has ended")
-            try:
-                if self._process is None:
-                    self._process = KillableProcess(str(PROCESS), executable=self._python)
-                self._process.send(request)
-                answer = self._process.receive()
-            except ChildProcessError as error:
-                self.dead = True
-                raise ToolInfrastructureError(str(error)) from error
+            self._process.send(request)
+            answer = self._process.receive()
             if answer is None:
-                self.dead = True
                 status = self._process.exit_status()
-                self._process.end()
+                self.end()
                 problem = f"ALFWorld's process ended (status {status}), with this chain's game in it"
                 raise ToolInfrastructureError(problem)
         if "error" in answer:
@@ -213,15 +160,12 @@ class _Process:
         return answer
 
     def end(self) -> None:
-        """Kill the process."""
-        self.dead = True
-        if self._process is not None:
-            self._process.end()
+        self._dead = True
+        self._process.end()
 
 
 def found_python(python: str | None) -> str | None:
-    """Return the absolute path of the Python with the packages; None: this one. Raises SettingError as `check_python`
-    does, or if a variable in `python` is not set."""
+    """Return the path of the Python with the packages; None: this one. Raises SettingError as `check_python`."""
     try:
         found = None if python is None else str(expanded_path("python", python))
     except SettingError as error:

@@ -12,9 +12,7 @@ from agentfactory.worlds.alfworld.engine import expanded_path
 from agentfactory.worlds.alfworld.generator import Game, Package, TaskType, make_game
 
 FOLDER = "json_2.1.1"
-"""The games' folder in ALFWORLD_DATA."""
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
-"""The files of a game."""
 _GET = "run alfworld-download, which fetches the games into $ALFWORLD_DATA (default: ~/.cache/alfworld)"
 
 
@@ -45,10 +43,7 @@ class Games(Protocol):
 class PublishedGames:
     """The games of a folder, named by their paths in it. The folder is ALFWORLD_DATA, its subfolder json_2.1.1, or the
     output of `write_games`. Like the published loader, it skips games that are not known to be solvable, and tasks with
-    movable receptacles or sliced objects.
-
-    Raises SettingError if the folder does not exist.
-    """
+    movable receptacles or sliced objects. Raises SettingError if the folder does not exist."""
 
     def __init__(self, data: str) -> None:
         given = expanded_path("data", data).resolve()

@@ -25,8 +25,7 @@ class TaskType(StrEnum):
 
 @dataclass(frozen=True)
 class Treatment:
-    """An operation on an object before it is put down: the verb, the receptacle that does it, and the table of the
-    objects that allow it."""
+    """An operation on an object before it is put down: its verb, its receptacle, and the table of its objects."""
 
     verb: str
     station: str
@@ -76,7 +75,6 @@ class Room:
     receptacles: dict[str, str]
     things: dict[str, str] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    """Object -> receptacle, at the start."""
 
     def of_type(self, kind: str) -> list[str]:
         """Return the ids of the receptacles or objects of a type."""
@@ -85,8 +83,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Game:
-    """A game: `content` for its file game.tw-pddl, `trajectory` for traj_data.json, and `folder`, the name of the
-    folder that groups such games in the published layout."""
+    """A game: `content` for game.tw-pddl, `trajectory` for traj_data.json, and `folder` in the published layout."""
 
     task_type: TaskType
     folder: str
@@ -138,7 +135,6 @@ def make_game(package: Package, task_type: TaskType, floor_plans: list[str], see
 
 
 def _furnish(package: Package, floor_plan: str, rng: random.Random) -> Room:
-    """Return an empty room with the receptacles of a floor plan."""
     plan = package.tables["floor_plans"][floor_plan]
     # a sink's basin holds and cleans objects: Sink|+00.00|+00.89|-02.00|SinkBasin
     parts = {name: name.split("|") for name in plan["openable"]}
@@ -184,7 +180,6 @@ def _goals(package: Package, room: Room, task_type: TaskType) -> list[tuple[str,
 
 
 def _lamps(package: Package, room: Room) -> list[str]:
-    """Return the floor plan's lamp types, if the room has a place for a lamp."""
     listed = package.tables["floor_plans"][room.floor_plan]["objects"]
     return [lamp for lamp in package.lamps if lamp in listed] if set(room.receptacles.values()) & {*_FLAT} else []
 
@@ -209,7 +204,6 @@ def _fill(package: Package, room: Room, task_type: TaskType, target: str, destin
 
 
 def _problem(package: Package, room: Room) -> str:
-    """Return the room as a PDDL problem without the goal."""
     tables = package.tables
     locations = {name: f"loc|{number}" for number, name in enumerate(room.receptacles, 1)}
     things, kinds = sorted(set(room.things.values())), sorted(set(room.receptacles.values()))
@@ -240,7 +234,6 @@ def _problem(package: Package, room: Room) -> str:
 
 
 def _solve(package: Package, room: Room, task_type: TaskType, target: str, destination: str) -> list[str]:
-    """Return the actions of a solution."""
     called = _display_names(room)
     actions: list[str] = []
     opened = set()
@@ -276,7 +269,6 @@ def _solve(package: Package, room: Room, task_type: TaskType, target: str, desti
 
 
 def _mangled(name: str) -> str:
-    """Escape a name for PDDL as ALFWorld's games do."""
     return "".join(_MANGLED.get(letter, letter) for letter in name)
 
 

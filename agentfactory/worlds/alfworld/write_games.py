@@ -22,8 +22,7 @@ from agentfactory.worlds.alfworld.generator import Game, TaskType
 
 
 def main() -> None:
-    """Parse the command line and write the games. Exit with a message: status 2 if nothing was done, 1 if writing
-    failed, 130 if interrupted."""
+    """Write the games. Exits with status 2 if nothing was done, 1 if writing failed, 130 if interrupted."""
     parser = argparse.ArgumentParser("python -m agentfactory.worlds.alfworld.write_games", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to write; usable as ALFWORLD_DATA")
     for split in Split:
@@ -63,10 +62,7 @@ def main() -> None:
 def write_games(
     engine: Engine, folder: Path, counts: dict[Split, int], seed: int = 0, at_once: int = 1
 ) -> Iterator[Path]:
-    """Write the first games of each split in `at_once` threads, yielding each game's file when it is written.
-
-    Raises ValueError if a game is not won by its walkthrough.
-    """
+    """Yield the file of each written game, from `at_once` threads. Raises ValueError if one is not won."""
     games = GeneratedGames(seed, engine.package())
 
     def write(name: str) -> Path:

@@ -29,10 +29,8 @@ _PROTOCOLS_V4 = [ipaddress.ip_network(each) for each in ("192.0.0.0/24", "192.88
 
 
 class AllowedHosts:
-    """The hosts in private networks that a recipe allows: `HOST` for ports 80 and 443, or `HOST:PORT`.
-
-    Raises SettingError for an entry that is neither.
-    """
+    """The hosts in private networks that a recipe allows: `HOST` for ports 80 and 443, or `HOST:PORT`. Raises
+    SettingError for an entry that is neither."""
 
     def __init__(self, entries: Collection[str]) -> None:
         self._ports: dict[str, set[int]] = {}
@@ -50,11 +48,8 @@ class AllowedHosts:
 
 
 def parse_address(text: str, allowed: AllowedHosts) -> URL:
-    """Parse an address written by a model or a page: drop its fragment, and add https if it lacks a scheme.
-
-    Raises PageError if the address must not be fetched. Host names are checked later, when `CheckedResolver` resolves
-    them.
-    """
+    """Parse an address written by a model or a page: drop its fragment, and add https if it lacks a scheme. Raises
+    PageError if the address must not be fetched. Host names are checked later, when `CheckedResolver` resolves them."""
     text = text.strip()
     if len(text) > _MOST_CHARACTERS:
         raise PageError(f"The address has {len(text):,} characters; at most {_MOST_CHARACTERS:,} are possible.")
@@ -94,11 +89,9 @@ def refusal(host: str) -> PageError:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether the address is an ordinary unicast address of the public internet.
-
-    False for private, shared (CGNAT), loopback, link-local, multicast and reserved addresses, and for IPv6 forms of
-    IPv4 addresses. Exception: a NAT64 address, which networks without IPv4 need, is judged by its IPv4 address.
-    """
+    """Return whether the address is an ordinary unicast address of the public internet. False for private, shared
+    (CGNAT), loopback, link-local, multicast and reserved addresses, and for IPv6 forms of IPv4 addresses. Exception: a
+    NAT64 address, which networks without IPv4 need, is judged by its IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
@@ -110,13 +103,8 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 class CheckedResolver(AbstractResolver):
-    """A resolver that refuses names with an address outside the public internet.
-
-    Connections go to the checked addresses, so DNS rebinding has no effect.
-
-    Args:
-        resolver: The underlying resolver; None: the system's.
-    """
+    """A resolver that refuses names with an address outside the public internet. Connections go to the checked
+    addresses, so DNS rebinding has no effect. `resolver`: the underlying resolver; None: the system's."""
 
     def __init__(self, allowed: AllowedHosts, resolver: AbstractResolver | None = None) -> None:
         self._allowed = allowed
@@ -125,12 +113,8 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the addresses of `host`.
-
-        Raises:
-            PageError: the host does not exist, or one of its addresses is not public.
-            ToolInfrastructureError: name resolution fails at present.
-        """
+        """Return the addresses of `host`. Raises PageError (the host does not exist, or one of its addresses is not
+        public), ToolInfrastructureError (name resolution fails at present)."""
         try:
             found = await self._resolver.resolve(host, port, family)
         except socket.gaierror as error:

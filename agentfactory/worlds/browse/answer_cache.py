@@ -16,7 +16,6 @@ _DAY = 86400.0
 _ROOM = 0.9
 """Eviction removes the oldest entries down to this fraction of the maximum size."""
 _REMOVED = 256
-"""Maximum entries per batch of an eviction."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, value BLOB, stored REAL);
 CREATE INDEX IF NOT EXISTS ages ON entries (stored);
@@ -26,16 +25,10 @@ INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
 
 
 class DiskCache:
-    """A cache from JSON keys to JSON values, in a folder that any number of processes on one machine share.
-
-    Keys are stored as digests, so they cannot be read back. Entries expire, and the oldest are evicted when the total
-    size exceeds `max_bytes`. `hits` and `misses` count this object's lookups.
-
-    Args:
-        folder: Folder of the cache; created if it does not exist.
-        seconds: Lifetime of an entry.
-        max_bytes: Maximum size of all entries together.
-    """
+    """A cache from JSON keys to JSON values, in a folder that any number of processes on one machine share. Keys are
+    stored as digests, so they cannot be read back. Entries expire, and the oldest are evicted when the total size
+    exceeds `max_bytes`. `hits` and `misses` count this object's lookups. `folder`: folder of the cache; created if it
+    does not exist. `seconds`: lifetime of an entry. `max_bytes`: maximum size of all entries together."""
 
     def __init__(self, folder: Path, seconds: float = 30 * _DAY, max_bytes: int = 4 << 30) -> None:
         self._database = Database(folder / "cache.sqlite", _TABLES)
@@ -44,11 +37,9 @@ class DiskCache:
         self.hits = self.misses = 0
 
     async def get(self, key: Any, make: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the value of `key`; on a miss, store and return the value of `make`.
-
-        Concurrent lookups of one key share one call of `make`. If it raises, all of them raise, and nothing is stored.
-        Raises ToolInfrastructureError if the file fails.
-        """
+        """Return the value of `key`; on a miss, store and return the value of `make`. Concurrent lookups of one key
+        share one call of `make`. If it raises, all of them raise, and nothing is stored. Raises ToolInfrastructureError
+        if the file fails."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
         making = self._making.get(digest)
         if making is None:

@@ -12,20 +12,13 @@ from agentfactory.base.files.lock_file import locked, open_lock, private_mode
 from agentfactory.base.messages import ToolInfrastructureError
 
 _BUSY_SECONDS = 30.0
-"""Seconds that a process waits for other writers."""
 
 
 class Database:
-    """An SQLite file in WAL mode: readers never wait, and writers wait only for other writers.
-
-    Args:
-        path: Path on a local disk, because SQLite's locks do not work over a network. Its folder is created.
-        tables: SQL that creates the tables if they do not exist.
-
-    Raises:
-        SettingError: the file cannot be created, or is not such a database.
-        DiskError: the disk is full.
-    """
+    """An SQLite file in WAL mode: readers never wait, and writers wait only for other writers. `path`: path on a local
+    disk, because SQLite's locks do not work over a network. Its folder is created. `tables`: SQL that creates the
+    tables if they do not exist. Raises SettingError (the file cannot be created, or is not such a database), DiskError
+    (the disk is full)."""
 
     def __init__(self, path: Path, tables: str) -> None:
         self.path = path
@@ -61,10 +54,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Yield the connection for an atomic write transaction, serialized with those of other processes.
-
-        Raises ToolInfrastructureError.
-        """
+        """Yield the connection for an atomic write, alone among all processes. Raises ToolInfrastructureError."""
         with self._lock, self._errors_name_path():
             self._connection.execute("BEGIN IMMEDIATE")
             try:

@@ -38,19 +38,13 @@ _ROBOTS_KEPT = 1000
 
 
 class Fetcher:
-    """An HTTP client for documents. One object serves all chains of an event loop.
-
-    Every address, including each redirect's, is checked after name resolution, and the connection goes to the checked
-    address. Cookies, environment proxies and passwords are not used.
-
-    Args:
-        allow_hosts: Hosts in private networks that may be fetched: HOST, or HOST:PORT. They belong to the recipe's
-            world, so their failures are infrastructure failures, which the model does not have to handle.
-        robots: Whether to obey a site's robots.txt.
-        seconds: Timeout of one document, including redirects and robots.txt.
-        max_bytes: Maximum size of a document after decompression.
-        resolver: Resolver of host names; None: the system's.
-    """
+    """An HTTP client for documents. One object serves all chains of an event loop. Every address, including each
+    redirect's, is checked after name resolution, and the connection goes to the checked address. Cookies, environment
+    proxies and passwords are not used. `allow_hosts`: hosts in private networks that may be fetched: HOST, or
+    HOST:PORT. They belong to the recipe's world, so their failures are infrastructure failures, which the model does
+    not have to handle. `robots`: whether to obey a site's robots.txt. `seconds`: timeout of one document, including
+    redirects and robots.txt. `max_bytes`: maximum size of a document after decompression. `resolver`: resolver of host
+    names; None: the system's."""
 
     def __init__(
         self,
@@ -70,12 +64,8 @@ class Fetcher:
         self._opened: dict[bool, aiohttp.ClientSession] = {}
 
     async def fetch(self, address: str) -> Document:
-        """Return the document at `address`.
-
-        Raises:
-            PageError: the model cannot or must not read it; the message tells the model why.
-            ToolInfrastructureError: name resolution fails, or a host in `allow_hosts` does not answer.
-        """
+        """Return the document at `address`. Raises PageError (the model cannot or must not read it; the message tells
+        the model why), ToolInfrastructureError (name resolution fails, or a host in `allow_hosts` does not answer)."""
         url = parse_address(address, self._allowed)
         try:
             async with asyncio.timeout(self._seconds):
@@ -119,7 +109,6 @@ class Fetcher:
         return self._opened[own]
 
     def _redirect(self, response: aiohttp.ClientResponse) -> URL | None:
-        """Return a redirect's target; None if the response is not a redirect."""
         location = response.headers.get("Location")
         if response.status not in _REDIRECTS or location is None:
             return None
@@ -167,8 +156,7 @@ class Fetcher:
             raise PageError(f"{url.host} does not want {url} to be opened by programs (robots.txt).")
 
     async def _robots(self, origin: URL) -> "Protego | str":
-        """Return a site's robots.txt rules (RFC 9309, section 2.3.1). A missing file allows everything. If the site
-        cannot serve the file, nothing is allowed: return the reason as a string."""
+        """Return a site's robots.txt rules (RFC 9309, section 2.3.1)."""
         # searches import this module, too, and must not need the extra
         from protego import Protego
 
@@ -187,19 +175,16 @@ class Fetcher:
         return Protego.parse("")
 
     def _is_own(self, url: URL) -> bool:
-        """Return whether `allow_hosts` includes the host of `url`."""
         return self._allowed.include(url.raw_host or "", url.port or 0)
 
     def _down(self, url: URL, told: str) -> Exception:
-        """Return the error for a host that fails to serve a page."""
         if self._is_own(url):
             return ToolInfrastructureError(f"{url.host}:{url.port}, which allow_hosts names, {told}")
         return PageError(f"{url.host} {told}.")
 
 
 async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
-    """Return the decompressed body, holding at most `most` bytes in memory. If it is larger, return None, or its first
-    `most` bytes if `cut`."""
+    """Return the decompressed body; if it has more than `most` bytes, None, or the first of them if `cut`."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk

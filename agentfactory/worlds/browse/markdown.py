@@ -15,7 +15,6 @@ from yarl import URL
 from agentfactory.worlds.browse.documents import Document, PageError, Text
 
 _MOST_LINKS = 5000
-"""Maximum number of numbered links per page."""
 _HEAD_BYTES = 1024
 """Bytes at the start in which HTML declares its charset (WHATWG, "prescan")."""
 _HEAD_CHARACTERS = 64 << 10
@@ -51,9 +50,7 @@ _TITLE_CHARACTERS = 200
 
 def read_document(document: Document) -> Text:
     """Convert a document to text. Some documents take minutes: call it in a process that can be killed (`Reader`).
-
-    Raises PageError if it cannot be read.
-    """
+    Raises PageError if it cannot be read."""
     if document.type == "application/pdf":
         return _read_pdf(document)
     text = decode(document.content, document.charset)
@@ -95,12 +92,10 @@ class _Numbers:
         self.numbers: dict[str, int] = {}
 
     def relate(self, base: str | None) -> None:
-        """Set the base of relative addresses from `<base href>`."""
         with suppress(ValueError):
             self._base = self._base.join(URL(base or ""))
 
     def visit_link(self, _context: Any, href: str, text: str, _title: str) -> Any:
-        """Return a link's markdown."""
         label = " ".join(text.split())
         target = self._target(href)
         if target is None or not label:
@@ -113,7 +108,6 @@ class _Numbers:
         return {"custom": f"[{label}][{number}]"}
 
     def visit_image(self, _context: Any, _source: str, description: str, _title: str) -> Any:
-        """Return an image's markdown: its alternative text."""
         return {"custom": " ".join(description.split())}
 
     def _target(self, href: str) -> str | None:

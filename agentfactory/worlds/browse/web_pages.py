@@ -14,27 +14,18 @@ from agentfactory.worlds.browse.documents import Document, PageError, Text
 from agentfactory.worlds.browse.fetch import Fetcher
 
 _PROCESSES = 2
-"""Documents read concurrently."""
 
 
 class Reader:
-    """A converter of documents to text. One object serves all chains of a process; subprocesses start on demand.
-
-    Args:
-        seconds: Time limit per document.
-    """
+    """A converter of documents to text for all chains of a process, in subprocesses; `seconds` per document."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = seconds
         self._processes = KillableProcesses("agentfactory.worlds.browse.read_process", _PROCESSES, start=start_confined)
 
     async def read(self, document: Document) -> Text:
-        """Convert a document to text.
-
-        Raises:
-            PageError: it cannot be read, or takes too long; the message is shown to the model.
-            ToolInfrastructureError: no subprocess could be started.
-        """
+        """Convert a document to text. Raises PageError (it cannot be read, or takes too long; the message is shown to
+        the model), ToolInfrastructureError (no subprocess could be started)."""
         return await run_in_thread(lambda: self._read(document))
 
     def close(self) -> None:
@@ -67,13 +58,8 @@ class WebPage:
 
 
 class Pages:
-    """A source of web pages as text. One object serves all chains of a process.
-
-    Args:
-        allow_hosts: See Fetcher.
-        robots: See Fetcher.
-        cache: Folder of the page cache, with a lifetime of a month; None: no cache.
-    """
+    """A source of web pages as text. One object serves all chains of a process. `allow_hosts`: see Fetcher. `robots`:
+    see Fetcher. `cache`: folder of the page cache, with a lifetime of a month; None: no cache."""
 
     def __init__(self, allow_hosts: tuple[str, ...] = (), robots: bool = True, cache: Path | None = None) -> None:
         self._allowed = AllowedHosts(allow_hosts)
@@ -84,12 +70,8 @@ class Pages:
         self._settings = ["page", 1, sorted(allow_hosts), robots]
 
     async def open(self, address: str) -> WebPage:
-        """Return the page at `address`.
-
-        Raises:
-            PageError: it cannot be read; the message is shown to the model.
-            ToolInfrastructureError: the network, the cache or a host in `allow_hosts` fails.
-        """
+        """Return the page at `address`. Raises PageError (it cannot be read; the message is shown to the model),
+        ToolInfrastructureError (the network, the cache or a host in `allow_hosts` fails)."""
         url = str(parse_address(address, self._allowed))
         if self._cache is None:
             return await self._load(url)

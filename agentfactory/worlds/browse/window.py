@@ -8,20 +8,14 @@ WINDOW_CHARACTERS = 4000
 _SURROUNDINGS = 120
 """Characters of context that `find` shows before and after a match."""
 _SHOWN = 8
-"""Maximum number of passages that `find` shows."""
 _QUOTED = 80
 """Maximum characters of the search text that `find` repeats."""
 
 
 class Page:
-    """A document split into windows of at most `size` characters, at ends of paragraphs, lines or words.
-
-    Texts for the model call a window a page: "page 2 of 7".
-
-    Args:
-        text: Plain text or markdown, with links as `[label][3]`.
-        links: The addresses of the links; link 3 has the address `links[2]`.
-    """
+    """A document split into windows of at most `size` characters, at ends of paragraphs, lines or words. Texts for the
+    model call a window a page: "page 2 of 7". `text`: plain text or markdown, with links as `[label][3]`. `links`: the
+    addresses of the links; link 3 has the address `links[2]`."""
 
     def __init__(self, title: str, text: str, links: Sequence[str] = (), size: int = WINDOW_CHARACTERS) -> None:
         if size < 1:
@@ -35,11 +29,8 @@ class Page:
         return len(self._ends)
 
     def window(self, number: int) -> str:
-        """Return window `number`, from 1, preceded by the title and its position.
-
-        Raises:
-            ValueError: there is no such window; the message tells the model the valid numbers.
-        """
+        """Return window `number`, from 1, preceded by the title and its position. Raises ValueError if there is no such
+        window; the message tells the model the valid numbers."""
         if not 1 <= number <= self.count:
             there_is = "only page 1" if self.count == 1 else f"pages 1 to {self.count}"
             raise ValueError(f"there is no page {number}: this document has {there_is}")
@@ -49,10 +40,7 @@ class Page:
         return f"{self.title} ({place})\n\n{shown}" if self.title else f"({place})\n\n{shown}"
 
     def find(self, text: str) -> str:
-        """Return the occurrences of `text` in document order, each with its window and surrounding text.
-
-        Ignores case and the kind of white space between words.
-        """
+        """Return the occurrences of `text`, with their windows; case and kinds of white space do not matter."""
         words = text.split()
         if not words:
             return "Nothing to find: the text is empty."

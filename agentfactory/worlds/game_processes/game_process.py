@@ -23,12 +23,8 @@ _SERVER = "agentfactory.worlds.game_processes.fork_server"
 
 class GameProcess:
     """A process that has one object of `place`, `MODULE:NAME`, and calls its methods. It starts with the first call,
-    and again with the first one after it was lost. Not thread-safe.
-
-    Args:
-        title: The game's name in errors.
-        seconds: Time limit of a call.
-    """
+    and again with the first one after it was lost. Not thread-safe. `title`: the game's name in errors. `seconds`: time
+    limit of a call."""
 
     def __init__(self, place: str, title: str, seconds: float = CALL_SECONDS) -> None:
         self._key, self._title, self._seconds = (place, seconds), title, seconds
@@ -36,12 +32,7 @@ class GameProcess:
         self._connection: Connection | None = None
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return the method's result.
-
-        Raises:
-            Refused: raised by the method.
-            ToolInfrastructureError: the method raised anything else, took too long, or ended the process.
-        """
+        """Return the method's result. Raises Refused as it does, ToolInfrastructureError for any other failure."""
         began = time.monotonic()
         try:
             if self._connection is None:
@@ -74,8 +65,6 @@ class GameProcess:
 
 
 class _ForkServer:
-    """A running fork_server.py. Raises ToolInfrastructureError if it does not start."""
-
     def __init__(self, place: str, seconds: float) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -19,9 +19,7 @@ class GameWorld(Environment):
     """
 
     package: ClassVar[str]
-    """The game's package, and our extra for it."""
     place: ClassVar[str]
-    """`MODULE:NAME` of the process's object."""
     _anchor: str | None
 
     def __init__(self) -> None:
@@ -37,8 +35,7 @@ class GameWorld(Environment):
     @classmethod
     @contextmanager
     def checks(cls, section: str, field: str, value: str) -> Iterator[GameProcess]:
-        """Give a process to check settings of `section`. What it refuses becomes a SettingError, and if it fails, one
-        about the `value` of `field`."""
+        """Yield a process to check settings of `section`; a failure is a SettingError about `value` of `field`."""
         check_extra(cls.package)
         with closing(GameProcess(cls.place, cls.package)) as process:
             try:

@@ -34,8 +34,7 @@ _ITEM = re.compile(r"^(?:-\s*(\d+):\s*(.+?)|\|\s*(\d+)\s*\|\s*([^|]+?)\s*\|.*)\s
 
 
 def sections_of(environment: type) -> dict[str, str]:
-    """Return heading -> text of the docstring of a class or its nearest base, other than gymnasium's; "" for the text
-    above the first heading."""
+    """Return heading -> text of a class's docstring, or its nearest base's outside of gymnasium; "": the beginning."""
     own = [kind for kind in environment.__mro__ if kind.__module__ not in _NO_ENVIRONMENTS]
     text = inspect.cleandoc(next(filter(None, (kind.__doc__ for kind in own)), ""))
     found: dict[str, str] = {}
@@ -82,10 +81,8 @@ class Episode:
 
     def check(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
         """Begin an episode. Return `question` (the environment's description of itself), `threshold` (the return from
-        which it counts as solved, or None) and `limit` (of steps, or None).
-
-        Raises Refused with the field of the source, the problem and the fix.
-        """
+        which it counts as solved, or None) and `limit` (of steps, or None). Raises Refused with the field of the
+        source, the problem and the fix."""
         try:
             self.reset(settings, seed)
         except gymnasium.error.DependencyNotInstalled as error:  # of drawing
@@ -196,7 +193,6 @@ def _imported(name: str) -> Any:
 
 
 def _render_modes(spec: Any) -> list[str]:
-    """Return the render modes of an environment before it is made."""
     entry = spec.entry_point
     made = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return list((getattr(made, "metadata", None) or {}).get("render_modes", ()))

@@ -19,12 +19,8 @@ class Gym(GameWorld):
     _threshold: float | None
 
     def reset(self, gym: dict[str, Any], seed: int, **task: Any) -> Any:
-        """Begin an episode. Return the actions, and the first observation.
-
-        Raises:
-            SettingError: a setting is invalid.
-            ToolInfrastructureError: the environment failed, or took too long.
-        """
+        """Begin an episode. Return the actions, and the first observation. Raises SettingError (a setting is invalid),
+        ToolInfrastructureError (the environment failed, or took too long)."""
         begun = self._begin(gym, seed)
         self._threshold = gym["success_return"]
         return _parts(begun, begun["actions"])
@@ -68,7 +64,6 @@ class Gym(GameWorld):
 
 
 def _parts(shown: dict[str, Any], text: str = "") -> Any:
-    """Return an observation for the model, with a text before it."""
     if "image" not in shown:
         return "\n".join(filter(None, (text, shown["text"])))
     from PIL import Image

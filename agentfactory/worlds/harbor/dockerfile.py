@@ -84,8 +84,7 @@ def parse(text: str) -> Dockerfile:
 
 
 def joined(base: str, path: str) -> str:
-    """Return the absolute path in the image of `path`, which is relative to `base`, without `..`. Raises ValueError if
-    it is too long."""
+    """Return the absolute path of `path` relative to `base`, without `..`. Raises ValueError if it is too long."""
     whole = posixpath.join("/", base, path)
     if len(whole) > _LONGEST_PATH:
         raise ValueError(f"it has a path of {len(whole)} characters; use {_LONGEST_PATH} at most")

@@ -24,7 +24,6 @@ from agentfactory.worlds.harbor.dockerfile import Copy
 from agentfactory.worlds.harbor.harbor_task import HarborTask, expanded, masked, matching
 
 _MOST_BYTES = 1 << 20
-"""Maximum bytes read of a reward file."""
 
 
 class Harbor(Shell):
@@ -124,7 +123,6 @@ class Harbor(Shell):
         return replace(result, stdout=masked(result.stdout))
 
     def _room(self) -> int:
-        """Return the bytes that copies of the task's files may take."""
         return min(self._limits.disk_mb << 20, shutil.disk_usage(tempfile.gettempdir()).free // 2)
 
     async def _allow(self, disk_mb: int) -> None:
@@ -144,7 +142,6 @@ class Harbor(Shell):
 
 
 def _script(path: str, output: str = "") -> str:
-    """Return a shell command that makes a script executable and runs it, as Harbor does."""
     return f"chmod +x {path} && {path}" + (f" > {output} 2>&1" if output else "")
 
 
@@ -179,8 +176,6 @@ def _is_hidden(status: os.stat_result) -> bool:
 
 
 def _put(copy: Copy, files: TreeCopy, task: Path, target: Path, base: Path) -> None:
-    """Execute a COPY: a folder's contents or files into a folder, or one file to a new name. `target` is below
-    `base`."""
     sources = {path: kind for source in copy.sources for path, kind in matching(task, source).items()}
     is_folder = target == base or entries_of(target.parent, base).get(target.name) == stat.S_IFDIR
     into = copy.into or is_folder or len(sources) > 1
@@ -210,8 +205,7 @@ def _fresh(folder: Path, source: Path | None = None, room: int = 0) -> None:
 
 
 def _rewards(logs: Path) -> dict[str, float] | None:
-    """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid. The names
-    of numbers must not be values of variables that the recipe names."""
+    """Return the reward and further numbers of reward.json, or else of reward.txt; None if neither is valid."""
     for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
         try:
             found = read(masked(read_file(logs / name, _MOST_BYTES, logs).decode()))
@@ -229,8 +223,6 @@ def _rewards(logs: Path) -> dict[str, float] | None:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """Return a JSON object's numbers by name, or a JSON number as `reward`. An object without `reward` gets the mean of
-    its numbers as reward. Raises ValueError, TypeError."""
     given = json.loads(text)
     values = given if isinstance(given, dict) else {"reward": given}
     if not values or not all(isinstance(value, int | float) for value in values.values()):

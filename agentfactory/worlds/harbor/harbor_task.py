@@ -64,7 +64,6 @@ class HarborTask:
     root: str
     workdir: str
     env: dict[str, str]
-    """Variables of the Dockerfile, with their values."""
     copies: list[Copy]
     writable: list[str]
     """Folders that may be changed, none of them inside another."""
@@ -88,8 +87,7 @@ class HarborTask:
 
 
 def matching(folder: Path, pattern: str) -> dict[Path, int]:
-    """Return the files and folders of the task in `folder` that a source of COPY names, with their types. Raises
-    RefusedFileError if a link is among them or leads to them."""
+    """Return the files and folders that a source of COPY names. Raises RefusedFileError if a link leads to them."""
     found = {folder / "environment": stat.S_IFDIR}
     for part in PurePosixPath(joined("/", pattern)).parts[1:]:
         found = {

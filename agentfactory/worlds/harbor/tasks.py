@@ -16,40 +16,23 @@ from pydantic import field_validator, model_validator
 
 from agentfactory.base.config import Section
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.files.untrusted_files import (
-    RefusedFileError,
-    TreeCopy,
-    entries_of,
-    printable,
-    read_file,
-)
+from agentfactory.base.files.untrusted_files import RefusedFileError, TreeCopy, entries_of, printable, read_file
 from agentfactory.base.processes.environment import is_named
 from agentfactory.rollout.config import TaskSource
 from agentfactory.tools.sandbox.bubblewrap import place_in
 from agentfactory.worlds.harbor.dockerfile import Copy, Dockerfile, Unsupported, joined, parse
 from agentfactory.worlds.harbor.harbor_task import HarborTask, Image, matching, names_without_default
 
-_SECTIONS = frozenset(
-    {
-        "schema_version",
-        "version",
-        "task",
-        "source",
-        "metadata",
-        "verifier",
-        "agent",
-        "environment",
-        "solution",
-        "artifacts",
-    }
-)
+_SECTIONS = {
+    *("schema_version", "version", "task", "source", "metadata", "verifier", "agent", "environment", "solution"),
+    "artifacts",
+}
 _UNSUPPORTED = {
     "environment": ("gpus", "tpu", "mcp_servers", "healthcheck"),
     "verifier": ("environment", "collect"),
 }
 """Fields for features that a sandbox lacks."""
 _OF_A_TASK = ("task.toml", "instruction.md")
-"""Files that mark a folder as a task."""
 _HONOURED = {
     "agent": ("timeout_sec", "user"),
     "verifier": ("timeout_sec", "env", "user", "environment_mode"),
@@ -58,17 +41,14 @@ _HONOURED = {
 }
 """Fields with an effect here. Others may be Harbor's own; they are ignored, unless they look like a typo of these."""
 _MOST_BYTES = 1 << 18
-"""Maximum size of a task's texts."""
 _OWN = ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys", "/run")
 """Paths reserved for the format or the sandbox."""
 
 
 def load_rows(folder: Path, images: Mapping[str, Image], field: str) -> list[dict[str, Any]]:
     """Return a row for each task in `folder`, or for `folder` itself if it is a task, sorted by name. A row has
-    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings).
-
-    Raises SettingError below `field`, with the task's name, the file and a fix.
-    """
+    `question` (the instruction), `task` (its name) and `harbor` (the sandbox's settings). Raises SettingError below
+    `field`, with the task's name, the file and a fix."""
     if not folder.is_dir():
         raise SettingError(f"{field}.folder", f"there is no folder {folder}", "name one with a subfolder per task")
     folder = Path(os.path.abspath(folder))
@@ -129,7 +109,6 @@ class _Reader:
         return text
 
     def refusal(self, name: str, error: Exception) -> SettingError:
-        """Return the error for a file that is not read or copied."""
         if isinstance(error, RefusedFileError):
             at = os.path.relpath(error.filename, self.folder)
             place = {name: "it", ".": "the task's folder"}.get(at, at)
@@ -236,7 +215,6 @@ class _Reader:
                 raise self.error("task.toml", f"{section}.user: got {user!r}; there is one user, root", "remove it")
 
     def _check_files(self) -> None:
-        """Walk through all files that chains get."""
         tree = TreeCopy(self.folder)
         for name in ("environment", "tests", "solution"):
             try:
@@ -288,8 +266,7 @@ class _Reader:
         return image
 
     def _place(self, line: int, what: str, path: str, image: Image, base: str = "/") -> str:
-        """Return a path of the image that chains may change, with the links of the root file system followed in it.
-        `line`: that of the Dockerfile, if known."""
+        """Return a path of the image that chains may change, with the links of the root file system followed in it."""
         file = f"environment/Dockerfile, line {line}" if line else "environment/Dockerfile"
         try:
             place = place_in(Path(image.root), joined(base, path))

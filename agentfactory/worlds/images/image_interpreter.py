@@ -14,7 +14,6 @@ _SHOWN_FILES = ("*.png", "*.jpg", "*.jpeg")
 _FILES_MB = 32
 """Maximum total size of the images that a cell saves, in MiB."""
 _MOST_SHOWN = 8
-"""Maximum images that a cell shows."""
 
 
 class ImageInterpreter(ImageTools):

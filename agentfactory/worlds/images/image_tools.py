@@ -10,20 +10,8 @@ from pydantic import Field
 from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import tool
-from agentfactory.worlds.images.pictures import (
-    MOST_ASPECT,
-    Contrast,
-    Crop,
-    Direction,
-    Draw,
-    Flip,
-    Part,
-    Picture,
-    Point,
-    Step,
-    Turn,
-    part_of,
-)
+from agentfactory.worlds.images import pictures
+from agentfactory.worlds.images.pictures import Direction, Part, Picture, Point
 
 Box = Annotated[list[float], Field(min_length=4, max_length=4)]
 """Left, top, right and bottom edge, in the model's coordinate convention."""
@@ -77,8 +65,8 @@ class ImageTools(Environment):
         """
         picture = self._picture(img_idx)
         least = self._least or self._view.token
-        part = self._part(bbox_2d, picture, "bbox_2d", least, MOST_ASPECT)
-        return self._made(picture, Crop(part.box), self._notes(part, picture, "The box"))
+        part = self._part(bbox_2d, picture, "bbox_2d", least, pictures.MOST_ASPECT)
+        return self._made(picture, pictures.Crop(part.box), self._notes(part, picture, "The box"))
 
     @tool
     def rotate(self, degrees: float, img_idx: int = 0) -> Any:
@@ -88,7 +76,7 @@ class ImageTools(Environment):
             degrees: How far, such as 90.
             img_idx: Number of the image, from 0.
         """
-        return self._made(self._picture(img_idx), Turn(degrees % 360))
+        return self._made(self._picture(img_idx), pictures.Turn(degrees % 360))
 
     @tool
     def flip(self, direction: Direction, img_idx: int = 0) -> Any:
@@ -98,7 +86,7 @@ class ImageTools(Environment):
             direction: The sides that change places.
             img_idx: Number of the image, from 0.
         """
-        return self._made(self._picture(img_idx), Flip(direction))
+        return self._made(self._picture(img_idx), pictures.Flip(direction))
 
     @tool
     def enhance_contrast(self, factor: Annotated[float, Field(ge=0.1, le=10)] = 2.0, img_idx: int = 0) -> Any:
@@ -108,7 +96,7 @@ class ImageTools(Environment):
             factor: More than 1 for more contrast.
             img_idx: Number of the image, from 0.
         """
-        return self._made(self._picture(img_idx), Contrast(factor))
+        return self._made(self._picture(img_idx), pictures.Contrast(factor))
 
     @tool
     def draw_boxes(
@@ -124,7 +112,7 @@ class ImageTools(Environment):
         picture = self._picture(img_idx)
         parts = [self._part(box, picture, f"boxes.{number}") for number, box in enumerate(boxes)]
         notes = [note for number, part in enumerate(parts) for note in self._notes(part, picture, f"Box {number}")]
-        return self._made(picture, Draw(color, boxes=tuple(part.box for part in parts)), notes)
+        return self._made(picture, pictures.Draw(color, boxes=tuple(part.box for part in parts)), notes)
 
     @tool
     def draw_points(
@@ -142,7 +130,7 @@ class ImageTools(Environment):
         """
         picture = self._picture(img_idx)
         found = [self._point(point, picture, f"points.{number}") for number, point in enumerate(points)]
-        return self._made(picture, Draw(color, points=tuple(found)))
+        return self._made(picture, pictures.Draw(color, points=tuple(found)))
 
     @tool
     def measure(self, start: Place, end: Place, img_idx: int = 0) -> str:
@@ -163,8 +151,7 @@ class ImageTools(Environment):
         )
 
     def take_images(self, images: list[str]) -> list[str]:
-        """Number the images of other tools, and return the text to insert before each. An image that cannot be shown to
-        a model gets no number, and empty text."""
+        """Number the images of other tools; return the text before each, empty for one that cannot be shown."""
         return [self._taken(image) for image in images]
 
     def _taken(self, image: str) -> str:
@@ -188,14 +175,12 @@ class ImageTools(Environment):
     def _part(
         self, box: Sequence[float], picture: Picture, argument: str, least: int = 1, most_aspect: float = math.inf
     ) -> Part:
-        """Convert the model's box to pixels."""
         try:
-            return part_of(self._view.to_pixels(box, picture.size), picture.size, least, most_aspect)
+            return pictures.part_of(self._view.to_pixels(box, picture.size), picture.size, least, most_aspect)
         except ValueError as error:
             raise ValueError(f"{argument}: got {list(box)}: {error}") from None
 
     def _notes(self, part: Part, picture: Picture, name: str) -> list[str]:
-        """Return the notes to the model on a changed box."""
         told = [f"{name} {note}." for note in part.notes]
         return [*told, f"It is {self._view.stated(part.box, picture.size)} now."] if told else []
 
@@ -205,11 +190,9 @@ class ImageTools(Environment):
         except ValueError as error:
             raise ValueError(f"{argument}: {error}") from None
 
-    def _made(self, picture: Picture, step: Step, notes: Sequence[str] = ()) -> dict[str, Any]:
+    def _made(self, picture: Picture, step: pictures.Step, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Return the result of a tool that derives a new image, and give that image the next number."""
-        return self._show(picture.changed(step), notes)
-
-    def _show(self, made: Picture, notes: Sequence[str] = ()) -> dict[str, Any]:
+        made = picture.changed(step)
         shown = self._seen(made)
         number = self._add(made)
         said = " ".join([*notes, *self._named(number, made)])
@@ -221,12 +204,10 @@ class ImageTools(Environment):
         return self._view.shown(made.pixels())
 
     def _add(self, made: Picture) -> int:
-        """Give an image the next number."""
         self._pictures.append(made)
         return len(self._pictures) - 1
 
     def _named(self, number: int, picture: Picture) -> list[str]:
-        """Return the label that precedes an image, if there is one."""
         size = f" ({_sides(picture)} pixels)" if self._view.needs_sizes else ""
         return [f"Image {number}{size}:"] if self._labels else []
 

@@ -230,12 +230,10 @@ class Draw(Step):
 
 
 class Picture:
-    """An image of a chain, from a source or derived from another picture by a step. Pixels are computed on demand and
-    cached for all chains of a process."""
+    """An image of a chain, from a source or by a step from another one. A process caches computed pixels."""
 
     def __init__(self, source: Any, number: int) -> None:
-        """Create image `number` of the chain from a source that `decode` accepts. Raises ValueError if it is a file
-        that does not exist."""
+        """Image `number` of the chain, from a source of `decode`. Raises ValueError if its file does not exist."""
         self.origin = number
         """The chain's number of the original image."""
         self._source = source

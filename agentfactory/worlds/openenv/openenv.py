@@ -17,8 +17,6 @@ _OF_SERVERS = "transport_error"
 
 @dataclass
 class _Episode:
-    """A chain's episode, and what has happened in it."""
-
     session: Session
     settings: dict[str, Any]
     anchor: str | None = None
@@ -44,12 +42,9 @@ class OpenEnv(Environment):
         check_extra("openenv")
 
     async def reset(self, openenv: dict[str, Any], seed: int, **task: Any) -> Any:
-        """Begin an episode in a session of its own. Return the actions, and the first observation.
-
-        Raises:
-            SettingError: the key's variable is not set.
-            ToolInfrastructureError: the server gives no session, refuses the reset, or took too long.
-        """
+        """Begin an episode in a session of its own. Return the actions, and the first observation. Raises SettingError
+        (the key's variable is not set), ToolInfrastructureError (the server gives no session, refuses the reset, or
+        took too long)."""
         await self.release()
         server = Server(openenv["url"], openenv["api_key_env"])
         episode = self._episode = _Episode(await server.connect(openenv["seconds"]), openenv)
@@ -141,7 +136,6 @@ def _fault_of_call(observation: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _with_text(text: str, seen: Any) -> Any:
-    """Return an observation with a text before it."""
     if isinstance(seen, str):
         return "\n\n".join(filter(None, (text, seen)))
     return [text, *(seen if isinstance(seen, list) else [seen])]

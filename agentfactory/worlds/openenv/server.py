@@ -17,7 +17,6 @@ from agentfactory.base.messages import ToolInfrastructureError, is_finite_number
 from agentfactory.worlds.browse.fetch import content_of
 
 MESSAGE_BYTES = 32 << 20
-"""Maximum size of a server's message."""
 _OPEN_SECONDS = 10.0
 """Time limit of a request, and of opening a WebSocket."""
 _CLOSE_SECONDS = 5.0
@@ -54,10 +53,7 @@ class Step:
 @dataclass(frozen=True)
 class Server:
     """The server at `url`. Its key is in the environment variable `api_key_env`; without one, in the address or in the
-    file of a server of ours.
-
-    Raises SettingError if the address, the variable or a proxy for it cannot be used.
-    """
+    file of a server of ours. Raises SettingError if the address, the variable or a proxy for it cannot be used."""
 
     url: str
     api_key_env: str | None = None
@@ -168,12 +164,7 @@ class Session:
         return await self._ask({"type": "reset", "data": data})
 
     async def step(self, action: dict[str, Any]) -> Step:
-        """Take an action.
-
-        Raises:
-            RefusedAction: it is invalid, or the environment raised.
-            ServerFault: the session is lost.
-        """
+        """Take an action. Raises RefusedAction (it is invalid, or raised), ServerFault (the session is lost)."""
         return await self._ask({"type": "step", "data": action})
 
     async def close(self) -> None:
@@ -239,7 +230,6 @@ class Session:
 
 
 def _told(fault: Any) -> str:
-    """Return pydantic's description of an invalid field."""
     if not isinstance(fault, dict):
         return str(fault)
     return f"{'.'.join(map(str, fault.get('loc') or ())) or 'action'}: {fault.get('msg')}"

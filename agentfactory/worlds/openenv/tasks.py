@@ -62,8 +62,7 @@ class OpenEnvSource(TaskSource):
         return [{"question": found["question"], "openenv": settings, "seed": seed} for seed in seeds]
 
     async def _ask(self, server: Server) -> dict[str, Any]:
-        """Return `question`, `actions` (in words) and `tools` (whether actions call tools). Raises ServerFault or
-        SettingError."""
+        """Return `question`, `actions` (in words) and `tools` (whether actions call tools)."""
         schemas = await server.get("/schema")
         schema = schemas.get("action")
         if not isinstance(schema, dict):
@@ -102,8 +101,6 @@ class OpenEnvSource(TaskSource):
 
 
 async def _tools_of(session: Session, has_tools: bool) -> list[dict[str, Any]] | None:
-    """Return the tools that an environment offers; None if it offers none. Raises ServerFault if it `has_tools`, and
-    lists none."""
     try:
         listed = (await session.step({"type": "list_tools"})).observation
     except RefusedAction as error:

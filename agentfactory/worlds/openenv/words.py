@@ -20,8 +20,7 @@ _OF_TOOLS = ("call_tool", "list_tools")
 
 
 def calls_tools(schema: dict[str, Any]) -> bool | None:
-    """Return whether actions of a schema are OpenEnv's calls of tools; None if only the server knows: the base of all
-    actions has no fields, and stands for any."""
+    """Return whether actions of a schema are calls of tools; None if only the server knows, as for no fields."""
     own = _own_fields(schema)
     kind = own.get("type")
     if isinstance(kind, dict) and kind.get("const") in _OF_TOOLS:

@@ -24,7 +24,6 @@ from sympy.parsing import sympy_parser
 _MOST_CHARACTERS = 4_000
 """Of a formula. The longest stored answer has about 200."""
 _MOST_DIGITS = 400
-"""Of a number in a formula."""
 _LARGEST_POWER, _MOST_BITS = 200, 10_000
 """Largest exponent of anything, and longest power of a number."""
 _DECIMAL = re.compile(r"(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?", re.ASCII)
@@ -55,12 +54,8 @@ _FORMULAS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 """Module -> its functions, and whether its answers have symbols."""
 _TRUSTED = (
-    "algorithmic.number_sorting",
-    "arithmetic.basic_arithmetic",
-    "arithmetic.bitwise_arithmetic",
-    "arithmetic.gsm_symbolic.generators_00_49",
-    "arithmetic.gsm_symbolic.generators_50_99",
-    "code.codeio",
+    *("algorithmic.number_sorting", "arithmetic.basic_arithmetic", "arithmetic.bitwise_arithmetic"),
+    *("arithmetic.gsm_symbolic.generators_00_49", "arithmetic.gsm_symbolic.generators_50_99", "code.codeio"),
 )
 """Modules that evaluate only what their generators have written."""
 
@@ -91,8 +86,7 @@ def install() -> None:
 
 
 def score(data_set: ProceduralDataset, answer: str, entry: dict[str, Any]) -> float:
-    """Return the verifier's score of an answer to the task `entry`, which it may change. Raise ValueError if it is none
-    from 0 to 1."""
+    """Return the verifier's score of an answer to `entry`, which it may change. Raise ValueError if not 0 to 1."""
     value = float(data_set.score_answer(answer, entry))
     if not 0.0 <= value <= 1.0 + 1e-9:  # some add fractions
         raise ValueError(f"a score of {value:g}")
@@ -108,15 +102,9 @@ def parse_formula(
     **options: Any,
 ) -> Any:
     """Convert a formula to a sympy expression, as `sympy.parse_expr(text, local_dict)` does for arithmetic.
-
-    Args:
-        local_dict: Names and their sympy objects.
-        functions: Name -> sympy function, which may be called with one or two arguments.
-        symbols: False if the formula has only numbers. Then one that its verifier would not count right becomes nan.
-
-    Raises:
-        ValueError: `text` is no such formula.
-    """
+    `local_dict`: names and their sympy objects. `functions`: name -> sympy function, which may be called with one or
+    two arguments. `symbols`: False if the formula has only numbers. Then one that its verifier would not count right
+    becomes nan. Raises ValueError if `text` is no such formula."""
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"a formula of more than {_MOST_CHARACTERS} characters")
     if "#" in text:  # a comment may have numbers
@@ -184,7 +172,6 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _with_parser(parse: Callable[..., Any]) -> ModuleType:
-    """Return a copy of the module sympy with another `parse_expr`."""
     module = ModuleType("sympy")
     vars(module).update(vars(sympy), parse_expr=parse)
     return module

@@ -39,12 +39,10 @@ from agentfactory.worlds.reasoning_gym import answers
 
 MEMORY_BYTES = 4 << 30
 TASK_SECONDS = 60.0
-"""Time limit for the generation of one task."""
 _TRIES = 20
 """Most tasks that are generated per task that is needed, to find different ones."""
 _NONSENSE = "?"
 _OURS = ("seed", "size")
-"""Options that the source sets."""
 _OWN_FILE = re.compile(r"\w[\w.-]*")
 _GROWN_BYTES = 1 << 30
 """Growth of memory, such as of sympy's caches, after which the process ends and another takes its place."""
@@ -142,8 +140,7 @@ def _check_verifier(dataset: ProceduralDataset, entry: dict[str, Any], name: str
 
 
 def data_set(spec: Spec) -> ProceduralDataset:
-    """Create a data set, whose options are those of its level, replaced by those given. Raise Refused if it does not
-    exist, or if they are invalid."""
+    """Create a data set from its level and options. Raise Refused if it does not exist, or they are invalid."""
     name, level, options = spec["name"], spec["level"], dict(spec["options"])
     if name not in DATASETS or name == "composite":
         close = difflib.get_close_matches(name, DATASETS, 1)

@@ -56,8 +56,7 @@ class ReasoningGym(Environment):
         self._question, self._task = question, reasoning_gym
 
     def reward(self, prediction: str) -> dict[str, float]:
-        """Return the verifier's score; `success` is 1 for a full score. Raise VerifierError if the verifier fails for
-        its own answer."""
+        """Return the verifier's score; `success` is 1 for a full one. Raise VerifierError if the verifier is broken."""
         answer = _last_answer(prediction)
         score = 0.0 if answer is None or len(answer) > _MOST_CHARACTERS else self._score(answer)
         return {"reward": score, "success": float(score == 1.0), "answered": float(answer is not None)}
@@ -95,7 +94,6 @@ class ReasoningGym(Environment):
 
 
 def _last_answer(text: str) -> str | None:
-    """Return what is in the last pair of tags."""
     for part in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = part.partition("<answer>")
         if tag:

@@ -1,4 +1,4 @@
-"""`Jvm`: a Java process with ScienceWorld's engine that plays several games, one call at a time."""
+"""`Jvms`: Java processes with ScienceWorld's engine, each of which plays several games, one call at a time."""
 
 import os
 import shutil
@@ -18,6 +18,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.processes import environment
 from agentfactory.base.user_code.extras import check_extra
+from agentfactory.worlds.game_processes.pool import Place, Pool
 
 T = TypeVar("T")
 
@@ -26,6 +27,10 @@ _ANSWER_SECONDS = 120.0
 """Timeout of a call; the slowest, loading a scene with its gold path, takes seconds."""
 _OUT_OF_MEMORY = 3
 """Exit status of a JVM with -XX:+ExitOnOutOfMemoryError."""
+_MOST_GAMES = 500
+"""Games after which a process is retired, in case its engine leaks memory of old games."""
+_BESIDES_HEAP_MB = 320
+"""Allowed memory of a process beyond its heap (measured: 130 to 170 MiB); a larger one is retired."""
 
 
 class GameLost(ToolInfrastructureError):
@@ -59,17 +64,10 @@ class Step:
 
 
 class Jvm:
-    """A Java process. It ends when this process ends, in whatever way.
-
-    The engine keeps part of a game's state in global variables: the random generator, the next object's number, and the
-    simplifications. They are swapped when a call is for another game than the last, so games do not share them.
-
-    Args:
-        heap_mb: Maximum heap size in MiB; the process needs about 150 MiB in addition.
-
-    Raises:
-        GameLost: the process did not start.
-    """
+    """A Java process. It ends when this process ends, in whatever way. The engine keeps part of a game's state in
+    global variables: the random generator, the next object's number, and the simplifications. They are swapped when a
+    call is for another game than the last, so games do not share them. `heap_mb`: maximum heap size in MiB; the process
+    needs about 150 MiB in addition. Raises GameLost if the process did not start."""
 
     def __init__(self, heap_mb: int) -> None:
         from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
@@ -132,7 +130,6 @@ class Jvm:
         self._simplifier = self._classes.main.scala.scienceworld.runtime.SimplifierProcessor
 
     def _object(self, name: str) -> Any:
-        """Return the Scala singleton object `name`."""
         return self._field(f"{name}$", "MODULE$").get(None)
 
     def _field(self, of: str, name: str) -> Any:
@@ -176,11 +173,8 @@ class Jvm:
                 pipe.close()
 
     def call(self, game: "Game", function: Callable[[], T]) -> T:
-        """Return the result of `function`, which calls the engine for a game.
-
-        Raises:
-            GameLost: the process has ended, or was killed because it did not answer, or the engine failed.
-        """
+        """Return the result of `function`, which calls the engine for a game. Raises GameLost if the process has ended,
+        or was killed because it did not answer, or the engine failed."""
         with self._lock, self._calling():
             self._detach_forgotten()
             if self._present is not game:
@@ -247,14 +241,8 @@ class Jvm:
 
 class Game:
     """A game of one task variation: the same actions have the same results, because the engine seeds its generator with
-    the variation's number. Thread-safe; calls to one process are serialized.
-
-    Args:
-        gold: Also compute the gold path, which doubles the loading time.
-
-    Raises:
-        GameLost: also raised by all methods except `close`.
-    """
+    the variation's number. Thread-safe; calls to one process are serialized. `gold`: also compute the gold path, which
+    doubles the loading time. All methods except `close` raise GameLost, too."""
 
     def __init__(
         self, jvm: Jvm, task: str, variation: int, simplifications: tuple[str, ...], gold: bool = False
@@ -306,3 +294,42 @@ class Game:
     def close(self) -> None:
         """Release the game without waiting for the process."""
         self.jvm.forget(self)
+
+
+class Jvms:
+    """A pool of Java processes with a heap of `heap_mb` for `games_per_jvm` games each. See Pool."""
+
+    def __init__(self, heap_mb: int, games_per_jvm: int) -> None:
+        def is_worn(jvm: Jvm, played: int) -> bool:
+            return played >= _MOST_GAMES or jvm.resident_mb() > heap_mb + _BESIDES_HEAP_MB
+
+        self._pool = Pool(lambda: Jvm(heap_mb), is_worn, games_per_jvm)
+        self.pids, self.close = self._pool.pids, self._pool.close
+
+    def play(self, task: str, variation: int, simplifications: tuple[str, ...], gold: bool = False) -> "Play":
+        """Begin a game. Raises GameLost, or ToolInfrastructureError if the pool was closed."""
+        place, jvm = self._pool.enter()
+        try:
+            return Play(self._pool, place, Game(jvm, task, variation, simplifications, gold))
+        except BaseException:
+            self._pool.leave(place)
+            raise
+
+    def gauges(self) -> dict[str, float]:
+        """Return the numbers of processes and of their games, and of processes lost and replaced since the start."""
+        pool = self._pool
+        counts = {"jvms": len(pool.pids()), "games": pool.games(), "jvms_lost": pool.lost}
+        return {name: float(count) for name, count in (counts | {"jvms_replaced": pool.replaced}).items()}
+
+
+class Play:
+    """A game and its place in the pool."""
+
+    def __init__(self, pool: Pool[Jvm], place: Place[Jvm], game: Game) -> None:
+        self._pool, self._place = pool, place
+        self.game = game
+
+    def end(self) -> None:
+        """Release the game."""
+        self.game.close()
+        self._pool.leave(self._place)

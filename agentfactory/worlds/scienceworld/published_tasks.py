@@ -38,10 +38,8 @@ _ACTIONS = {
 
 
 def instruction(simplifications: str) -> str:
-    """Return the published instruction, which is for `easy`; for other simplifications, without what they disable.
-
-    For `easy` it claims that containers are open, although the engine's `easy` leaves them closed: kept as published.
-    """
+    """Return the published instruction, which is for `easy`; for other simplifications, without what they disable. For
+    `easy` it claims that containers are open, although the engine's `easy` leaves them closed: kept as published."""
     published = simplifications == EASY
     names = resolved(simplifications)
     without = set()
@@ -59,37 +57,25 @@ def instruction(simplifications: str) -> str:
     return "\n".join(parts)
 
 
+_TOPICS = (
+    "boil 30, melt 30, freeze 30, change-the-state-of-matter-of 30",
+    "use-thermometer 540, measure-melting-point-known-substance 436, measure-melting-point-unknown-substance 300",
+    "power-component 20, power-component-renewable-vs-nonrenewable-energy 20, test-conductivity 900, "
+    "test-conductivity-of-unknown-substances 600",
+    "find-living-thing 300, find-non-living-thing 300, find-plant 300, find-animal 300",
+    "grow-plant 126, grow-fruit 126",
+    "chemistry-mix 32, chemistry-mix-paint-secondary-color 36, chemistry-mix-paint-tertiary-color 36",
+    "lifespan-longest-lived 125, lifespan-shortest-lived 125, lifespan-longest-lived-then-shortest-lived 125",
+    "identify-life-stages-1 14, identify-life-stages-2 10",
+    "inclined-plane-determine-angle 168, inclined-plane-friction-named-surfaces 1386, "
+    "inclined-plane-friction-unnamed-surfaces 162",
+    "mendelian-genetics-known-plant 120, mendelian-genetics-unknown-plant 480",
+)
 TASKS = {
-    "boil": ("1-1", 30),
-    "melt": ("1-2", 30),
-    "freeze": ("1-3", 30),
-    "change-the-state-of-matter-of": ("1-4", 30),
-    "use-thermometer": ("2-1", 540),
-    "measure-melting-point-known-substance": ("2-2", 436),
-    "measure-melting-point-unknown-substance": ("2-3", 300),
-    "power-component": ("3-1", 20),
-    "power-component-renewable-vs-nonrenewable-energy": ("3-2", 20),
-    "test-conductivity": ("3-3", 900),
-    "test-conductivity-of-unknown-substances": ("3-4", 600),
-    "find-living-thing": ("4-1", 300),
-    "find-non-living-thing": ("4-2", 300),
-    "find-plant": ("4-3", 300),
-    "find-animal": ("4-4", 300),
-    "grow-plant": ("5-1", 126),
-    "grow-fruit": ("5-2", 126),
-    "chemistry-mix": ("6-1", 32),
-    "chemistry-mix-paint-secondary-color": ("6-2", 36),
-    "chemistry-mix-paint-tertiary-color": ("6-3", 36),
-    "lifespan-longest-lived": ("7-1", 125),
-    "lifespan-shortest-lived": ("7-2", 125),
-    "lifespan-longest-lived-then-shortest-lived": ("7-3", 125),
-    "identify-life-stages-1": ("8-1", 14),
-    "identify-life-stages-2": ("8-2", 10),
-    "inclined-plane-determine-angle": ("9-1", 168),
-    "inclined-plane-friction-named-surfaces": ("9-2", 1386),
-    "inclined-plane-friction-unnamed-surfaces": ("9-3", 162),
-    "mendelian-genetics-known-plant": ("10-1", 120),
-    "mendelian-genetics-unknown-plant": ("10-2", 480),
+    name: (f"{topic}-{number}", int(count))
+    for topic, tasks in enumerate(_TOPICS, 1)
+    for number, task in enumerate(tasks.split(", "), 1)
+    for name, count in [task.split()]
 }
 """Name -> (number in the paper, count of variations). Copied from the engine, which takes seconds to count them."""
 
@@ -132,10 +118,8 @@ def check_variation(task: str, variation: Any) -> int:
 
 
 def resolved(simplifications: Any, task: str | None = None) -> tuple[str, ...]:
-    """Parse simplifications such as `easy` or `openDoors,teleportAction` for a task.
-
-    Raises SettingError if a name is unknown, or if the task needs the electrical actions that it disables.
-    """
+    """Parse simplifications such as `easy` or `openDoors,teleportAction` for a task. Raises SettingError if a name is
+    unknown, or if the task needs the electrical actions that it disables."""
     if not isinstance(simplifications, str):
         raise SettingError("simplifications", f"got {short(simplifications)}", "give names with commas between them")
     electrical = task is not None and any(word in task for word in _ELECTRICAL)

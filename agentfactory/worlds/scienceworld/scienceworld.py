@@ -6,9 +6,9 @@ from typing import Any
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.environments.environment import Environment
+from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import finish, tool
-from agentfactory.worlds.scienceworld.jvm import Step, check_engine
-from agentfactory.worlds.scienceworld.jvms import Jvms, Play, close_jvms, open_jvms
+from agentfactory.worlds.scienceworld.jvm import Jvms, Play, Step, check_engine
 from agentfactory.worlds.scienceworld.published_tasks import EASY, check_variation, instruction, named, resolved, rows
 
 _LONGEST_ACTION = 1000
@@ -23,6 +23,8 @@ _WITH_TWO_OBJECTS = {
     "use": (" on ", "use OBJ on OBJ"),
 }
 """Verb -> (word between two objects, summary line for all such actions): a room can have thousands."""
+
+_pools: Shared[Jvms] = Shared()
 
 
 class ScienceWorld(Environment):
@@ -63,7 +65,8 @@ class ScienceWorld(Environment):
         self._simplifications = simplifications
         self._max_moves = max_moves
         self._show_actions = show_actions
-        self._jvms: Jvms = open_jvms(heap_mb, games_per_jvm)
+        self._key = (heap_mb, games_per_jvm)
+        self._jvms = _pools.acquire(self._key, lambda: Jvms(heap_mb, games_per_jvm))
         self._play: Play | None = None
         self._last = Step("", 0, False, 0)
         self._seen = ""
@@ -74,12 +77,9 @@ class ScienceWorld(Environment):
         check_engine()
 
     def reset(self, task: str, variation: int, simplifications: str | None = None, **row: Any) -> str:
-        """Begin a variation of a task; return the task description and the first observation.
-
-        Raises:
-            SettingError: the task, the variation or the simplifications are invalid.
-            ToolInfrastructureError: no Java process could be started.
-        """
+        """Begin a variation of a task; return the task description and the first observation. Raises SettingError (the
+        task, the variation or the simplifications are invalid), ToolInfrastructureError (no Java process could be
+        started)."""
         self.release()
         name = named(task)
         chosen = resolved(self._simplifications if simplifications is None else simplifications, name)
@@ -151,14 +151,14 @@ class ScienceWorld(Environment):
             play.end()
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of Java processes and of their games, and of processes lost and replaced since the
-        start."""
+        """Return the numbers of Java processes and of their games, and of processes lost and replaced."""
         return self._jvms.gauges()
 
     def close(self) -> None:
         """Release the Java processes, which end with their last user."""
         self.release()
-        close_jvms(self._jvms)
+        if (jvms := _pools.release(self._key)) is not None:
+            jvms.close()
 
     def _here(self) -> Play:
         if self._play is None:

@@ -75,16 +75,10 @@ class _Running:
 
 class Browser:
     """A shared Chromium that opens contexts. It starts with the first context, and is replaced if it has exited or
-    after 500 contexts.
-
-    Pages can reach only the origins in `allowed`: all other connections go to a proxy address where nothing listens.
-
-    Args:
-        executable: path of the program.
-        allowed: patterns such as `https://en.wikipedia.org`, `*.example.org` or `localhost:8000`.
-
-    A chain holds the semaphore `opening` from its call of `context` until its page is open.
-    """
+    after 500 contexts. Pages can reach only the origins in `allowed`: all other connections go to a proxy address where
+    nothing listens. `executable`: path of the program. `allowed`: patterns such as `https://en.wikipedia.org`,
+    `*.example.org` or `localhost:8000`. A chain holds the semaphore `opening` from its call of `context` until its page
+    is open."""
 
     def __init__(self, executable: str, allowed: Sequence[str]) -> None:
         self._executable = executable
@@ -96,11 +90,7 @@ class Browser:
         self.opening = asyncio.Semaphore(_OPENING)
 
     async def context(self, **settings: Any) -> tuple["BrowserContext", Callable[[], Awaitable[None]]]:
-        """Return a new context and a function that closes it. A cancelled call leaves nothing open.
-
-        Raises:
-            ToolInfrastructureError: Chromium does not start.
-        """
+        """Return a new context and a function that closes it; nothing if cancelled. Raises ToolInfrastructureError."""
         opening = self._begin(self._open(settings))
         try:
             return await asyncio.shield(opening)
@@ -212,8 +202,7 @@ class Browser:
 
 
 def _named(allowed: Sequence[str]) -> str:
-    """Return Chromium's resolver rules that look up only allowed hosts: a lookup of any other, which WebRTC makes
-    outside the proxy, would leak the name to its DNS server."""
+    """Return Chromium's resolver rules for allowed hosts: WebRTC would leak other names to their DNS servers."""
     hosts = [re.sub(r"^https?://|:\d+$", "", origin).strip("[]") for origin in allowed]
     known = ("127.0.0.1", *(f"*{host}" if host.startswith(".") else host for host in hosts))
     return ", ".join(("MAP * ~NOTFOUND", *(f"EXCLUDE {host}" for host in known)))
@@ -228,8 +217,7 @@ async def _close_unused(opening: "asyncio.Future[tuple[BrowserContext, Callable[
 
 
 async def heed(answer: Awaitable[Any]) -> None:
-    """Await an answer to a page's event. Ignore errors of a page that is gone: playwright would raise them in the next
-    call of any chain."""
+    """Await an answer to a page's event, without errors of a page that is gone, which others would get."""
     from playwright.async_api import Error
 
     with suppress(Error):
@@ -237,7 +225,6 @@ async def heed(answer: Awaitable[Any]) -> None:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether the error means that a page, or all of Chromium, is gone."""
     from playwright.async_api import Error
 
     return isinstance(error, Error) and any(
@@ -246,11 +233,7 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def find_chromium(executable: str | None) -> str:
-    """Return the path of Chromium.
-
-    Raises:
-        SettingError: Chromium or playwright is missing. The error has no field, because the machine is at fault.
-    """
+    """Return the path of Chromium. Raises SettingError, without a field, if it or playwright is missing."""
     check_extra("screens")
     names = _NAMES if executable is None else (executable,)
     for name in names:

@@ -13,9 +13,7 @@ if TYPE_CHECKING:  # takes a while to import
 
 
 AT = "([x, y]) => document.elementFromPoint(x, y)"
-"""JavaScript: the element at a point."""
 FOCUSED = "() => document.activeElement"
-"""JavaScript: the element with the keyboard focus."""
 _WAY = """(frame) => {
   const box = frame.getBoundingClientRect(), style = getComputedStyle(frame);
   // CSS transforms may scale a frame
@@ -45,8 +43,7 @@ _OUT_OF = f"""(frame, boxes) => {{
 
 
 async def frame_with(page: "Page", element: str, place: Sequence[float] = (0, 0)) -> "tuple[Frame, list[float]]":
-    """Return the innermost frame that contains the element found by the JavaScript `element` at `place` (CSS pixels),
-    and the place relative to that frame."""
+    """Return the innermost frame with the element at `place` (CSS pixels), and the place relative to it."""
     frame, inside = page.main_frame, [*place]
     while frame.child_frames:
         found = (await frame.evaluate_handle(element, inside)).as_element()
@@ -58,8 +55,7 @@ async def frame_with(page: "Page", element: str, place: Sequence[float] = (0, 0)
 
 
 async def boxes_in(page: "Page", boxes: str) -> list[list[float]]:
-    """Return the boxes found by the JavaScript `boxes` in the document and all its frames, as left, top, right, bottom
-    in CSS pixels of the page."""
+    """Return the boxes that the JavaScript `boxes` finds in the page and all its frames, in its CSS pixels."""
     from playwright.async_api import Error
 
     found: list[list[float]] = []
@@ -73,7 +69,6 @@ async def boxes_in(page: "Page", boxes: str) -> list[list[float]]:
 
 
 async def _out_of(frame: "Frame", boxes: Any) -> list[list[float]]:
-    """Map a frame's boxes to the page."""
     inner: Frame | None = frame
     while boxes and inner is not None and inner.parent_frame is not None:
         boxes = await (await inner.frame_element()).evaluate(_OUT_OF, boxes)
@@ -82,7 +77,6 @@ async def _out_of(frame: "Frame", boxes: Any) -> list[list[float]]:
 
 
 SETTLED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-"""Wait until the page has been drawn twice."""
 REFUSE_PASTES = """addEventListener('paste', event => {
   if (!event.isTrusted) return;
   event.preventDefault();
@@ -134,10 +128,7 @@ _MODIFIERS = {"control", "shift", "alt", "meta"}
 
 
 def _chord(keys: str) -> frozenset[str]:
-    """Normalize a key combination without left and right variants: ControlLeft+KeyV becomes control and v.
-
-    Raises ValueError if a key other than modifiers is held: Chromium would act on each key as it is pressed.
-    """
+    """Normalize a key combination without left and right variants: ControlLeft+KeyV becomes control and v."""
     names = re.split(r"(?<!^)(?<!\+)\+", keys.lower())  # in Shift++ the second + is the key
     *held, last = (re.sub("^key(?=.$)|(?<=.)(left|right|ormeta)$", "", name) for name in names)
     if len(set(held) & _MODIFIERS) < len(held):

@@ -17,18 +17,8 @@ from agentfactory.tools.environments.environment import Environment
 from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import finish, tool
+from agentfactory.worlds.screens import keyboard
 from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
-from agentfactory.worlds.screens.keyboard import (
-    AT,
-    CHOOSE,
-    FOCUSED,
-    OPTIONS_AT,
-    REFUSE_PASTES,
-    SCROLLS_AT,
-    SETTLED,
-    Keyboard,
-    frame_with,
-)
 from agentfactory.worlds.screens.sites import Site, check_fields, site_of
 
 if TYPE_CHECKING:  # takes a while to import
@@ -41,19 +31,16 @@ _MOST_TABS = 5
 _USES = 100
 """Chains on our own pages that reuse a tab in succession; limited because the tab's memory grows."""
 _MOST_DIALOGS = 20
-"""Maximum dialogs per action; a page that opens more is broken."""
 _SCROLLED = 0.7
 """Fraction of the visible size to scroll by, so that consecutive views overlap."""
 _STEPS = {"up": (0.0, -_SCROLLED), "down": (0.0, _SCROLLED), "left": (-_SCROLLED, 0.0), "right": (_SCROLLED, 0.0)}
 _LONGEST_TEXT = 2000
-"""Maximum characters per call of `type`."""
 _MOVED = (
     *("context was destroyed", "Cannot find context", "Not attached", "detached", "has been closed", "Timeout"),
     "Unable to capture screenshot",  # Chromium has no picture of a tab that is just being shown or closed
 )
 """Parts of playwright's errors when a page navigates or its tab closes during a call."""
 _PAUSE = 0.05
-"""Seconds before such a call is retried."""
 
 
 _ORIGIN = re.compile(r"(https?://)?[\w.*:\[\]-]+")
@@ -62,7 +49,7 @@ _browsers: Shared[Browser] = Shared()
 
 async def _settle(page: "Page") -> None:
     await page.wait_for_load_state("load")
-    await page.evaluate(SETTLED)
+    await page.evaluate(keyboard.SETTLED)
 
 
 class BaseScreen(Environment):
@@ -98,11 +85,10 @@ class BaseScreen(Environment):
         self._pages: list[Page] = []
         self._notes: list[str] = []
         self._mouse = (0.0, 0.0)
-        self._keyboard = Keyboard()
+        self._keyboard = keyboard.Keyboard()
         self._acting = False
         """True while an action runs on the page, or if one did not finish."""
         self._uses = 0
-        """Chains that have used the tab."""
         self._dialogs = 0
         self._fault: str | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -138,26 +124,16 @@ class BaseScreen(Environment):
         model_view: dict[str, Any] | None = None,
         **task: Any,
     ) -> list[Any]:
-        """Open the page; return its instruction and the first screenshot.
-
-        Args:
-            page: name of one of our own pages.
-            miniwob: name of a MiniWoB++ page.
-            url: any address that `allowed` permits.
-            check: JavaScript expression for the score, from 0 to 1, of a `url`.
-            seed: seed of a page's contents.
-            model_view: the model's coordinate convention.
-            task: other fields of the row.
-
-        Raises:
-            ValueError: the row names no page, or an unknown one.
-            ToolInfrastructureError: Chromium does not start, or the page does not open.
-        """
+        """Open the page; return its instruction and the first screenshot. `page`: name of one of our own pages.
+        `miniwob`: name of a MiniWoB++ page. `url`: any address that `allowed` permits. `check`: JavaScript expression
+        for the score, from 0 to 1, of a `url`. `seed`: seed of a page's contents. `model_view`: the model's coordinate
+        convention. `task`: other fields of the row. Raises ValueError (the row names no page, or an unknown one),
+        ToolInfrastructureError (Chromium does not start, or the page does not open)."""
         self._view = ModelView.of(model_view)
         site = site_of(page, miniwob, url, check, seed)
         if not (site.is_ours and self._may_be_used_again()):
             await self._shut_tabs()
-        self._site, self._notes, self._dialogs, self._keyboard = site, [], 0, Keyboard()
+        self._site, self._notes, self._dialogs, self._keyboard = site, [], 0, keyboard.Keyboard()
         self._state = {"done": False, "score": 0.0}
         if self._browser is None:
             self._browser = _browsers.acquire(self._shared, lambda: Browser(*self._key))
@@ -182,8 +158,8 @@ class BaseScreen(Environment):
             text: The text.
         """
         async with self._care():
-            frame, _ = await frame_with(self._page, FOCUSED)
-            chosen = await frame.evaluate(CHOOSE, text)
+            frame, _ = await keyboard.frame_with(self._page, keyboard.FOCUSED)
+            chosen = await frame.evaluate(keyboard.CHOOSE, text)
             if chosen is False:
                 self._notes.append("The menu has no such entry.")
             if chosen is None:
@@ -244,8 +220,7 @@ class BaseScreen(Environment):
         return {"reward": score, "success": float(score >= 1)}
 
     async def release(self) -> None:
-        """Close the chain's tabs, with their cookies and storage. A tab on one of our own pages, which store nothing,
-        stays open for the next chain."""
+        """Close the chain's tabs and storage; a tab on one of our own pages stays open for the next chain."""
         if not self._may_be_used_again():
             await self._shut_tabs()
 
@@ -269,8 +244,7 @@ class BaseScreen(Environment):
         return self._pages[-1]
 
     def _may_be_used_again(self) -> bool:
-        """Return whether the next chain on one of our own pages may reuse this chain's tab. A new tab is a new process,
-        which would take most of the time of a reset."""
+        """Return whether the next chain on one of our own pages may reuse this chain's tab."""
         if self._site is None or not self._site.is_ours or self._fault is not None or self._acting:
             return False
         return self._uses < _USES and len(self._pages) == 1 and not self._page.is_closed()
@@ -285,7 +259,6 @@ class BaseScreen(Environment):
             self._pages, self._acting, self._uses = [], False, 0
 
     async def _open_tab(self, browser: Browser, site: Site) -> None:
-        """Open a tab in a new context."""
         context, self._shut = await browser.context(
             viewport={"width": self._width, "height": self._height},
             device_scale_factor=self._scale,
@@ -298,7 +271,7 @@ class BaseScreen(Environment):
         context.set_default_timeout(1000 * self._seconds)
         context.on("page", self._opened)
         async with self._care():
-            await context.add_init_script(REFUSE_PASTES)
+            await context.add_init_script(keyboard.REFUSE_PASTES)
             if site.files is not None:
                 await context.route(f"{site.origin}/**", self._serve)
             await context.new_page()
@@ -314,10 +287,9 @@ class BaseScreen(Environment):
         return index > 0 and history["entries"][index - 1]["url"] != "about:blank"
 
     async def _press(self, x: float, y: float, count: int = 1, button: Button = "left") -> Any:
-        """Click at a point in CSS pixels."""
         async with self._care():
-            frame, place = await frame_with(self._page, AT, (x, y))
-            menu = await frame.evaluate(OPTIONS_AT, place) if button == "left" else None
+            frame, place = await keyboard.frame_with(self._page, keyboard.AT, (x, y))
+            menu = await frame.evaluate(keyboard.OPTIONS_AT, place) if button == "left" else None
             await self._move(x, y)
             if menu is None:
                 await self._page.mouse.click(x, y, click_count=count, button=button)
@@ -346,11 +318,10 @@ class BaseScreen(Environment):
         """Scroll the element under the point (default: the cursor) by 70 % of its visible size."""
         across, down = _STEPS[direction]
         async with self._care():
-            width, height = await self._page.evaluate(SCROLLS_AT, [*(place or self._mouse), across != 0])
+            width, height = await self._page.evaluate(keyboard.SCROLLS_AT, [*(place or self._mouse), across != 0])
         return await self._wheel(across * width, down * height, place)
 
     async def _wheel(self, across: float, down: float, place: tuple[float, float] | None) -> Any:
-        """Turn the mouse wheel by CSS pixels at a point (default: the cursor)."""
         async with self._care():
             if place is not None:
                 await self._move(*place)
@@ -358,13 +329,11 @@ class BaseScreen(Environment):
         return await self._after(*([] if place is None else [place]))
 
     async def _move(self, x: float, y: float) -> None:
-        """Move the mouse to a point in CSS pixels."""
         await self._page.mouse.move(x, y)
         self._mouse = (x, y)
 
     async def _after(self, *places: tuple[float, float]) -> Any:
-        """Return the observation after an action; end the chain if the task is done. The info has the action's
-        `places`, converted from CSS pixels to pixels of the screenshot, and the screenshot's `size`."""
+        """Return the observation after an action; end the chain if the task is done."""
         await self._see(_settle)
         await self._judge()
         shown = await self._look()
@@ -383,7 +352,6 @@ class BaseScreen(Environment):
         self._state = await self._see(lambda _: self._pages[0].evaluate(script), named)
 
     async def _look(self) -> list[Any]:
-        """Return the notes, if any, and the screenshot."""
         # a screenshot that begins during a navigation may never finish
         content = await self._see(
             lambda page: page.screenshot(animations="disabled", scale="device", timeout=500 * self._seconds)
@@ -397,8 +365,6 @@ class BaseScreen(Environment):
         return picture
 
     async def _see(self, look: "Callable[[Page], Awaitable[T]]", what: str = "the page") -> T:
-        """Return the result of `look` on the current page. If the page navigates or its tab closes during the call,
-        retry on the page shown then. Errors name `what`."""
         from playwright.async_api import Error
 
         async with self._care(what):
@@ -479,7 +445,6 @@ class BaseScreen(Environment):
             self._notes.append(note)
 
     async def _serve(self, route: "Route") -> None:
-        """Serve one of the site's files."""
         site = self._site
         if site is None or site.files is None:  # the chain has ended
             return

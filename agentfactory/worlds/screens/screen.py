@@ -34,7 +34,6 @@ FIND_ELEMENTS = """() => {
   }
   return found;
 }""".replace("MOST", str(MOST_MARKS))
-"""JavaScript: the boxes of visible interactive elements as left, top, right, bottom in CSS pixels."""
 _COLOURS = ("#d00000", "#0050c8", "#007a33", "#9a00b0", "#b05a00", "#005f73")
 
 
@@ -147,7 +146,6 @@ class Screen(BaseScreen):
         return await self._look_towards(direction, None if x is None or y is None else self._at(x, y))
 
     def _at(self, x: float, y: float) -> tuple[float, float]:
-        """Convert the model's coordinates to CSS pixels."""
         size = round(self._width * self._scale), round(self._height * self._scale)
         try:
             left, top = self._view.point_in((x, y), size)

@@ -8,16 +8,13 @@ from typing import Any
 
 PAGES = Path(__file__).parent / "pages"
 PAGE_NAMES = tuple(sorted(path.stem for path in PAGES.glob("*.html")))
-"""Names of our own pages."""
 _OURS, _MINIWOB = "http://pages.test", "http://miniwob.test"
 
 
 @dataclass(frozen=True)
 class Site:
-    """An address, the files served there, and the JavaScript that begins and judges the task.
-
-    The expression `begin` evaluates to the instruction, `state` to `{done, score}` with a score from 0 to 1.
-    """
+    """An address, the files served there, and the JavaScript that begins and judges the task. The expression `begin`
+    evaluates to the instruction, `state` to `{done, score}` with a score from 0 to 1."""
 
     address: str
     state: str
@@ -32,11 +29,7 @@ class Site:
 
 
 def site_of(page: str | None, miniwob: str | None, url: str | None, check: str | None, seed: int) -> Site:
-    """Return the site that a data row names.
-
-    Raises:
-        ValueError: see `check_fields`; or MiniWoB++ is not installed, or has no such page.
-    """
+    """Return the site of a data row. Raises ValueError as `check_fields`, or if MiniWoB++ lacks the page."""
     check_fields(page, miniwob, url, check, seed)
     if page is not None:
         return Site(f"{_OURS}/{page}.html", "task.state", f"task.begin({seed:d})", PAGES, is_ours=True)
@@ -47,11 +40,8 @@ def site_of(page: str | None, miniwob: str | None, url: str | None, check: str |
 
 
 def check_fields(page: Any = None, miniwob: Any = None, url: Any = None, check: Any = None, seed: Any = 0) -> None:
-    """Check a data row's fields without the files of MiniWoB++.
-
-    Raises:
-        ValueError: it names no page, several pages or an unknown page, or a field has the wrong type.
-    """
+    """Check a data row's fields without the files of MiniWoB++. Raises ValueError if it names no page, several pages or
+    an unknown page, or a field has the wrong type."""
     if sum(name is not None for name in (page, miniwob, url)) != 1:
         raise ValueError("a row of screens has one of the fields page, miniwob and url")
     if check is not None and url is None:

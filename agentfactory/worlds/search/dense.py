@@ -20,10 +20,8 @@ _MODEL, _RAW, _GRAPH = "model.json", "vectors.f16", "vectors.usearch"
 _CHUNK = 256
 """Passages that the model gets at once, and sorts by length; a killed build repeats at most this many."""
 _BATCH = 64
-"""Passages per forward pass of the model."""
 _QUERY_CHARACTERS = 20_000
 _GRAPH_CHUNK = 10_000
-"""Vectors that the graph gets at once."""
 _FORMAT = 2
 _SAME = 0.1
 """Maximum distance of two vectors of one text by one model, on different processors and in 16 bits. Different models
@@ -46,15 +44,10 @@ def build_dense(
     progress: Callable[[int], None] = lambda done: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Add the vectors of `passages` to the index in `folder`. Started again, it resumes a killed build.
-
-    Args:
-        progress: receives the number of passages encoded so far, including those of a killed build.
-        say: receives a description of the encoder, and a warning if it cuts passages.
-
-    Raises:
-        SettingError: the model cannot be loaded, its packages are not installed, or its vectors are not numbers.
-    """
+    """Add the vectors of `passages` to the index in `folder`. Started again, it resumes a killed build. `progress`:
+    receives the number of passages encoded so far, including those of a killed build. `say`: receives a description of
+    the encoder, and a warning if it cuts passages. Raises SettingError if the model cannot be loaded, its packages are
+    not installed, or its vectors are not numbers."""
     import numpy as np
 
     check_extra("dense")
@@ -117,11 +110,9 @@ def _chunks(passages: Iterator[Passage], size: int) -> Iterator[list[Passage]]:
 
 
 class DenseIndex:
-    """A dense index: ranks passages by the inner product of their vectors with the query's (approximate, HNSW).
-
-    Raises SettingError if the files are damaged, the model cannot be loaded or gives other vectors than those in the
-    index, or its packages are not installed.
-    """
+    """A dense index: ranks passages by the inner product of their vectors with the query's (approximate, HNSW). Raises
+    SettingError if the files are damaged, the model cannot be loaded or gives other vectors than those in the index, or
+    its packages are not installed."""
 
     def __init__(self, passages: LocalIndex) -> None:
         check_extra("dense")
@@ -154,8 +145,7 @@ class DenseIndex:
             raise SettingError("source", problem, f"{fix}, or build the index again")
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages by descending inner product with the query. Any text is a valid query; a
-        query without a letter or digit finds nothing."""
+        """Return at most `count` passages by inner product; nothing for a query without a letter or digit."""
         count = min(count, self._passages.passages)
         if count < 1 or not any(map(str.isalnum, query)):
             return []
@@ -168,10 +158,8 @@ class DenseIndex:
 
 
 class _Encoder:
-    """A sentence-transformers model with vectors normalized to length 1. `spec` has the prefixes that it uses.
-
-    Raises SettingError for `field`, with `fix`, if it cannot be loaded.
-    """
+    """A sentence-transformers model with vectors normalized to length 1. `spec` has the prefixes that it uses. Raises
+    SettingError for `field`, with `fix`, if it cannot be loaded."""
 
     def __init__(self, spec: EncoderSpec, field: str, fix: str) -> None:
         from sentence_transformers import SentenceTransformer
@@ -217,7 +205,6 @@ class _Encoder:
         return next((prompts[name] or "" for name in names if name in prompts), "")
 
     def cut(self, texts: list[str]) -> int:
-        """Return the number of passages that are longer than the model reads."""
         if self.tokens is None or self._tokenizer is None:
             return 0
         given = [f"{self.spec.passage_prefix}{encodable(text)}" for text in texts]
@@ -225,11 +212,9 @@ class _Encoder:
         return sum(len(each) > self.tokens for each in read)
 
     def passages(self, texts: list[str]) -> Any:
-        """Return the passages' vectors: float32 [texts, dimensions]."""
         return self._encode(self._model.encode_document, list(map(encodable, texts)), self.spec.passage_prefix)
 
     def query(self, text: str) -> Any:
-        """Return the query's vector: float32 [dimensions]."""
         with self._lock:
             return self._encode(self._model.encode_query, encodable(text), self.spec.query_prefix)
 

@@ -50,15 +50,10 @@ class Spending:
 
 
 class Budget:
-    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs.
-
-    Args:
-        folder: Folder of the counter file, `spending.sqlite`. Remove the file to reset the count.
-        name: Name of the engine.
-        calls: Maximum number of calls; None: no limit.
-        cost: Maximum cost in dollars; None: no limit.
-        price: Dollars per call.
-    """
+    """A persistent count of calls to an engine, shared by all processes and kept across resumed runs. `folder`: folder
+    of the counter file, `spending.sqlite`. Remove the file to reset the count. `name`: name of the engine. `calls`:
+    maximum number of calls; None: no limit. `cost`: maximum cost in dollars; None: no limit. `price`: dollars per
+    call."""
 
     def __init__(
         self, folder: Path, name: str, calls: int | None = None, cost: float | None = None, price: float = 0.0
@@ -99,8 +94,6 @@ class Budget:
         return ""
 
 
-logger = logging.getLogger(__name__)
-
 _ANSWER_SECONDS = 15.0
 _MOST_WAIT_SECONDS = 40.0
 """Maximum wait for the rate limit. With the time for an answer it stays below a call's `timeout_seconds`, 60."""
@@ -130,16 +123,11 @@ class Results:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an online engine.
-
-    Attributes:
-        cache: Folder of the answer cache, shared by all chains, workers and steps; None: no cache.
-        calls: Maximum number of requests, counted in `cache` over all processes and resumed runs; None: no limit.
-        cost: Maximum cost in dollars, counted in the same way; None: no limit.
-        price: Dollars per request.
-        calls_per_second: Rate limit of one process; None: the rate that the engine allows every customer.
-        retry_seconds: Seconds for which a failing request is retried.
-    """
+    """Options of an online engine. `cache`: folder of the answer cache, shared by all chains, workers and steps; None:
+    no cache. `calls`: maximum number of requests, counted in `cache` over all processes and resumed runs; None: no
+    limit. `cost`: maximum cost in dollars, counted in the same way; None: no limit. `price`: dollars per request.
+    `calls_per_second`: rate limit of one process; None: the rate that the engine allows every customer.
+    `retry_seconds`: seconds for which a failing request is retried."""
 
     cache: Path | None = None
     calls: int | None = None
@@ -173,14 +161,10 @@ class EngineOptions:
 
 
 class Engine(ABC):
-    """An online engine as a Source. A subclass builds the requests and parses the answers.
-
-    Class attributes: `name`; `address`, the URL of requests; `key`, the environment variable with the API key ("": no
-    key needed); `page_size`, the maximum results per request; `per_second`, the rate that the engine allows every
-    customer; `query_characters`, the maximum length of a query.
-
-    Raises SettingError if the variable is not set.
-    """
+    """An online engine as a Source. A subclass builds the requests and parses the answers. Class attributes: `name`;
+    `address`, the URL of requests; `key`, the environment variable with the API key ("": no key needed); `page_size`,
+    the maximum results per request; `per_second`, the rate that the engine allows every customer; `query_characters`,
+    the maximum length of a query. Raises SettingError if the variable is not set."""
 
     name: ClassVar[str]
     address: ClassVar[str]
@@ -209,8 +193,7 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, answer: Any) -> Results:
-        """Parse the results from an answer's JSON. May raise LookupError, TypeError, ValueError or AttributeError if
-        the format is unexpected."""
+        """Parse the results in an answer. May raise LookupError, TypeError, ValueError or AttributeError."""
 
     async def search(self, query: str, count: int) -> list[Passage]:
         """A passage's `id` and `url` are both the address of its page."""
@@ -326,8 +309,7 @@ class Engine(ABC):
         )
 
     def _check(self, status: int) -> None:
-        """Raise ToolInfrastructureError for a permanent status. The message omits the response body, which may contain
-        the key."""
+        """Raise ToolInfrastructureError for a permanent status, without the response body, which may have the key."""
         if status == 429 or status >= 500:
             return
         told = f"{self.name}: it refused a request with status {status}"
@@ -338,8 +320,7 @@ class Engine(ABC):
 
 
 def variable(engine: str, name: str) -> str:
-    """Return the value of an engine's environment variable. Raises SettingError if it is not set, or if the recipe does
-    not name it."""
+    """Return an engine's environment variable. Raises SettingError if it is not set, or not named in the recipe."""
     value = os.environ.get(name, "").strip()
     if value and may_be_read(name):
         return value
@@ -349,8 +330,7 @@ def variable(engine: str, name: str) -> str:
 
 
 def passage(url: str, title: Any, text: Any, score: Any = None) -> Passage:
-    """Convert a result into a passage: title and text without markup, each on one line. Raises TypeError if they are
-    not strings."""
+    """Convert a result into a passage without markup. Raises TypeError if title or text are not strings."""
     if not isinstance(url, str) or not url:
         raise TypeError(f"a result whose address is {url!r}")
     for part in (title, text):

@@ -23,7 +23,6 @@ _ACTIONS = {
     "serve": "serve an index with Search-R1's protocol: POST /retrieve",
 }
 _SAY_SECONDS = 10.0
-"""Seconds between progress lines when output is not a terminal."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -59,12 +58,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `build` or `serve`.
-
-    Raises:
-        SettingError: the corpus, an option or the index is invalid.
-        DiskError: the disk is full.
-    """
+    """Run `build` or `serve`. Raises SettingError (the corpus, an option or the index), DiskError."""
     if options.action == "build":
         _build(options, say)
     elif options.topk < 1:
@@ -141,7 +135,6 @@ class _Bar:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def show(self, done_what: str, done: int, share: float | None) -> None:

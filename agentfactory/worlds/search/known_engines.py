@@ -53,9 +53,7 @@ _ADDRESS = "SEARXNG_URL"
 class Searxng(Engine):
     """The SearXNG instance at the environment variable SEARXNG_URL, with `json` in its `search.formats`. It sets the
     page size. Parameters are those of docs/dev/search_api.rst in its repository, result fields those of its clients.
-
-    Raises SettingError if the variable is not set, or is not an address.
-    """
+    Raises SettingError if the variable is not set, or is not an address."""
 
     name = "searxng"
     page_size = 100

@@ -31,7 +31,6 @@ _ANALYZER = "passages"
 _COMMIT_PASSAGES = 100_000
 """Passages between commits; a killed build repeats at most this many."""
 _HEAP_BYTES = 256 << 20
-"""Memory of tantivy's writer, all threads together."""
 _LONGEST_TOKEN = 64
 _QUERY_CHARACTERS = 20_000
 _QUERY_TERMS = 64
@@ -102,8 +101,7 @@ def build_index(
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Create `folder` and lock it against other builds. Raises SettingError if another build holds it, or it cannot
-    be created."""
+    """Create `folder` and lock it against other builds."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -145,11 +143,7 @@ def _add_all(passages: Iterable[Passage], index: tantivy.Index, progress: Callab
 
 
 class LocalIndex:
-    """An index made by `build_index`. All methods are thread-safe.
-
-    Raises:
-        SettingError: `folder` has no index, or its files are damaged.
-    """
+    """An index made by `build_index`, thread-safe. Raises SettingError if there is none, or it is damaged."""
 
     def __init__(self, folder: Path) -> None:
         manifest = _read_manifest(folder)
@@ -162,7 +156,6 @@ class LocalIndex:
         self.folder = folder
         self.passages: int = manifest["passages"]
         self.has_vectors = (folder / VECTORS).is_dir()
-        """True if it was built with a dense model."""
         self._analyzer = _analyzer(manifest["language"])
         try:
             self._index = _open_terms(folder, manifest["language"])
@@ -174,12 +167,9 @@ class LocalIndex:
             raise SettingError("source", problem, "remove it, and build it again") from None
 
     def search(self, query: str, count: int) -> list[Passage]:
-        """Return at most `count` passages by descending BM25 score.
-
-        Any text is a valid query: its words are looked up, and nothing in it is an operator. Of a long query, only the
-        64 rarest words in the first 20,000 characters count. In a large index, words as common as "the" count only if
-        the query has no others.
-        """
+        """Return at most `count` passages by descending BM25 score. Any text is a valid query: its words are looked up,
+        and nothing in it is an operator. Of a long query, only the 64 rarest words in the first 20,000 characters
+        count. In a large index, words as common as "the" count only if the query has no others."""
         terms = self._terms(query)
         if not terms or count < 1:
             return []
@@ -197,8 +187,7 @@ class LocalIndex:
         return self._passage(found[0][1], score)
 
     def _terms(self, query: str) -> list[str]:
-        """Return the rarest words of the query, and common ones only if there are no others: common words take the most
-        time to look up and discriminate least."""
+        """Return the rarest words of the query; common ones, which take the most time, only if there are no others."""
         terms = dict.fromkeys(self._analyzer.analyze(_searchable(query[:_QUERY_CHARACTERS])))
         frequency = {term: self._searcher.doc_freq("terms", term) for term in terms}
         found = sorted((term for term in terms if frequency[term]), key=frequency.__getitem__)[:_QUERY_TERMS]

@@ -34,10 +34,8 @@ class Index(Protocol):
 
 def open_index(folder: Path, ranking: str | None = None) -> Index:
     """Open the index in `folder`. `ranking` is one of Ranking; None: hybrid if the index was built with a dense model,
-    else bm25.
-
-    Raises SettingError if there is no index, it lacks the vectors for this ranking, or the extra `search` is missing.
-    """
+    else bm25. Raises SettingError if there is no index, it lacks the vectors for this ranking, or the extra `search` is
+    missing."""
     if ranking not in (None, *Ranking):
         raise SettingError("ranking", f"got {ranking!r}", f"use one of {', '.join(Ranking)}")
     check_extra("search")
@@ -71,8 +69,7 @@ class HybridIndex:
 
 
 def reciprocal_rank(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:
-    """Fuse rankings: a passage's score is the sum of 1 / (60 + rank) over the rankings that contain it, with ranks from
-    1 (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
+    """Fuse rankings by the sums of 1 / (60 + rank) (Cormack et al., 2009, doi:10.1145/1571941.1572114)."""
     scores: dict[Passage, float] = {}
     for ranking in rankings:
         for rank, passage in enumerate(ranking, 1):

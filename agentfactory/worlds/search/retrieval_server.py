@@ -22,7 +22,6 @@ from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.ranking import Index
 
 MOST_BYTES = 16 << 20
-"""Maximum size of a request: ten thousand long queries."""
 
 
 class Query(BaseModel):
@@ -73,9 +72,7 @@ def _item(passage: Passage, with_score: bool) -> dict[str, Any]:
 
 def serve(index: Index, host: str, port: int, topk: int, api_key_env: str | None, say: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; port 0 takes a free port. Says `ready http://HOST:PORT/retrieve` once it listens.
-
-    Raises SettingError if the address cannot be used, or is not loopback and `api_key_env` is None.
-    """
+    Raises SettingError if the address cannot be used, or is not loopback and `api_key_env` is None."""
     parent_watch.follow_parent()
     listener = listen(host, port, "--port")
     address, port = listener.getsockname()[:2]

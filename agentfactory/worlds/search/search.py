@@ -103,8 +103,6 @@ class Search(Environment):
 
 
 def _result(number: int, passage: Passage, characters: int) -> str:
-    """Format a passage as Search-R1 does; the title is the corpus's first line, unchanged. Add the address of an online
-    engine's passage (where id equals url), so that the model can browse it."""
     title, _, text = passage.contents.partition("\n")
     if len(text) > characters:
         text = f"{text[:characters]}... (open it to read on)"

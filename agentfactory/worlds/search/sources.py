@@ -35,19 +35,11 @@ _REQUEST_SECONDS, _RETRY_SECONDS = 20.0, 20.0
 
 class RetrievalClient:
     """A Source behind `POST /retrieve` (Search-R1, Jin et al., 2025, arXiv:2503.09516): `{"queries": [...], "topk": 3,
-    "return_scores": true}` is answered by `{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}`.
-
-    As in Search-R1's own servers, items may lack the score, or be bare documents, and documents may lack the id. The
-    protocol cannot open a document: its passages are whole.
-
-    Args:
-        url: The server's address; without a path, `/retrieve` is appended.
-        request_seconds: Timeout of one attempt.
-        retry_seconds: Seconds of retries before a search fails.
-
-    Raises:
-        SettingError: the address has no host, or the environment has an invalid proxy for it.
-    """
+    "return_scores": true}` is answered by `{"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}`. As in
+    Search-R1's own servers, items may lack the score, or be bare documents, and documents may lack the id. The protocol
+    cannot open a document: its passages are whole. `url`: the server's address; without a path, `/retrieve` is
+    appended. `request_seconds`: timeout of one attempt. `retry_seconds`: seconds of retries before a search fails.
+    Raises SettingError if the address has no host, or the environment has an invalid proxy for it."""
 
     def __init__(
         self, url: str, request_seconds: float = _REQUEST_SECONDS, retry_seconds: float = _RETRY_SECONDS
@@ -66,10 +58,7 @@ class RetrievalClient:
         return (await self.retrieve([query], count))[0]
 
     async def retrieve(self, queries: Sequence[str], count: int) -> list[list[Passage]]:
-        """Return at most `count` passages for each query, best first.
-
-        Raises ToolInfrastructureError if the server is down, refuses the request, or gives an invalid answer.
-        """
+        """Return at most `count` passages for each query, best first. Raises ToolInfrastructureError."""
         request = {"queries": [encodable(query) for query in queries], "topk": count, "return_scores": True}
         answer = await self._ask(json.dumps(request).encode())
         try:
@@ -131,10 +120,7 @@ class RetrievalClient:
 
 
 def _passage(item: dict[str, Any]) -> Passage:
-    """Read `{"document": ..., "score": ...}`, the same without a score, or a bare document.
-
-    Raises LookupError, TypeError or ValueError for anything else.
-    """
+    """Read `{"document": ..., "score": ...}`, the same without a score, or a bare document."""
     bare = "document" not in item
     document: dict[str, Any] = item if bare else item["document"]
     contents = document["contents"]
@@ -234,16 +220,10 @@ _shared: Shared[SharedSource] = Shared()
 
 
 def acquire(name: str, ranking: str | None = None, engine: EngineOptions | None = None) -> SharedSource:
-    """Return the source of this name, opening it on first use; call `release` after use.
-
-    Args:
-        name: The folder of an index, the address of a retrieval server, or one of ENGINES.
-        ranking: See `open_index`.
-        engine: Options of an online engine.
-
-    Raises:
-        SettingError: the source does not exist, lacks this ranking, or is not an online engine but `engine` is set.
-    """
+    """Return the source of this name, opening it on first use; call `release` after use. `name`: the folder of an
+    index, the address of a retrieval server, or one of ENGINES. `ranking`: see `open_index`. `engine`: options of an
+    online engine. Raises SettingError if the source does not exist, lacks this ranking, or is not an online engine but
+    `engine` is set."""
     key = (name, ranking, engine)
     return _shared.acquire(key, lambda: SharedSource(key, _open(name, ranking, engine)))
 

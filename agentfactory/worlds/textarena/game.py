@@ -17,12 +17,8 @@ class TextArena(GameWorld):
     _verdict: float | None
 
     def reset(self, game: str, options: dict[str, Any], opponent: str, plays: str, seed: int, **task: Any) -> str:
-        """Begin a game; return its rules and the first position.
-
-        Raises:
-            SettingError: an option is invalid.
-            ToolInfrastructureError: the game failed, or took too long.
-        """
+        """Begin a game; return its rules and the first position. Raises SettingError (an option is invalid),
+        ToolInfrastructureError (the game failed, or took too long)."""
         return str(self._begin(game, options, opponent, plays, seed)["text"])
 
     @tool

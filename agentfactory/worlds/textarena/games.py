@@ -14,7 +14,6 @@ SINGLE = (
     *("2048", "Bandit", "Blackjack", "FifteenPuzzle", "FrozenLake", "GuessTheNumber", "LightsOut", "Mastermind"),
     *("Minesweeper", "PegJump", "RushHour", "Secretary", "Sokoban", "Sudoku", "TowerOfHanoi"),
 )
-"""Games for one player, without their versions."""
 SLOW = ("Sokoban-v0-medium", "2048-v0-8x8", "2048-v0-10x10")
 """Versions that take minutes to begin, or thousands of moves to end."""
 

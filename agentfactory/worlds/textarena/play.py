@@ -17,7 +17,6 @@ from agentfactory.worlds.game_processes.refused import Refused
 from agentfactory.worlds.textarena.games import MOVES, family, players
 
 _MOST_MOVES = 1000
-"""Moves of an opponent in a row."""
 _RESIGNS = ("[resign]",) * 2
 """Two illegal moves in a row, with which textarena ends a game."""
 

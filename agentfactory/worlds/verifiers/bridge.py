@@ -47,7 +47,6 @@ def main() -> None:
 
 
 def _rows(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the tasks of a source: the question and the data of each."""
     player = Player(settings)
     first, count = settings["first_task"], settings["tasks"]
     try:
@@ -103,7 +102,6 @@ def _load(settings: dict[str, Any]) -> "tuple[Any, str]":
 
 
 def _harnesses(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the module and the id of each seat's harness."""
     import verifiers.v1 as vf
 
     for harness in config.agent_harnesses().values():
@@ -209,7 +207,6 @@ def _check_keys(config: Any) -> None:
 
 
 def _parts(value: Any, path: list[str]) -> Iterator[tuple[list[str], Any]]:
-    """Yield all configurations within a configuration, with their paths."""
     from pydantic import BaseModel
 
     if isinstance(value, BaseModel):

@@ -20,7 +20,6 @@ from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.worlds.verifiers import bridge
 
 LOAD_SECONDS = 600.0
-"""Time limit to load an environment, which may download its data."""
 CANCEL_SECONDS = 10.0
 """Time limit to cancel a chain, after which the process is ended: the environment blocks it."""
 _LONGEST_LINE = 1 << 28
@@ -133,12 +132,8 @@ class VerifiersProcess:
         self._listening = asyncio.create_task(self._listen(reader), name=self._title)
 
     async def play(self, data: Any, url: str, key: str, model: str) -> dict[str, Any]:
-        """Play a task. Return its reward, metrics and answer.
-
-        Raises:
-            AgentFailed: the environment, or its harness, failed.
-            ToolInfrastructureError: a sandbox or server of verifiers failed, or the process ended.
-        """
+        """Play a task. Return its reward, metrics and answer. Raises AgentFailed (the environment, or its harness,
+        failed), ToolInfrastructureError (a sandbox or server of verifiers failed, or the process ended)."""
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:

@@ -25,14 +25,11 @@ _OPENINGS = ("i am looking for", "i need", "find me", "i want to buy")
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of product."""
-
     noun: str
     query: str
     category: str
     path: str
     attributes: tuple[str, ...]
-    """Possible attributes of the kind; each product has three of them."""
     price: float
     """Lowest price in dollars; the highest is 9 dollars more."""
     options: dict[str, tuple[str, ...]]
@@ -40,194 +37,86 @@ class _Kind:
 
 
 _UNCOUNTED = ("sneakers", "headphones", "crackers", "shampoo", "lotion", "tea", "granola")
-_COLOURS = ("black", "white", "red", "blue", "green", "grey", "navy blue", "rose gold")
-_SIZES = ("small", "medium", "large", "x-large", "xx-large")
-_SHOES = ("6", "7", "8", "9", "10", "11")
-_PACKS = ("pack of 1", "pack of 2", "pack of 6", "pack of 12")
+_CATEGORIES = {"Home & Kitchen": "garden", "Clothing": "fashion", "Electronics": "electronics", "Beauty": "beauty"}
+_VALUES = {
+    "COLOURS": "black, white, red, blue, green, grey, navy blue, rose gold",
+    "SIZES": "small, medium, large, x-large, xx-large",
+    "PACKS": "pack of 1, pack of 2, pack of 6, pack of 12",
+}
+_TABLE = """
+mug | travel mugs | Home & Kitchen › Drinkware › Mugs | 11
+    insulated, leakproof, double walled, dishwasher safe, ceramic, handmade, spillproof, stackable
+    color: COLOURS; size: 8 oz, 12 oz, 16 oz, 20 oz
+kettle | tea kettles | Home & Kitchen › Kitchen › Kettles | 32
+    whistling, gooseneck, cordless, quick boiling, enamel, copper plated, induction ready, temperature controlled
+    color: COLOURS
+lamp | table lamps | Home & Kitchen › Lighting › Lamps | 41
+    dimmable, energy saving, touch controlled, bedside, swing arm, battery operated, flicker free, folding
+    color: COLOURS
+pillow | bed pillows | Home & Kitchen › Bedding › Pillows | 21
+    memory foam, hypoallergenic, cooling, down filled, contoured, neck supporting, odor resistant, zippered
+    color: COLOURS; size: standard, queen, king
+blanket | throw blankets | Home & Kitchen › Bedding › Blankets | 31
+    machine washable, weighted, fleece, knitted, reversible, pet proof, quilted, fringed
+    color: COLOURS; size: throw, twin, queen, king
+curtain | blackout curtains | Home & Kitchen › Window › Curtains | 22
+    noise reducing, thermal, sheer, grommet topped, flame retardant, embroidered, pleated, sun blocking
+    color: COLOURS; size: 52x63, 52x84, 52x95
+rug | area rugs | Home & Kitchen › Floor › Rugs | 62
+    non slip, stain resistant, shaggy, braided, hand woven, fade resistant, jute, geometric
+    color: COLOURS; size: 2x3, 4x6, 5x8, 8x10
+jacket | men's jackets | Clothing › Men › Jackets | 51
+    windproof, water repellent, fleece lined, hooded, packable, regular fit, sherpa collared, zip pocketed
+    color: COLOURS; size: SIZES
+dress | women's dresses | Clothing › Women › Dresses | 33
+    long sleeve, floral printed, wrinkle free, high waist, pleated skirted, v neck, polyester, hand washable
+    color: COLOURS; size: SIZES
+sneakers | running shoes | Clothing › Shoes › Sneakers | 61
+    arch supporting, memory insoled, rubber soled, slip resistant, lace up, mesh, shock absorbing, vegan leather
+    color: COLOURS; size: 6, 7, 8, 9, 10, 11
+backpack | laptop backpacks | Clothing › Luggage › Backpacks | 42
+    anti theft, carry on, padded, expandable, usb charging, tear resistant, rolltop, chest strapped
+    color: COLOURS
+headphones | over ear headphones | Electronics › Audio › Headphones | 71
+    noise cancelling, bluetooth, over ear, low latency, hands free, bass boosted, sweatproof, studio tuned
+    color: COLOURS
+speaker | bluetooth speakers | Electronics › Audio › Speakers | 52
+    stereo paired, shockproof, floating, voice controlled, karaoke, solar charged, party lit, clip on
+    color: COLOURS
+charger | phone chargers | Electronics › Power › Chargers | 12
+    fast charging, magnetic, overvoltage protected, four port, folding, travel ready, gallium nitride, certified
+    color: black, white, red, blue, green, grey
+shampoo | shampoos | Beauty › Hair › Shampoo | 13
+    sulfate free, cruelty free, tea tree, volumizing, color safe, dandruff fighting, keratin, argan oiled
+    scent: coconut, mango, lavender, unscented, peppermint; size: 8 fl oz, 16 fl oz, 32 fl oz
+lipstick | lipsticks | Beauty › Makeup › Lipstick | 10.5
+    long lasting, matte, paraben free, moisturizing, smudge proof, hyaluronic, glossy, refillable
+    color: crimson, nude pink, coral, plum, ruby, wine
+lotion | body lotions | Beauty › Skin › Lotion | 14
+    fragrance free, sun protective, shea buttered, dermatologist tested, firming, non greasy, oat based, retinol
+    scent: rose, vanilla, citrus, unscented, almond; size: 3 oz, 8 oz, 13 oz
+tea | herbal teas | Grocery › Beverages › Tea | 11.5
+    caffeine free, fair trade, loose leaf, individually wrapped, hand picked, rain forest certified, iced, spiced
+    flavor name: ginger, chamomile, hibiscus, jasmine, earl grey; size: PACKS
+crackers | crackers | Grocery › Snacks › Crackers | 10.2
+    gluten free, plant based, low sodium, whole grain, oven baked, keto friendly, nut free, seeded
+    flavor name: rosemary, sea salt, cheddar, garlic, sesame; size: PACKS
+granola | granolas | Grocery › Breakfast › Granola | 15
+    sugar free, protein rich, dairy free, honey sweetened, kosher, non gmo, clustered, soy free
+    flavor name: maple, blueberry, peanut butter, cinnamon, cocoa; size: PACKS
+"""
+"""Per kind: noun, query, path of categories and lowest price; possible attributes; the values of its options."""
 
 
-def _kind(noun: str, query: str, path: str, price: float, attributes: str, **options: tuple[str, ...]) -> _Kind:
-    category = {"Home & Kitchen": "garden", "Clothing": "fashion", "Electronics": "electronics", "Beauty": "beauty"}
-    values = {name.replace("_", " "): choices for name, choices in options.items()}
-    made = category.get(path.split(" › ")[0], "grocery")
-    return _Kind(noun, query, made, path, tuple(attributes.split(", ")), price, values)
+def _kind(head: str, attributes: str, options: str) -> _Kind:
+    noun, query, path, price = head.split(" | ")
+    named = (option.split(": ") for option in options.strip().split("; "))
+    values = {name: tuple(_VALUES.get(listed, listed).split(", ")) for name, listed in named}
+    category = _CATEGORIES.get(path.split(" › ")[0], "grocery")
+    return _Kind(noun, query, category, path, tuple(attributes.strip().split(", ")), float(price), values)
 
 
-_KINDS = (
-    _kind(
-        "mug",
-        "travel mugs",
-        "Home & Kitchen › Drinkware › Mugs",
-        11.0,
-        "insulated, leakproof, double walled, dishwasher safe, ceramic, handmade, spillproof, stackable",
-        color=_COLOURS,
-        size=("8 oz", "12 oz", "16 oz", "20 oz"),
-    ),
-    _kind(
-        "kettle",
-        "tea kettles",
-        "Home & Kitchen › Kitchen › Kettles",
-        32.0,
-        "whistling, gooseneck, cordless, quick boiling, enamel, copper plated, induction ready, temperature controlled",
-        color=_COLOURS,
-    ),
-    _kind(
-        "lamp",
-        "table lamps",
-        "Home & Kitchen › Lighting › Lamps",
-        41.0,
-        "dimmable, energy saving, touch controlled, bedside, swing arm, battery operated, flicker free, folding",
-        color=_COLOURS,
-    ),
-    _kind(
-        "pillow",
-        "bed pillows",
-        "Home & Kitchen › Bedding › Pillows",
-        21.0,
-        "memory foam, hypoallergenic, cooling, down filled, contoured, neck supporting, odor resistant, zippered",
-        color=_COLOURS,
-        size=("standard", "queen", "king"),
-    ),
-    _kind(
-        "blanket",
-        "throw blankets",
-        "Home & Kitchen › Bedding › Blankets",
-        31.0,
-        "machine washable, weighted, fleece, knitted, reversible, pet proof, quilted, fringed",
-        color=_COLOURS,
-        size=("throw", "twin", "queen", "king"),
-    ),
-    _kind(
-        "curtain",
-        "blackout curtains",
-        "Home & Kitchen › Window › Curtains",
-        22.0,
-        "noise reducing, thermal, sheer, grommet topped, flame retardant, embroidered, pleated, sun blocking",
-        color=_COLOURS,
-        size=("52x63", "52x84", "52x95"),
-    ),
-    _kind(
-        "rug",
-        "area rugs",
-        "Home & Kitchen › Floor › Rugs",
-        62.0,
-        "non slip, stain resistant, shaggy, braided, hand woven, fade resistant, jute, geometric",
-        color=_COLOURS,
-        size=("2x3", "4x6", "5x8", "8x10"),
-    ),
-    _kind(
-        "jacket",
-        "men's jackets",
-        "Clothing › Men › Jackets",
-        51.0,
-        "windproof, water repellent, fleece lined, hooded, packable, regular fit, sherpa collared, zip pocketed",
-        color=_COLOURS,
-        size=_SIZES,
-    ),
-    _kind(
-        "dress",
-        "women's dresses",
-        "Clothing › Women › Dresses",
-        33.0,
-        "long sleeve, floral printed, wrinkle free, high waist, pleated skirted, v neck, polyester, hand washable",
-        color=_COLOURS,
-        size=_SIZES,
-    ),
-    _kind(
-        "sneakers",
-        "running shoes",
-        "Clothing › Shoes › Sneakers",
-        61.0,
-        "arch supporting, memory insoled, rubber soled, slip resistant, lace up, mesh, shock absorbing, vegan leather",
-        color=_COLOURS,
-        size=_SHOES,
-    ),
-    _kind(
-        "backpack",
-        "laptop backpacks",
-        "Clothing › Luggage › Backpacks",
-        42.0,
-        "anti theft, carry on, padded, expandable, usb charging, tear resistant, rolltop, chest strapped",
-        color=_COLOURS,
-    ),
-    _kind(
-        "headphones",
-        "over ear headphones",
-        "Electronics › Audio › Headphones",
-        71.0,
-        "noise cancelling, bluetooth, over ear, low latency, hands free, bass boosted, sweatproof, studio tuned",
-        color=_COLOURS,
-    ),
-    _kind(
-        "speaker",
-        "bluetooth speakers",
-        "Electronics › Audio › Speakers",
-        52.0,
-        "stereo paired, shockproof, floating, voice controlled, karaoke, solar charged, party lit, clip on",
-        color=_COLOURS,
-    ),
-    _kind(
-        "charger",
-        "phone chargers",
-        "Electronics › Power › Chargers",
-        12.0,
-        "fast charging, magnetic, overvoltage protected, four port, folding, travel ready, gallium nitride, certified",
-        color=_COLOURS[:6],
-    ),
-    _kind(
-        "shampoo",
-        "shampoos",
-        "Beauty › Hair › Shampoo",
-        13.0,
-        "sulfate free, cruelty free, tea tree, volumizing, color safe, dandruff fighting, keratin, argan oiled",
-        scent=("coconut", "mango", "lavender", "unscented", "peppermint"),
-        size=("8 fl oz", "16 fl oz", "32 fl oz"),
-    ),
-    _kind(
-        "lipstick",
-        "lipsticks",
-        "Beauty › Makeup › Lipstick",
-        10.5,
-        "long lasting, matte, paraben free, moisturizing, smudge proof, hyaluronic, glossy, refillable",
-        color=("crimson", "nude pink", "coral", "plum", "ruby", "wine"),
-    ),
-    _kind(
-        "lotion",
-        "body lotions",
-        "Beauty › Skin › Lotion",
-        14.0,
-        "fragrance free, sun protective, shea buttered, dermatologist tested, firming, non greasy, oat based, retinol",
-        scent=("rose", "vanilla", "citrus", "unscented", "almond"),
-        size=("3 oz", "8 oz", "13 oz"),
-    ),
-    _kind(
-        "tea",
-        "herbal teas",
-        "Grocery › Beverages › Tea",
-        11.5,
-        "caffeine free, fair trade, loose leaf, individually wrapped, hand picked, rain forest certified, iced, spiced",
-        flavor_name=("ginger", "chamomile", "hibiscus", "jasmine", "earl grey"),
-        size=_PACKS,
-    ),
-    _kind(
-        "crackers",
-        "crackers",
-        "Grocery › Snacks › Crackers",
-        10.2,
-        "gluten free, plant based, low sodium, whole grain, oven baked, keto friendly, nut free, seeded",
-        flavor_name=("rosemary", "sea salt", "cheddar", "garlic", "sesame"),
-        size=_PACKS,
-    ),
-    _kind(
-        "granola",
-        "granolas",
-        "Grocery › Breakfast › Granola",
-        15.0,
-        "sugar free, protein rich, dairy free, honey sweetened, kosher, non gmo, clustered, soy free",
-        flavor_name=("maple", "blueberry", "peanut butter", "cinnamon", "cocoa"),
-        size=_PACKS,
-    ),
-)
+_KINDS = [_kind(*three) for three in zip(*[iter(_TABLE.strip().splitlines())] * 3, strict=True)]
 
 
 def write_catalogue(folder: Path) -> None:
@@ -252,14 +141,12 @@ def write_catalogue(folder: Path) -> None:
 
 
 def _brands(rng: random.Random) -> Iterator[str]:
-    """Yield made-up brand names without repetition."""
     names = [start + end for start in _BRAND_STARTS.split() for end in _BRAND_ENDS.split()]
     rng.shuffle(names)
     return iter(names)
 
 
 def _drafts(kind: _Kind, brands: Iterator[str], rng: random.Random) -> list[dict[str, Any]]:
-    """Return products of a kind, without asins."""
     pairs = list(itertools.product(brands, kind.attributes))
     rng.shuffle(pairs)
     return [_draft(kind, brand, attribute, rng) for brand, attribute in pairs[:_PER_KIND]]

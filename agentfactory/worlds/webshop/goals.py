@@ -42,7 +42,6 @@ class Goal(msgspec.Struct, frozen=True):
     """A purchase to make, and the data to judge it."""
 
     asin: str
-    """A product that meets the goal."""
     title: str
     category: str
     query: str
@@ -53,7 +52,6 @@ class Goal(msgspec.Struct, frozen=True):
     options: list[str] | dict[str, str]
     """Human goals: values. Synthetic goals: name -> value."""
     price_upper: float
-    """Price bound in dollars."""
 
 
 def human_goals(product: Product, price: float, instructions: list[Instruction], rng: random.Random) -> Iterator[Goal]:
@@ -83,8 +81,7 @@ def synthetic_goals(product: Product, price: float, listing: Listing, rng: rando
 
 
 def _draw_bound(price: float, rng: random.Random) -> tuple[float, str]:
-    """Draw a price bound, the larger of two of the next four multiples of 10 above the price; return it and its words
-    for the instruction."""
+    """Draw a bound, the larger of two of the next four multiples of 10 above the price; return it and its words."""
     above = [bound for bound in _BOUNDS if bound > price][:4]
     if len(above) < 2:
         return NO_BOUND, ""
@@ -109,10 +106,7 @@ def _goal(
 
 
 def shuffled(count: int) -> list[int]:
-    """Return the numbering of goals: goal n is the one created as number `shuffled(count)[n]`.
-
-    This is the published order; it depends only on the number of goals.
-    """
+    """Return the published numbering of `count` goals: goal n was created as number `shuffled(count)[n]`."""
     order = list(range(count))
     random.Random(_SHUFFLE_SEED).shuffle(order)
     return order

@@ -29,7 +29,6 @@ class Product(msgspec.Struct, frozen=True):
     title: str
     description: str
     bullets: list[str]
-    """The bullet points of its features page."""
     options: dict[str, list[str]]
     """Name of an option, such as `color` -> values; all in lower case, with ` | ` for a slash."""
     attributes: list[str]
@@ -65,10 +64,8 @@ class DataFiles(NamedTuple):
 
     @classmethod
     def find(cls, data: Path) -> "DataFiles":
-        """Find the data files; `data` is their folder, or the file items_shuffle*.json in it.
-
-        Raises SettingError if a file is missing, or if the folder has several such files.
-        """
+        """Find the data files; `data` is their folder, or the file items_shuffle*.json in it. Raises SettingError if a
+        file is missing, or if the folder has several such files."""
         if not data.exists():
             raise SettingError("data", f"there is no folder {data.resolve()}", DOWNLOAD)
         items = data
@@ -91,7 +88,6 @@ DOWNLOAD = (
     "and items_human_ins; with _1000 in the name for the small set) and set `data` to their folder; null: the "
     "catalogue that comes with AgentFactory"
 )
-"""The fix for missing data files."""
 
 
 class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -99,7 +95,6 @@ class Listing(msgspec.Struct, frozen=True, omit_defaults=True):
 
     attributes: list[str] | None = None
     instruction: str | None = None
-    """A synthetic instruction."""
     instruction_attributes: list[str] | None = None
 
 
@@ -114,13 +109,10 @@ class Instruction(msgspec.Struct, frozen=True):
 def read_products(
     path: Path, attributes_of: Callable[[str], list[str] | None], limit: int | None = None
 ) -> Iterator[Product]:
-    """Stream the products of an items file in order; memory does not grow with the file.
-
-    A product is skipped if its asin is `nan`, longer than ten characters or a repetition. `attributes_of` maps an asin
-    to its attributes, or to None. `limit` counts the file's products, including skipped ones.
-
-    Raises SettingError with the number of a product that cannot be read.
-    """
+    """Stream the products of an items file in order; memory does not grow with the file. A product is skipped if its
+    asin is `nan`, longer than ten characters or a repetition. `attributes_of` maps an asin to its attributes, or to
+    None. `limit` counts the file's products, including skipped ones. Raises SettingError with the number of a product
+    that cannot be read."""
     seen: set[str] = set()
     for number, item in enumerate(read_items(path)):
         if number == limit:
@@ -168,8 +160,7 @@ _FIX = "correct the file, or download it again"
 
 
 def product_of(item: dict[str, Any], attributes: list[str]) -> Product:
-    """Derive a product from an entry of an items file. Raises KeyError, TypeError, ValueError or AttributeError if a
-    field is missing or has another type."""
+    """Derive a product from an entry. Raises KeyError, TypeError, ValueError or AttributeError."""
     points = item["small_description"]
     derived = {
         "asin": item["asin"],

@@ -28,8 +28,7 @@ _BASE_COLOURS = tuple(_NAMES.split())
 
 
 def base_colour(option: str | tuple[str, str]) -> str | None:
-    """Return the first base colour that is a substring of the value, or an element of a (name, value) pair; None if
-    there is none."""
+    """Return the first base colour in the value, or among the elements of a (name, value) pair, or None."""
     return next((colour for colour in _BASE_COLOURS if colour in option), None)
 
 
@@ -42,7 +41,6 @@ class Score:
     """A reward and its components."""
 
     reward: float
-    """0 to 1."""
     type: float
     """1, 0.5, 0.1 or 0: the match between the product's type and the goal's."""
     attributes: float
@@ -56,10 +54,7 @@ class Score:
 def score(
     goal: Goal, product: Product, price: float, chosen: Mapping[str, str], nouns: Callable[[str], Sequence[str]]
 ) -> Score:
-    """Score the purchase of `product` at `price` dollars with the options `chosen` (name -> value).
-
-    `nouns` returns the nouns of a title.
-    """
+    """Score a purchase at `price` dollars with the options `chosen` (name -> value); `nouns` of a title."""
     kind = type_score(goal, product, nouns)
     attributes = sum(has_attribute(product, wanted) for wanted in goal.attributes)
     options = options_found(goal.options, chosen)
@@ -99,10 +94,7 @@ def has_attribute(product: Product, wanted: str) -> bool:
 
 
 def options_found(wanted: Sequence[str] | Mapping[str, str], chosen: Mapping[str, str]) -> int:
-    """Count the wanted options that resemble a chosen value; colours are compared by their base colour.
-
-    For a mapping, name and value together are compared with the chosen values, as published.
-    """
+    """Count the wanted options that resemble a chosen value; colours by base colour, mappings with their names."""
     texts = [_comparable(option) for option in (wanted.items() if isinstance(wanted, Mapping) else wanted)]
     values = [_comparable(value) for value in chosen.values()]
     return sum(any(alike(value, text) for value in values) for text in texts)

@@ -36,7 +36,6 @@ from agentfactory.worlds.webshop.products import (
 )
 
 HITS = 50
-"""Maximum products that a search finds."""
 _FORMAT = 1
 _DATABASE = "shop.sqlite"
 _INDEX = "index"
@@ -66,15 +65,10 @@ _opening = threading.Lock()
 
 
 def open_shop(config: ShopConfig) -> "Shop":
-    """Open the shop of `config`, building it first if it is not in the cache. A process has one object per shop.
-
-    A build takes seconds for a thousand products and up to an hour for all 1.18 million. A killed build resumes its
-    index; a second process waits for the first.
-
-    Raises:
-        SettingError: a data file is missing or cannot be read, or the cache cannot be written or read.
-        DiskError: the disk is full.
-    """
+    """Open the shop of `config`, building it first if it is not in the cache. A process has one object per shop. A
+    build takes seconds for a thousand products and up to an hour for all 1.18 million. A killed build resumes its
+    index; a second process waits for the first. Raises SettingError (a data file is missing or cannot be read, or the
+    cache cannot be written or read), DiskError (the disk is full)."""
     with _opening:
         if config not in _shops:
             folder = _built(config)
@@ -110,32 +104,24 @@ class Shop:
         return self._select("SELECT price FROM products WHERE asin = ?", asin)[0][0]
 
     def _product(self, asin: str) -> Product:
-        """Return the product with this asin. Raises KeyError if there is none."""
         found = self._select("SELECT product FROM products WHERE asin = ?", asin)
         if not found:
             raise KeyError(asin)
         return msgspec.json.decode(found[0][0], type=Product)
 
     def _goal(self, number: int) -> Goal:
-        """Return a goal by its number in the published order. Raises IndexError if there is none."""
         found = self._select("SELECT goal FROM places JOIN goals USING (made) WHERE number = ?", number)
         if not found:
             raise IndexError(number)
         return msgspec.json.decode(found[0][0], type=Goal)
 
     def _search(self, keywords: str, start: int = 0, count: int = HITS) -> tuple[str, ...]:
-        """Return the asins of up to `count` products that match `keywords`, best first, starting at rank `start`.
-
-        `<c> WORD`, `<q> WORDS` and `<a> WORDS` find all products of a category, query or attribute, in the shop's
-        order. `<r>` finds 50 random products. Any other words find the best 50.
-        """
         if (listed := _listed(keywords)) is None:
             return self._hits(keywords)[start : start + count]
         statement = f"SELECT asin FROM products WHERE {listed[0]} ORDER BY number LIMIT ? OFFSET ?"
         return tuple(asin for (asin,) in self._select(statement, listed[1], count, start))
 
     def _total(self, keywords: str) -> int:
-        """Return the number of products that match `keywords`."""
         if (listed := _listed(keywords)) is None:
             return len(self._hits(keywords))
         return self._select(f"SELECT COUNT(*) FROM products WHERE {listed[0]}", listed[1])[0][0]
@@ -154,7 +140,6 @@ class Shop:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raise ToolInfrastructureError if the shop's files cannot be read."""
         try:
             yield
         except (sqlite3.Error, ValueError, OSError) as error:
@@ -179,7 +164,6 @@ def _listed(keywords: str) -> tuple[str, str] | None:
 
 
 def _built(config: ShopConfig) -> Path:
-    """Return the folder of a shop, building it if necessary."""
     home = config.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentfactory" / "webshop"
     with _making(home):
         home.mkdir(parents=True, exist_ok=True)

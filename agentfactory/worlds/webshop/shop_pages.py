@@ -41,11 +41,8 @@ class Visit:
     page: Page = Page.SEARCH
     keywords: str = ""
     number: int = 1
-    """Number of the results page, from 1."""
     asin: str = ""
-    """The product of an item's page, or the purchased one."""
     options: dict[str, str] = field(default_factory=dict)
-    """Options chosen so far: name -> value."""
 
 
 @dataclass(frozen=True)

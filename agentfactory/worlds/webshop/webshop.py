@@ -1,6 +1,7 @@
 """`WebShop`: an environment for searching a shop and buying the product that an instruction describes."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,7 @@ class WebShop(Environment):
         self._shown = ""
 
     def reset(self, goal: int, **task: Any) -> str:
-        """Begin at the search page with goal number `goal`.
-
-        Raises ValueError if there is no such goal.
-        """
+        """Begin at the search page with goal number `goal`. Raises ValueError if there is no such goal."""
         self.release()
         if type(goal) is not int or not 0 <= goal < self._shop.goals:
             raise ValueError(f"goal: got {goal!r}; the shop has the goals 0 to {self._shop.goals - 1}")
@@ -98,20 +96,11 @@ class WebShop(Environment):
         return finish({"observation": text, "price": price, "nouns": nouns.name})
 
     def reward(self) -> dict[str, float]:
-        """Return `reward`, `success` (1.0 if the reward is 1) and `bought`; after a purchase also the reward's
-        components."""
+        """Return `reward`, `success` (1.0 if the reward is 1), `bought`, and after a purchase its components."""
         judged = self._score
         if judged is None:
             return {"reward": 0.0, "success": 0.0, "bought": 0.0}
-        return {
-            "reward": judged.reward,
-            "success": float(judged.reward == 1),
-            "bought": 1.0,
-            "type": judged.type,
-            "attributes": judged.attributes,
-            "options": judged.options,
-            "price": judged.price,
-        }
+        return {**asdict(judged), "success": float(judged.reward == 1), "bought": 1.0}
 
     def anchor(self) -> list[Any] | None:
         """Return the page and the chosen options, which the page does not show; None after a purchase."""

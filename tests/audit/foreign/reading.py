@@ -12,7 +12,6 @@ DATA = Path(__file__).parent / "data"
 
 
 def record_of(path: str | Path) -> Record:
-    """Return the record of files in data/, or of a folder elsewhere."""
     record = read(DATA / path)
     assert record is not None
     return record
@@ -28,10 +27,8 @@ def groups_of(path: str | Path) -> list[Seen]:
 
 
 async def audited(path: str | Path) -> Report:
-    """Return the report of an audit."""
     return await audit(record_of(path))
 
 
 def copied(name: str, to: Path) -> Path:
-    """Return a copy of files in data/."""
     return Path(shutil.copytree(DATA / name, to / Path(name).name))

@@ -28,11 +28,8 @@ def test_texts_and_nothing() -> None:
 def test_calls_of_each_form(fields: dict[str, Any]) -> None:
     (message,) = messages_of([call(**fields)], "assistant")
     function = {"name": "move", "arguments": {"to": "north"}}
-    assert message == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "a", "type": "function", "function": function}],
-    }
+    calls = [{"id": "a", "type": "function", "function": function}]
+    assert message == {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 @pytest.mark.parametrize(
@@ -55,9 +52,8 @@ def test_results_without_ids_answer_the_calls_of_their_turn() -> None:
     turn = {"role": "assistant", "tool_calls": [{"name": name, "arguments": {}} for name in ("a", "b", "a")]}
     results = [{"role": "tool", "name": name, "content": name} for name in ("b", "a", "a")]
     messages = named(messages_of([turn, *results, turn, {"role": "tool", "content": "a"}], "assistant"))
-    assert [each["id"] for message in messages for each in message.get("tool_calls", ())] == [
-        f"call-{n}" for n in range(1, 7)
-    ]
+    made = [each["id"] for message in messages for each in message.get("tool_calls", ())]
+    assert made == [f"call-{n}" for n in range(1, 7)]
     answers = [(each["tool_call_id"], each["name"]) for each in messages if each["role"] == "tool"]
     assert answers == [("call-2", "b"), ("call-1", "a"), ("call-3", "a"), ("call-4", "a")]
 

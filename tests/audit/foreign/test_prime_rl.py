@@ -44,9 +44,8 @@ def test_groups_have_the_step_that_trained_them(run: str) -> None:
 
 def test_a_chain_that_was_trained_is_read_once() -> None:
     groups = trained("prime_rl/steps")
-    assert [(seen.step, seen.file) for seen in groups] == [
-        (step, f"rollouts/step_{step}/train/effective/traces.jsonl") for step in (1, 2)
-    ]
+    files = [(step, f"rollouts/step_{step}/train/effective/traces.jsonl") for step in (1, 2)]
+    assert [(seen.step, seen.file) for seen in groups] == files
     # the chain that failed is only in `all`
     (failed,) = [chain for chain in groups[1].group.trajectories if chain.outcome.failed]
     assert (failed.outcome, failed.reward, failed.rows) == (Outcome.INFERENCE_ERROR, None, [])
@@ -124,10 +123,8 @@ def test_evaluations_are_held_out() -> None:
 def test_lines_of_metrics_are_joined_by_step() -> None:
     for run in RUNS[:2]:
         lines = record_of(run).metrics
-        assert [(line["step"], line["grad_norm"], line["reward"]) for line in lines] == [
-            (1, 0.5, 1.25),
-            (2, 0.25, 1.25),
-        ]
+        figures = [(line["step"], line["grad_norm"], line["reward"]) for line in lines]
+        assert figures == [(1, 0.5, 1.25), (2, 0.25, 1.25)]
     assert METRICS in record_of("prime_rl/annotated").lacks
 
 
@@ -187,42 +184,46 @@ def test_the_first_files(tmp_path: Path) -> None:
     assert {TOKENS, TRAINED, METRICS} <= record_of(tmp_path).lacks.keys()
 
 
-class TestDamage:
-    def test_an_incomplete_last_line_is_left_out(self, tmp_path: Path) -> None:
-        folder = copied("prime_rl/stream", tmp_path)
-        for name in ("stream/00001.jsonl", "annotations/trainer/00000.jsonl"):
-            file = folder / "monitors/file/traces" / name
-            file.write_bytes(file.read_bytes()[:-40])
-        assert sum(len(seen.group.trajectories) for seen in groups_of(folder)) == 13
+def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
+    folder = copied("prime_rl/stream", tmp_path)
+    for name in ("stream/00001.jsonl", "annotations/trainer/00000.jsonl"):
+        file = folder / "monitors/file/traces" / name
+        file.write_bytes(file.read_bytes()[:-40])
+    assert sum(len(seen.group.trajectories) for seen in groups_of(folder)) == 13
 
-    def test_tokens_without_masks_are_named(self, tmp_path: Path) -> None:
-        folder = copied("prime_rl/annotated", tmp_path)
-        change(folder, lambda node: node["mask"].pop())
-        problem = "node 1 has 4 token ids and 3 values of its mask"
-        with pytest.raises(SettingError, match=rf"line 1 of .*traces.jsonl cannot be read: {problem}; fix: copy"):
-            read(folder)
 
-    def test_log_probabilities_of_other_tokens_are_named(self, tmp_path: Path) -> None:
-        folder = copied("prime_rl/annotated", tmp_path)
-        change(folder, lambda node: node.update(logprobs=[-1.0]))
-        with pytest.raises(SettingError, match="node 1 has 0 sampled tokens and 1 logprobs; fix: copy"):
-            read(folder)
+def test_tokens_without_masks_or_with_log_probabilities_of_others_are_named(tmp_path: Path) -> None:
+    folder = copied("prime_rl/annotated", tmp_path)
+    change(folder, lambda node: node["mask"].pop())
+    problem = "node 1 has 4 token ids and 3 values of its mask"
+    with pytest.raises(SettingError, match=rf"line 1 of .*traces.jsonl cannot be read: {problem}; fix: copy"):
+        read(folder)
+    change(folder, lambda node: (node["mask"].append(False), node.update(logprobs=[-1.0])))
+    with pytest.raises(SettingError, match="node 1 has 0 sampled tokens and 1 logprobs; fix: copy"):
+        read(folder)
 
-    def test_a_damaged_note_is_named(self, tmp_path: Path) -> None:
-        folder = copied("prime_rl/annotated", tmp_path)
-        file = folder / "traces/step_1/train/annotations/orchestrator.jsonl"
-        file.write_text("{}\n" + file.read_text())
-        with pytest.raises(
-            SettingError, match=r"line 1 of .*orchestrator.jsonl cannot be read: .*missing required field `trace_id`"
-        ):
-            read(folder)
 
-    def test_a_damaged_chunk_is_named(self, tmp_path: Path) -> None:
-        folder = copied("prime_rl/stream", tmp_path)
-        file = folder / "monitors/file/traces/stream/00000.jsonl.zst"
-        file.write_bytes(file.read_bytes()[:100] + b"damage" + file.read_bytes()[106:])
-        with pytest.raises(SettingError, match=r"line 1 of .*00000.jsonl.zst cannot be read: .*; fix: copy the file"):
-            read(folder)
+def test_log_probabilities_of_other_tokens_are_named(tmp_path: Path) -> None:
+    folder = copied("prime_rl/annotated", tmp_path)
+    change(folder, lambda node: node.update(logprobs=[-1.0]))
+    with pytest.raises(SettingError, match="node 1 has 0 sampled tokens and 1 logprobs; fix: copy"):
+        read(folder)
+
+
+def test_a_damaged_note_is_named(tmp_path: Path) -> None:
+    folder = copied("prime_rl/annotated", tmp_path)
+    file = folder / "traces/step_1/train/annotations/orchestrator.jsonl"
+    file.write_text("{}\n" + file.read_text())
+    with pytest.raises(SettingError, match=r"line 1 of .*orchestrator.jsonl cannot be read: .*field `trace_id`"):
+        read(folder)
+
+
+def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    folder = copied("prime_rl/stream", tmp_path)
+    file = folder / "monitors/file/traces/stream/00000.jsonl.zst"
+    file.write_bytes(file.read_bytes()[:100] + b"damage" + file.read_bytes()[106:])
+    with pytest.raises(SettingError, match=r"line 1 of .*00000.jsonl.zst cannot be read: .*; fix: copy the file"):
+        read(folder)
 
 
 def change(folder: Path, edit: object) -> None:

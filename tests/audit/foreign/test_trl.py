@@ -4,7 +4,9 @@ on texts with reward_weights=[1.0, 0.5], steps_per_generation=2 and evaluations,
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from agentfactory.audit.foreign.formats import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS, OUTCOMES, REWARDS, TOKENS, TRAINED
@@ -13,179 +15,175 @@ from agentfactory.base.findings import Severity
 from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
 
 
-class TestCompletions:
-    def test_groups_are_those_of_a_prompt_in_a_step(self) -> None:
-        groups = groups_of("trl/chat")
-        assert [(seen.group.id, seen.step, len(seen.group.trajectories)) for seen in groups] == [
-            (f"step-{step}.{place}", step, 4) for step in (1, 2, 3) for place in (0, 1)
-        ]
-        assert all(seen.group.version == (seen.step or 0) - 1 and not seen.held_out for seen in groups)
-        assert groups[0].file == "completions/completions_00001.parquet"
-
-    def test_a_prompt_that_the_data_repeats_has_two_groups(self, tmp_path: Path) -> None:
-        from pyarrow import parquet
-
-        folder = copied("trl/chat", tmp_path)
-        file = folder / "completions" / "completions_00002.parquet"
-        table = parquet.read_table(file)
-        prompts = table.column("prompt").to_pylist()
-        again = table.set_column(1, "prompt", [[*prompts[:4], *prompts[:4]]])
-        parquet.write_table(again, file)
-        found = [seen.group.id for seen in groups_of(folder) if seen.step == 2]
-        assert found == ["step-2.0", "step-2.1"]
-
-    def test_messages_rewards_and_extra_columns(self) -> None:
-        seen = groups_of("trl/chat")[0]
-        chain = seen.group.trajectories[0]
-        assert [message["role"] for message in chain.messages] == ["system", "user", "assistant"]
-        assert chain.messages[1]["content"] == "What is 4 + 0?"
-        assert (chain.rows, chain.turns) == ([], 1)
-        # `log_extra` added the column
-        assert seen.group.task == {"prompt": chain.messages[:2], "answer": "4"}
-        assert chain.metrics.keys() == {"reward/digits", "reward/short"}
-        assert chain.reward == pytest.approx(sum(chain.metrics.values()))
-        advantages = [seen.credit[each.id][0]["advantage"][0] for each in seen.group.trajectories]
-        assert sum(advantages) == pytest.approx(0, abs=1e-5)
-
-    def test_metrics_are_those_of_the_last_checkpoint(self) -> None:
-        lines = record_of("trl/chat").metrics
-        assert [line["step"] for line in lines] == [1, 2, 3]
-        assert all({"loss", "grad_norm", "reward", "entropy"} <= line.keys() for line in lines)
-
-    def test_the_folder_of_the_tables_or_one_of_them_will_do(self) -> None:
-        assert record_of("trl/chat/completions").size == 6
-        assert record_of("trl/chat/completions/completions_00002.parquet").size == 2
-
-    async def test_what_cannot_be_checked_is_said(self) -> None:
-        report = await audited("trl/chat")
-        why = {each.topic: each.why for each in report.unchecked}
-        assert why["tokens and masks"] == "TRL's completions have texts and no token ids"
-        assert {"weights", "chains lost", "format"} <= why.keys()
-        assert report.looked_at["rewards"] == "24 chains"
-        assert not report.of(Severity.WRONG)
-        assert {TOKENS, TRAINED, OUTCOMES, HELD_OUT} <= record_of("trl/chat").lacks.keys()
+def test_groups_are_those_of_a_prompt_in_a_step() -> None:
+    groups = groups_of("trl/chat")
+    assert [(seen.group.id, seen.step, len(seen.group.trajectories)) for seen in groups] == [
+        (f"step-{step}.{place}", step, 4) for step in (1, 2, 3) for place in (0, 1)
+    ]
+    assert all(seen.group.version == (seen.step or 0) - 1 and not seen.held_out for seen in groups)
+    assert groups[0].file == "completions/completions_00001.parquet"
 
 
-class TestTools:
-    def test_calls_and_results_become_messages(self) -> None:
-        chain = groups_of("trl/tools")[2].group.trajectories[0]
-        first, second = chain.messages[1], chain.messages[2]
-        call = {"name": "move", "arguments": {"direction": "north"}}
-        assert first["tool_calls"] == [{"type": "function", "function": call, "id": "call-1"}]
-        assert second == {"role": "tool", "content": "{'error': 'a wall'}", "name": "move", "tool_call_id": "call-1"}
-        assert [message.get("tool_call_id") for message in chain.messages if message["role"] == "tool"] == [
-            "call-1",
-            "call-2",
-            "call-3",
-        ]
-        # the last call was not made: max_tool_calling_iterations
-        assert (chain.turns, chain.messages[-1]["tool_calls"][0]["id"]) == (4, "call-4")
-
-    def test_a_tool_that_raised_is_an_error(self) -> None:
-        chain = groups_of("trl/tools")[2].group.trajectories[0]
-        assert chain.errors == ["move: {'error': 'a wall'}"]
-
-    async def test_they_are_counted(self) -> None:
-        assert (await audited("trl/tools")).looked_at["tool calls"] == "4 calls"
+def test_a_prompt_that_the_data_repeats_has_two_groups(tmp_path: Path) -> None:
+    folder = copied("trl/chat", tmp_path)
+    file = folder / "completions" / "completions_00002.parquet"
+    table = parquet.read_table(file)
+    prompts = table.column("prompt").to_pylist()
+    again = table.set_column(1, "prompt", [[*prompts[:4], *prompts[:4]]])
+    parquet.write_table(again, file)
+    found = [seen.group.id for seen in groups_of(folder) if seen.step == 2]
+    assert found == ["step-2.0", "step-2.1"]
 
 
-class TestTexts:
-    """Texts, a generation trained in two steps, weights of rewards, evaluations."""
-
-    def test_texts_become_a_message_each(self) -> None:
-        chain = groups_of("trl/text")[0].group.trajectories[0]
-        assert [message["role"] for message in chain.messages] == ["user", "assistant"]
-        assert CALLS in record_of("trl/text").lacks
-
-    def test_tables_that_an_evaluation_has_overwritten_are_left_out(self) -> None:
-        groups = groups_of("trl/text")
-        assert {seen.step for seen in groups} == {1, 3}
-        (note,) = [each for each in record_of("trl/text").problems if each.topic == "its files"]
-        assert (note.severity, [each.file for each in note.evidence]) == (
-            Severity.NOTE,
-            [f"completions/completions_0000{step}.parquet" for step in (2, 4)],
-        )
-
-    def test_a_generation_that_is_trained_twice_is_read_once(self, tmp_path: Path) -> None:
-        folder = copied("trl/text", tmp_path)
-        (folder / "completions" / "completions_00002.parquet").write_bytes(
-            (folder / "completions" / "completions_00001.parquet").read_bytes()
-        )
-        change(folder, lambda state: state["log_history"].pop(2))
-        assert [seen.step for seen in groups_of(folder)] == [1] * 4 + [3] * 4
-
-    def test_the_logged_means_tell_the_weights(self) -> None:
-        chain = groups_of("trl/text")[0].group.trajectories[0]
-        digits, short = chain.metrics["reward/digits"], chain.metrics["reward/short"]
-        assert chain.reward == pytest.approx(digits + 0.5 * short)
-        notes = [each.text for each in record_of("trl/text").problems if each.topic == "rewards"]
-        assert notes == ["the logged means tell the weights of the rewards: 1 of digits, 0.5 of short"]
-
-    def test_unknown_weights_are_said(self, tmp_path: Path) -> None:
-        folder = copied("trl/text", tmp_path)
-        change(folder, lambda state: [line.update(reward=0.5) for line in state["log_history"]])
-        notes = [each.text for each in record_of(folder).problems if each.topic == "rewards"]
-        assert notes == ["the reward of a completion is taken as the sum of digits, short, each with weight 1"]
-
-    def test_a_logged_reward_that_is_not_the_completions_is_said(self, tmp_path: Path) -> None:
-        folder = copied("trl/chat", tmp_path)
-        for name in ("reward", "rewards/digits/mean"):
-            change(
-                folder,
-                lambda state, name=name: state["log_history"][1].update({name: state["log_history"][1][name] + 1}),
-            )
-        (note,) = record_of(folder).problems
-        assert note.text == "in 1 of 3 steps the logged reward is not the mean of the saved completions"
-        assert note.evidence[0].text == "step 2: 1.2 logged, 0.2 saved"
+def test_messages_rewards_and_extra_columns() -> None:
+    seen = groups_of("trl/chat")[0]
+    chain = seen.group.trajectories[0]
+    assert [message["role"] for message in chain.messages] == ["system", "user", "assistant"]
+    assert chain.messages[1]["content"] == "What is 4 + 0?"
+    assert (chain.rows, chain.turns) == ([], 1)
+    # `log_extra` added the column
+    assert seen.group.task == {"prompt": chain.messages[:2], "answer": "4"}
+    assert chain.metrics.keys() == {"reward/digits", "reward/short"}
+    assert chain.reward == pytest.approx(sum(chain.metrics.values()))
+    advantages = [seen.credit[each.id][0]["advantage"][0] for each in seen.group.trajectories]
+    assert sum(advantages) == pytest.approx(0, abs=1e-5)
 
 
-class TestDamage:
-    def test_without_a_checkpoint_there_are_no_metrics(self, tmp_path: Path) -> None:
-        folder = copied("trl/chat", tmp_path)
-        (folder / "checkpoint-3" / "trainer_state.json").unlink()
-        record = record_of(folder)
-        assert record.lacks[METRICS].startswith("there is no trainer_state.json with metrics")
-        assert REWARDS not in record.lacks
-        assert groups_of(folder)[0].group.trajectories[0].metrics.keys() == {"reward/digits", "reward/short"}
+def test_metrics_are_those_of_the_last_checkpoint() -> None:
+    lines = record_of("trl/chat").metrics
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all({"loss", "grad_norm", "reward", "entropy"} <= line.keys() for line in lines)
 
-    def test_a_table_that_is_being_written_is_left_out(self, tmp_path: Path) -> None:
-        folder = copied("trl/chat", tmp_path)
-        table = folder / "completions" / "completions_00003.parquet"
-        table.write_bytes(table.read_bytes()[:3000])
-        assert {seen.step for seen in groups_of(folder)} == {1, 2}
 
-    def test_a_damaged_table_is_named(self, tmp_path: Path) -> None:
-        folder = copied("trl/chat", tmp_path)
-        (folder / "completions" / "completions_00002.parquet").write_bytes(b"nothing")
-        with pytest.raises(
-            SettingError, match=r"completions_00002.parquet cannot be read: .*; fix: copy the file again"
-        ):
-            read(folder)
+def test_the_folder_of_the_tables_or_one_of_them_will_do() -> None:
+    assert record_of("trl/chat/completions").size == 6
+    assert record_of("trl/chat/completions/completions_00002.parquet").size == 2
 
-    def test_a_table_of_something_else_is_named(self, tmp_path: Path) -> None:
-        import pyarrow
-        from pyarrow import parquet
 
-        folder = tmp_path / "completions"
-        folder.mkdir()
-        parquet.write_table(pyarrow.table({"step": [1], "prompt": ["a"]}), folder / "completions_00001.parquet")
-        with pytest.raises(SettingError, match=r"row 1 of .* cannot be read: it has no column completion; fix:"):
-            read(tmp_path)
+async def test_what_cannot_be_checked_is_said() -> None:
+    report = await audited("trl/chat")
+    why = {each.topic: each.why for each in report.unchecked}
+    assert why["tokens and masks"] == "TRL's completions have texts and no token ids"
+    assert {"weights", "chains lost", "format"} <= why.keys()
+    assert report.looked_at["rewards"] == "24 chains"
+    assert not report.of(Severity.WRONG)
+    assert {TOKENS, TRAINED, OUTCOMES, HELD_OUT} <= record_of("trl/chat").lacks.keys()
 
-    def test_a_damaged_state_is_named(self, tmp_path: Path) -> None:
-        folder = copied("trl/chat", tmp_path)
-        (folder / "checkpoint-3" / "trainer_state.json").write_text("{")
-        with pytest.raises(SettingError, match=r"trainer_state.json cannot be read: .*; fix: copy the file again"):
-            read(folder)
 
-    def test_other_folders_are_not_of_trl(self, tmp_path: Path) -> None:
-        (tmp_path / "completions").mkdir()
-        assert read(tmp_path) is None
-        assert read(DATA) is None
+def test_calls_and_results_become_messages() -> None:
+    chain = groups_of("trl/tools")[2].group.trajectories[0]
+    first, second = chain.messages[1], chain.messages[2]
+    call = {"name": "move", "arguments": {"direction": "north"}}
+    assert first["tool_calls"] == [{"type": "function", "function": call, "id": "call-1"}]
+    assert second == {"role": "tool", "content": "{'error': 'a wall'}", "name": "move", "tool_call_id": "call-1"}
+    answered = [message["tool_call_id"] for message in chain.messages if message["role"] == "tool"]
+    assert answered == ["call-1", "call-2", "call-3"]
+    # a tool that raised
+    assert chain.errors == ["move: {'error': 'a wall'}"]
+    # the last call was not made: max_tool_calling_iterations
+    assert (chain.turns, chain.messages[-1]["tool_calls"][0]["id"]) == (4, "call-4")
+
+    chain = groups_of("trl/tools")[2].group.trajectories[0]
+    assert chain.errors == ["move: {'error': 'a wall'}"]
+
+
+async def test_they_are_counted() -> None:
+    assert (await audited("trl/tools")).looked_at["tool calls"] == "4 calls"
+
+
+def test_texts_become_a_message_each() -> None:
+    chain = groups_of("trl/text")[0].group.trajectories[0]
+    assert [message["role"] for message in chain.messages] == ["user", "assistant"]
+    assert CALLS in record_of("trl/text").lacks
+
+
+def test_tables_that_an_evaluation_has_overwritten_are_left_out() -> None:
+    groups = groups_of("trl/text")
+    assert {seen.step for seen in groups} == {1, 3}
+    (note,) = [each for each in record_of("trl/text").problems if each.topic == "its files"]
+    assert note.severity is Severity.NOTE
+    assert [each.file for each in note.evidence] == [f"completions/completions_0000{step}.parquet" for step in (2, 4)]
+
+
+def test_a_generation_that_is_trained_twice_is_read_once(tmp_path: Path) -> None:
+    folder = copied("trl/text", tmp_path)
+    (folder / "completions" / "completions_00002.parquet").write_bytes(
+        (folder / "completions" / "completions_00001.parquet").read_bytes()
+    )
+    change(folder, lambda state: state["log_history"].pop(2))
+    assert [seen.step for seen in groups_of(folder)] == [1] * 4 + [3] * 4
+
+
+def test_the_logged_means_tell_the_weights() -> None:
+    chain = groups_of("trl/text")[0].group.trajectories[0]
+    digits, short = chain.metrics["reward/digits"], chain.metrics["reward/short"]
+    assert chain.reward == pytest.approx(digits + 0.5 * short)
+    notes = [each.text for each in record_of("trl/text").problems if each.topic == "rewards"]
+    assert notes == ["the logged means tell the weights of the rewards: 1 of digits, 0.5 of short"]
+
+
+def test_unknown_weights_are_said(tmp_path: Path) -> None:
+    folder = copied("trl/text", tmp_path)
+    change(folder, lambda state: [line.update(reward=0.5) for line in state["log_history"]])
+    notes = [each.text for each in record_of(folder).problems if each.topic == "rewards"]
+    assert notes == ["the reward of a completion is taken as the sum of digits, short, each with weight 1"]
+
+
+def test_a_logged_reward_that_is_not_the_completions_is_said(tmp_path: Path) -> None:
+    folder = copied("trl/chat", tmp_path)
+    names = ("reward", "rewards/digits/mean")
+    change(folder, lambda s: s["log_history"][1].update({name: s["log_history"][1][name] + 1 for name in names}))
+    (note,) = record_of(folder).problems
+    assert note.text == "in 1 of 3 steps the logged reward is not the mean of the saved completions"
+    assert note.evidence[0].text == "step 2: 1.2 logged, 0.2 saved"
+
+
+def test_without_a_checkpoint_there_are_no_metrics(tmp_path: Path) -> None:
+    folder = copied("trl/chat", tmp_path)
+    (folder / "checkpoint-3" / "trainer_state.json").unlink()
+    record = record_of(folder)
+    assert record.lacks[METRICS].startswith("there is no trainer_state.json with metrics")
+    assert REWARDS not in record.lacks
+    assert groups_of(folder)[0].group.trajectories[0].metrics.keys() == {"reward/digits", "reward/short"}
+
+
+def test_a_table_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    folder = copied("trl/chat", tmp_path)
+    table = folder / "completions" / "completions_00003.parquet"
+    table.write_bytes(table.read_bytes()[:3000])
+    assert {seen.step for seen in groups_of(folder)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("damaged", "problem"),
+    [
+        ("completions/completions_00002.parquet", r"completions_00002.parquet cannot be read: .*; fix: copy the file"),
+        ("checkpoint-3/trainer_state.json", r"trainer_state.json cannot be read: .*; fix: copy the file again"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, damaged: str, problem: str) -> None:
+    folder = copied("trl/chat", tmp_path)
+    (folder / damaged).write_bytes(b"{")
+    with pytest.raises(SettingError, match=problem):
+        read(folder)
+
+
+def test_a_table_of_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()
+    parquet.write_table(
+        pyarrow.table({"step": [1], "prompt": ["a"]}), tmp_path / "completions/completions_00001.parquet"
+    )
+    with pytest.raises(SettingError, match=r"row 1 of .* cannot be read: it has no column completion; fix:"):
+        read(tmp_path)
+
+
+def test_other_folders_are_not_of_trl(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()
+    assert read(tmp_path) is None
+    assert read(DATA) is None
 
 
 def change(folder: Path, edit: object) -> None:
-    """Edit the trainer_state.json of a copy."""
     (file,) = folder.glob("checkpoint-*/trainer_state.json")
     state = json.loads(file.read_text())
     edit(state)  # type: ignore[operator]

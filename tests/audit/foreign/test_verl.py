@@ -52,10 +52,8 @@ def test_validations_beside_training_are_held_out() -> None:
 
 def test_metrics_are_those_of_the_file_logger() -> None:
     record = record_of("verl/0.7.1")
-    assert [(line["step"], line["grad_norm"], line["reward"]) for line in record.metrics] == [
-        (1, 0.5, 0.75),
-        (2, 0.25, 0.625),
-    ]
+    figures = [(line["step"], line["grad_norm"], line["reward"]) for line in record.metrics]
+    assert figures == [(1, 0.5, 0.75), (2, 0.25, 0.625)]
     assert "file logger" in record_of("verl/0.4.1").lacks[METRICS]
 
 
@@ -67,28 +65,29 @@ async def test_an_audit() -> None:
     assert not report.of(Severity.WRONG)
 
 
-class TestDamage:
-    def test_a_damaged_line_is_named(self, tmp_path: Path) -> None:
-        folder = copied("verl/0.4.1", tmp_path)
-        file = folder / "rollouts" / "2.jsonl"
-        first, *others = file.read_text().splitlines(keepends=True)
-        line = '{"input": "a", "output": "b", "step": 2, "score": "high"}\n'
-        file.write_text("".join([first, line, *others]))
-        problem = r"Expected `float`, got `str` - at `\$.score`"
-        with pytest.raises(SettingError, match=rf"line 2 of .*2.jsonl cannot be read: {problem}; fix: copy the file"):
-            read(folder)
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    folder = copied("verl/0.4.1", tmp_path)
+    file = folder / "rollouts" / "2.jsonl"
+    first, *others = file.read_text().splitlines(keepends=True)
+    line = '{"input": "a", "output": "b", "step": 2, "score": "high"}\n'
+    file.write_text("".join([first, line, *others]))
+    problem = r"Expected `float`, got `str` - at `\$.score`"
+    with pytest.raises(SettingError, match=rf"line 2 of .*2.jsonl cannot be read: {problem}; fix: copy the file"):
+        read(folder)
 
-    def test_a_score_that_is_no_number_is_found(self, tmp_path: Path) -> None:
-        folder = copied("verl/0.4.1", tmp_path)
-        with (folder / "rollouts" / "2.jsonl").open("a") as file:
-            # as Python's json writes it
-            file.write(json.dumps({"input": "a", "output": "b", "score": float("nan"), "step": 2}) + "\n")
-        (finding,) = record_of(folder).problems
-        assert (finding.severity, finding.text) == (Severity.WRONG, "1 chains have a reward that is not a number")
-        assert groups_of(folder)[-1].group.trajectories[0].reward is None
 
-    def test_other_files_of_that_name_are_not_of_verl(self, tmp_path: Path) -> None:
-        (tmp_path / "1.jsonl").write_text('{"text": "a"}\n')
-        (tmp_path / "2.jsonl").write_text("nothing\n")
-        assert read(tmp_path) is None
-        assert read(tmp_path / "2.jsonl") is None
+def test_a_score_that_is_no_number_is_found(tmp_path: Path) -> None:
+    folder = copied("verl/0.4.1", tmp_path)
+    with (folder / "rollouts" / "2.jsonl").open("a") as file:
+        # as Python's json writes it
+        file.write(json.dumps({"input": "a", "output": "b", "score": float("nan"), "step": 2}) + "\n")
+    (finding,) = record_of(folder).problems
+    assert (finding.severity, finding.text) == (Severity.WRONG, "1 chains have a reward that is not a number")
+    assert groups_of(folder)[-1].group.trajectories[0].reward is None
+
+
+def test_other_files_of_that_name_are_not_of_verl(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "2.jsonl").write_text("nothing\n")
+    assert read(tmp_path) is None
+    assert read(tmp_path / "2.jsonl") is None

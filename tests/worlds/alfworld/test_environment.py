@@ -3,19 +3,18 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.tool_session import ToolSession
-from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.toolset import Toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.alfworld.alfworld import AlfWorld, alfworld_tasks
 from agentfactory.worlds.alfworld.engine import Engine
@@ -24,8 +23,8 @@ from agentfactory.worlds.alfworld.generator import TaskType
 from agentfactory.worlds.alfworld.write_games import check
 from tests.conftest import REPOSITORY
 from tests.waiting import wait_for
-from tests.worlds.alfworld.conftest import Open
 from tests.worlds.alfworld.engines import PYTHON, needs_engine
+from tests.worlds.opening import Open, tools_of
 
 pytestmark = [needs_engine, pytest.mark.processes]
 
@@ -46,17 +45,11 @@ def games(engine: Engine) -> GeneratedGames:
 
 
 @pytest.fixture
-def environment() -> Iterator[AlfWorld]:
-    environment = AlfWorld(python=PYTHON, processes=1)
-    yield environment
-    environment.close()
+def environment(opened: Open) -> AlfWorld:
+    return opened(AlfWorld, python=PYTHON, processes=1)
 
 
-@asynccontextmanager
-async def opened(**options: Any) -> AsyncIterator[Toolset]:
-    server = {"module": "alfworld", "options": {"python": PYTHON, **options}, "timeout_seconds": 300}
-    async with open_toolset(ToolsRecipe.model_validate({"mcp_servers": {"house": server}}), Path.cwd()) as toolset:
-        yield toolset
+houses = partial(tools_of, "alfworld", python=PYTHON)
 
 
 async def act(session: ToolSession, command: str) -> str:
@@ -77,15 +70,17 @@ async def win(toolset: Toolset, games: GeneratedGames, row: dict[str, Any]) -> d
 
 async def test_chains_win_two_games_of_each_type_side_by_side(games: GeneratedGames) -> None:
     rows = [*alfworld_tasks("train", python=PYTHON)][:6] + [*alfworld_tasks("valid_unseen", python=PYTHON)][:6]
-    async with opened(processes=2) as toolset:
+    async with houses(processes=2) as toolset:
         assert [spec.name for spec in toolset.specs] == ["action"]
         won = await asyncio.gather(*(win(toolset, games, row) for row in rows))
     assert [metrics["reward"] for metrics in won] == [metrics["success"] for metrics in won] == [1.0] * 12
     assert [metrics[kind] for metrics, kind in zip(won, [*TaskType] * 2, strict=True)] == [1.0] * 12
 
 
-def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(games: GeneratedGames, make: Open) -> None:
-    environment = make(AlfWorld, python=PYTHON, processes=1, max_steps=9)
+def test_what_does_nothing_is_told_so_and_the_limit_of_steps_ends_the_chain(
+    games: GeneratedGames, opened: Open
+) -> None:
+    environment = opened(AlfWorld, python=PYTHON, processes=1, max_steps=9)
     environment.reset(TWO_BOOKS)
     for action in ("", " ", "fly", "take moon 1 from bed 1", "\ud800", "\x00\n{}", "go to " + "x" * 10_000, "🙂"):
         assert environment.action(action) == "Nothing happens."
@@ -117,8 +112,8 @@ def test_the_anchor_is_what_is_seen_and_what_can_be_done(environment: AlfWorld) 
     assert environment.anchor() not in (first, look, there)
 
 
-def test_observations_can_end_with_the_admissible_actions(make: Open) -> None:
-    environment = make(AlfWorld, python=PYTHON, processes=1, show_actions=True)
+def test_observations_can_end_with_the_admissible_actions(opened: Open) -> None:
+    environment = opened(AlfWorld, python=PYTHON, processes=1, show_actions=True)
     opening = environment.reset(TWO_BOOKS)
     shown = opening.splitlines()[-1]
     assert shown.startswith("Admissible actions: go to ")
@@ -130,11 +125,8 @@ def test_observations_can_end_with_the_admissible_actions(make: Open) -> None:
 
 async def test_a_killed_process_ends_its_chains_as_infrastructure_and_no_others(games: GeneratedGames) -> None:
     rows = [*alfworld_tasks("train", types=["pick_and_place_simple"], python=PYTHON)][:3]
-    async with opened(processes=2) as toolset:
-        async with (
-            toolset.chain("a", rows[0]) as a,
-            toolset.chain("b", rows[1]) as b,
-        ):
+    async with houses(processes=2) as toolset:
+        async with toolset.chain("a", rows[0]) as a, toolset.chain("b", rows[1]) as b:
             assert await act(a, "look")
             assert await act(b, "look")
             victims = engine_processes()
@@ -175,8 +167,8 @@ def without_ours(engine: Engine) -> None:
     _ours.update(engine.pids())
 
 
-def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: GeneratedGames, make: Open) -> None:
-    engine = make(Engine, processes=1, games=2, python=PYTHON)
+def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: GeneratedGames, opened: Open) -> None:
+    engine = opened(Engine, processes=1, games=2, python=PYTHON)
     content = games.content("train/000001")
     first, _ = engine.open(content)
     (old,) = engine.pids()
@@ -221,13 +213,8 @@ def test_an_unknown_game_is_named(environment: AlfWorld) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_steps": 0}, "max_steps: got 0; fix: give a whole number from 1"),
-        ({"processes": -1}, "processes: got -1; fix: give a whole number"),
         ({"games_per_process": 1.5}, "games_per_process: got 1.5; fix: give a whole number"),
-        (
-            {"data": "/nowhere"},
-            "data: /nowhere: there is no folder /nowhere/json_2.1.1 with games; fix: run alfworld-dow",
-        ),
+        ({"data": "/nowhere"}, "there is no folder /nowhere/json_2.1.1 with games; fix: run alfworld-dow"),
         ({"python": "/nowhere/python"}, "python: /nowhere/python cannot be run: No such file or directory"),
     ],
 )
@@ -242,10 +229,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         ({"split": "test"}, "split: got 'test'; fix: use one of train, valid_seen, valid_unseen"),
         ({"types": ["cook"]}, "types: got 'cook'; fix: use some of pick_and_place_simple, look_at_obj_in_light, "),
         ({"types": []}, "types: train has no games of"),
-        (
-            {"data": "$NO_SUCH_VARIABLE"},
-            r"data: \$NO_SUCH_VARIABLE: the variable NO_SUCH_VARIABLE is not set",
-        ),
+        ({"data": "$NO_SUCH_VARIABLE"}, r"data: \$NO_SUCH_VARIABLE: the variable NO_SUCH_VARIABLE is not set"),
     ],
 )
 def test_wrong_options_of_tasks_are_named(options: dict[str, Any], message: str) -> None:

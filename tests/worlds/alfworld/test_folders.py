@@ -1,6 +1,7 @@
 """Folders in the published layout: the published loader accepts ours, and ours accepts the same games as it does."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from agentfactory.worlds.alfworld.alfworld import AlfWorld, alfworld_tasks
 from agentfactory.worlds.alfworld.engine import Engine
 from agentfactory.worlds.alfworld.games import FOLDER, Split
 from agentfactory.worlds.alfworld.write_games import write_games
-from tests.worlds.alfworld.conftest import Open
 from tests.worlds.alfworld.engines import PYTHON, needs_engine
+from tests.worlds.opening import Open
 
 pytestmark = [needs_engine, pytest.mark.processes]
 
@@ -74,14 +75,16 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
     return [row for split in Split for row in alfworld_tasks(split, data=str(folder), python=PYTHON)]
 
 
-def test_the_published_loader_takes_our_folder_and_shows_what_we_show(folder: Path, tmp_path: Path, make: Open) -> None:
+def test_the_published_loader_takes_our_folder_and_shows_what_we_show(
+    folder: Path, tmp_path: Path, opened: Open
+) -> None:
     (tmp_path / "published.py").write_text(PUBLISHED)
     command = own_python(str(tmp_path / "published.py"), str(folder), executable=PYTHON)
     out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, cwd=tmp_path).stdout
     listed, played = json.loads(out.splitlines()[-1])
     assert sorted(listed) == sorted(row["game"] for row in rows_of(folder))
     assert len(played) == 4
-    environment = make(AlfWorld, data=str(folder), python=PYTHON, processes=1)
+    environment = opened(AlfWorld, data=str(folder), python=PYTHON, processes=1)
     for game, (won, seen) in played.items():
         assert won
         content = json.loads((folder / FOLDER / game / "game.tw-pddl").read_text())
@@ -93,26 +96,23 @@ def test_the_published_loader_takes_our_folder_and_shows_what_we_show(folder: Pa
 
 
 def test_a_folder_in_the_published_layout_is_played_by_our_chains(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
 ) -> None:
     monkeypatch.setenv("ALFWORLD_DATA", str(folder))
     (row,) = alfworld_tasks("valid_unseen", data="$ALFWORLD_DATA", python=PYTHON)
     assert row["game"].startswith("valid_unseen/pick_and_place_simple-")
     for data in ("$ALFWORLD_DATA", str(folder / FOLDER)):
-        environment = AlfWorld(data=data, python=PYTHON, processes=1)
-        try:
-            environment.reset(**row)
-            content = json.loads((folder / FOLDER / row["game"] / "game.tw-pddl").read_text())
-            results = [environment.action(action) for action in content["walkthrough"]]
-            assert [isinstance(result, Finish) for result in results] == [False] * (len(results) - 1) + [True]
-            assert environment.reward()["success"] == 1.0
-            with pytest.raises(ValueError, match=r"game: got 'train/none', and there is no file /.*/train/none/ga"):
-                environment.reset("train/none")
-            for name in (f"../{FOLDER}/{row['game']}", str(folder / FOLDER / row["game"])):
-                with pytest.raises(ValueError, match=r"there is no file .* in the folder of games"):
-                    environment.reset(name)
-        finally:
-            environment.close()
+        environment = opened(AlfWorld, data=data, python=PYTHON, processes=1)
+        environment.reset(**row)
+        content = json.loads((folder / FOLDER / row["game"] / "game.tw-pddl").read_text())
+        results = [environment.action(action) for action in content["walkthrough"]]
+        assert [isinstance(result, Finish) for result in results] == [False] * (len(results) - 1) + [True]
+        assert environment.reward()["success"] == 1.0
+        with pytest.raises(ValueError, match=r"game: got 'train/none', and there is no file /.*/train/none/ga"):
+            environment.reset("train/none")
+        for name in (f"../{FOLDER}/{row['game']}", str(folder / FOLDER / row["game"])):
+            with pytest.raises(ValueError, match=r"there is no file .* in the folder of games"):
+                environment.reset(name)
 
 
 def test_what_the_published_loader_leaves_out_is_left_out(folder: Path) -> None:
@@ -140,5 +140,4 @@ def test_what_the_published_loader_leaves_out_is_left_out(folder: Path) -> None:
         assert only["task_type"] == "pick_cool_then_place_in_recep"
     finally:
         for name in added:
-            for file in (folder / FOLDER / name).iterdir():
-                file.unlink()
+            shutil.rmtree(folder / FOLDER / name)

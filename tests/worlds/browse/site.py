@@ -80,7 +80,6 @@ async def site(routes: dict[str, Handler | str | Path], address: str = PUBLIC) -
 
 
 def redirect(target: str, status: int = 302) -> Handler:
-    """Return a handler that redirects."""
 
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={"Location": target})
@@ -89,7 +88,6 @@ def redirect(target: str, status: int = 302) -> Handler:
 
 
 def status(code: int, headers: dict[str, str] | None = None) -> Handler:
-    """Return a handler that answers with a status."""
 
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=code, headers=headers)
@@ -99,6 +97,5 @@ def status(code: int, headers: dict[str, str] | None = None) -> Handler:
 
 @pytest.fixture
 def public_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat PUBLIC as an address of the internet."""
     real = addresses.is_public
     monkeypatch.setattr(addresses, "is_public", lambda address: str(address) == PUBLIC or real(address))

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
-from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from agentfactory.worlds.browse.browse import Browse
 from tests.worlds.browse.site import PAGES, PRIVATE, Handler, Site, site, status
+from tests.worlds.opening import Open, tools_of
 
 pytestmark = pytest.mark.processes
 LONG = "".join(f"<p>Paragraph {number} of a long page.</p>" for number in range(1000))
@@ -28,28 +27,17 @@ async def in_windows_1252(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def atlas(**further: Handler | str) -> AsyncIterator[Site]:
-    """Serve the corpus of pages, and `further` ones."""
-    routes: dict[str, Handler | str | Path] = {
-        f"/{path.relative_to(PAGES)}": path for path in PAGES.rglob("*") if path.is_file()
-    }
-    routes |= {"/long": LONG, "/people/halvard.html": in_windows_1252} | {
-        f"/{name}": route for name, route in further.items()
-    }
+    files = [path for path in PAGES.rglob("*") if path.is_file()]
+    routes: dict[str, Any] = {f"/{path.relative_to(PAGES)}": path for path in files}
+    routes |= {"/long": LONG, "/people/halvard.html": in_windows_1252}
+    routes |= {f"/{name}": route for name, route in further.items()}
     async with site(routes, PRIVATE) as served:
         yield served
 
 
 @pytest.fixture
-async def browsers() -> AsyncIterator[Callable[..., Browse]]:
-    made: list[Browse] = []
-
-    def make(served: Site, **options: Any) -> Browse:
-        made.append(Browse(allow_hosts=[f"127.0.0.1:{served.port}"], **options))
-        return made[-1]
-
-    yield make
-    for browser in made:
-        await browser.close()
+def browsers(opened: Open) -> Callable[..., Browse]:
+    return lambda served, **options: opened(Browse, allow_hosts=[f"127.0.0.1:{served.port}"], **options)
 
 
 async def test_a_walk_through_the_atlas(browsers: Callable[..., Browse]) -> None:
@@ -58,9 +46,8 @@ async def test_a_walk_through_the_atlas(browsers: Callable[..., Browse]) -> None
         browser = browsers(served)
         opened = await browser.browse(f"{address}/index.html")
         assert opened["opened"] == f"{address}/index.html"
-        assert opened["observation"].startswith(
-            f"{address}/index.html\nAtlas of the Sund (page 1 of 1)\n\n# Atlas of the Sund"
-        )
+        seen = f"{address}/index.html\nAtlas of the Sund (page 1 of 1)\n\n# Atlas of the Sund"
+        assert opened["observation"].startswith(seen)
         assert "[Karsund][1]" in opened["observation"]
         assert "built by [Halvard Øye][1]" in " ".join((await browser.follow(1))["observation"].split())
         halvard = await browser.follow(1)
@@ -114,29 +101,22 @@ async def test_a_page_that_fails_leaves_the_current_one(browsers: Callable[..., 
             await browser.back()
 
 
-async def test_pages_come_from_the_cache_of_another_run(tmp_path: Path) -> None:
+async def test_pages_come_from_the_cache_of_another_run(
+    tmp_path: Path, browsers: Callable[..., Browse], opened: Open
+) -> None:
     cache = str(tmp_path / "cache")
     async with atlas() as served:
         address = f"http://127.0.0.1:{served.port}/karsund.html"
         first = Browse(allow_hosts=[f"127.0.0.1:{served.port}"], cache=cache)
         shown = await first.browse(address)
         await first.close()
-        second = Browse(allow_hosts=[f"127.0.0.1:{served.port}"], cache=cache)
+        second = browsers(served, cache=cache)
         assert await second.browse(address) == shown
         assert second.gauges() == {"cache_hits": 1.0, "cache_misses": 0.0}
         assert served.requests.count("/karsund.html") == 1
-        strict = Browse(cache=cache)  # as in a recipe that does not allow this host
+        strict = opened(Browse, cache=cache)  # as in a recipe that does not allow this host
         with pytest.raises(Exception, match="not in the public internet"):
             await strict.browse(address)
-        for browser in (second, strict):
-            await browser.close()
-
-
-@asynccontextmanager
-async def toolset(options: dict[str, Any]) -> AsyncIterator[Toolset]:
-    servers = {"browse": {"module": "browse", "options": options}}
-    async with open_toolset(ToolsRecipe.model_validate({"mcp_servers": servers}), Path.cwd()) as opened:
-        yield opened
 
 
 async def ask(session: ToolSession, name: str, **arguments: Any) -> ToolResult:
@@ -146,7 +126,7 @@ async def ask(session: ToolSession, name: str, **arguments: Any) -> ToolResult:
 async def test_chains_through_the_toolset(tmp_path: Path) -> None:
     async with (
         atlas(down=status(500)) as served,
-        toolset({"allow_hosts": [f"127.0.0.1:{served.port}"], "cache": str(tmp_path)}) as tools,
+        tools_of("browse", allow_hosts=[f"127.0.0.1:{served.port}"], cache=str(tmp_path)) as tools,
     ):
         address = f"http://127.0.0.1:{served.port}"
         assert [spec.name for spec in tools.specs] == ["browse", "follow", "page", "find_on_page", "back"]
@@ -160,7 +140,7 @@ async def test_chains_through_the_toolset(tmp_path: Path) -> None:
             assert refused.content == "PageError: '127.0.0.1' is not in the public internet, so it is not opened."
             assert (await ask(two, "browse", url=f"{address}/index.html")).content == first.content
             gauges = await tools.gauges()
-            assert gauges["environments/browse/cache_hits"] == 1.0
-            assert gauges["environments/browse/cache_misses"] == 1.0
+            assert gauges["environments/it/cache_hits"] == 1.0
+            assert gauges["environments/it/cache_misses"] == 1.0
             with pytest.raises(ToolInfrastructureError, match="cannot serve it now"):
                 await ask(two, "browse", url=f"{address}/down")

@@ -31,10 +31,7 @@ def test_a_page_is_its_content_with_numbered_links() -> None:
         "Notes: [plain text][4], [elsewhere][5], by mail, up."
     )
     assert page.links == (
-        f"{SITE}karsund.html",
-        f"{SITE}veidnes.html",
-        f"{SITE}people/halvard.html",
-        f"{SITE}notes.txt",
+        *(f"{SITE}karsund.html", f"{SITE}veidnes.html", f"{SITE}people/halvard.html", f"{SITE}notes.txt"),
         "https://example.org/",
     )
 
@@ -42,15 +39,8 @@ def test_a_page_is_its_content_with_numbered_links() -> None:
 def test_structure_becomes_markdown() -> None:
     page = read("karsund.html")
     for part in (
-        "# Karsund",
-        "the *Sund*",
-        "| Year | Inhabitants |",
-        "| 1950 | 3,877 |",
-        "1. the harbour",
-        "old quay",
-        "2. the church",
-        "```\nferry 07:15\nferry 19:40\n```",
-        "The lighthouse in 1931",
+        *("# Karsund", "the *Sund*", "| Year | Inhabitants |", "| 1950 | 3,877 |", "1. the harbour", "old quay"),
+        *("2. the church", "```\nferry 07:15\nferry 19:40\n```", "The lighthouse in 1931"),
         "[Back to the **atlas**][2]",
     ):
         assert part in page.text
@@ -94,7 +84,6 @@ def test_charsets(content: bytes, charset: str | None, text: str) -> None:
 
 
 def pdf(text: str) -> bytes:
-    """Return a PDF with one line of text."""
     stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",

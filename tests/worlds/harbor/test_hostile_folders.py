@@ -19,10 +19,9 @@ from agentfactory.base.processes import environment
 from agentfactory.worlds.harbor.harbor import Harbor
 from tests.command_line_agents import call
 from tests.scripted_chains import scripted_chains
-from tests.worlds.harbor.test_harbor import STANDARD, make, rows
+from tests.worlds.harbor.test_harbor import NO_REWARD, STANDARD, make, opened, rows
 
 CONTENT, SECRET = "what-the-machine-holds", "planted-key-of-the-machine"
-NO_REWARD = {"reward": 0.0, "success": 0.0, "no_reward": 1.0}
 WRITE = """for f; do
 chmod 777 "$f"; if [ -d "$f" ]; then echo made > "$f/made"; elif [ ! -p "$f" ]; then echo changed >> "$f"; fi
 done"""
@@ -44,14 +43,21 @@ class Place:
             folder.chmod(0o777)
 
     def write(self, path: str | Path, text: str = "x") -> Path:
-        """Write a file of the task, or of another place."""
         path = self.task / path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
 
+    def file(self, path: str | Path, text: str = "x", mode: int | None = None, size: int | None = None) -> "Place":
+        """Write a file, of this mode, and sparse if its size is given."""
+        path = self.write(path, text)
+        if mode is not None:
+            path.chmod(mode)
+        if size is not None:
+            os.truncate(path, size)
+        return self
+
     def link(self, path: str | Path, target: str | Path) -> "Place":
-        """Put a link in place of a file or folder of the task."""
         path = self.task / path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -61,39 +67,84 @@ class Place:
 
     def copies(self, *lines: str, workdir: str = "/app") -> "Place":
         """Write the Dockerfile."""
-        self.write("environment/Dockerfile", "\n".join(("FROM ubuntu:24.04", f"WORKDIR {workdir}", *lines)))
-        return self
+        return self.file("environment/Dockerfile", "\n".join(("FROM ubuntu:24.04", f"WORKDIR {workdir}", *lines)))
 
     def tests(self, *lines: str) -> "Place":
-        """Write the tests."""
-        self.write("tests/test.sh", "\n".join(("#!/bin/bash", *lines)))
+        return self.file("tests/test.sh", "\n".join(("#!/bin/bash", *lines)))
+
+    def settings(self, text: str) -> "Place":
+        return self.file("task.toml", text)
+
+    def variable(self, section: str, value: str) -> "Place":
+        """Set a variable, which the tests print and save."""
+        self.settings(f"[{section}]\nenv = {{KEY = {value}}}\n")
+        return self.tests("echo $KEY; env; env > /app/env; echo 0 > /logs/verifier/reward.txt")
+
+    def inner_links(self) -> "Place":
+        """Links that stay in the task folder, and lead outside from where they are copied to."""
+        outside = "../" * 6 + str(self.outside).lstrip("/")
+        self.link("environment/a/b/c/d/e/out", outside).link("environment/a/b/c/d/e/file", f"{outside}/file")
+        return self.file("environment/evil")
+
+    def root_link(self, target: str | Path) -> "Place":
+        """Make /app of the image's root file system a link."""
+        return self.link(self.root / "app", target).file("environment/evil")
+
+    def pipe(self, path: str) -> "Place":
+        (self.task / path).unlink(missing_ok=True)
+        os.mkfifo(self.task / path)
         return self
 
 
+def a_socket(p: Place) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(p.task / "environment/socket"))
+    p.copies("COPY . .")
+
+
+def a_device(p: Place) -> None:
+    try:
+        os.mknod(p.task / "environment/zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
+    except PermissionError:
+        p.link("environment/zero", "/dev/zero")
+        pytest.skip("only root makes devices")
+    p.copies("COPY zero .")
+
+
+def another_name_of_a_file_outside(p: Place) -> None:
+    # it is the folder's own content, whose mode and bytes stay
+    os.link(p.write(p.outside / "shared"), p.task / "environment/shared")
+    p.copies("COPY --chmod=777 shared /app/shared", "COPY Dockerfile /app/shared")
+
+
+def names_of_any_bytes(p: Place) -> None:
+    for name in (b"new\nline", b"\xff\xfe", b"\x1b[31mred", b"-rf", b" "):
+        (p.task / "environment" / os.fsdecode(name)).write_text("x")
+    p.copies("COPY . /app/odd")
+
+
+def a_task_by_a_link(p: Place) -> None:
+    p.task.rename(p.outside.parent / "elsewhere")
+    p.task.symlink_to("../elsewhere")
+
+
+LINK = "is a link, which is not followed"
+NOT_NAMED = "env.KEY: the recipe does not name the variable PLANTED"
+DATA, VERIFIER = "environment/data", "/logs/verifier"
 CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
-    "a_link_to_a_file": (
+    # sources of COPY
+    "link_to_file": (
         "environment: environment/data leads out of .*; fix: put the file itself there",
-        lambda p: p.link("environment/data", p.outside / "file").copies("COPY data ."),
+        lambda p: p.link(DATA, p.outside / "file").copies("COPY data ."),
     ),
-    "a_relative_link": (
-        "leads out of ",
-        lambda p: p.link("environment/data", "../../../outside/file").copies("COPY data ."),
-    ),
-    "a_link_to_a_folder": (
-        "leads out of ",
-        lambda p: p.link("environment/data", p.outside).copies("COPY data /app/data"),
-    ),
-    "a_link_on_the_way": (
-        "leads out of ",
-        lambda p: p.link("environment/data", p.outside).copies("COPY data/folder/file ."),
-    ),
-    "a_chain_of_links": (
+    "relative_link": ("leads out of ", lambda p: p.link(DATA, "../../../outside/file").copies("COPY data .")),
+    "link_to_folder": ("leads out of ", lambda p: p.link(DATA, p.outside).copies("COPY data /app/data")),
+    "link_on_the_way": ("leads out of ", lambda p: p.link(DATA, p.outside).copies("COPY data/folder/file .")),
+    "chain_of_links": (
         "leads out of ",
         lambda p: (
-            p.link("environment/a", "b")
-            .link("environment/b", "below/../c")
-            .link("environment/c", p.outside)
-            .copies("COPY a /app/a")
+            p.link("environment/a", "b").link("environment/b", "below/../c").link("environment/c", p.outside),
+            p.copies("COPY a /app/a"),
         ),
     ),
     "links_in_a_circle": (
@@ -104,15 +155,48 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
         "environment/deep/link leads out of ",
         lambda p: p.link("environment/deep/link", p.outside / "file").copies("COPY --chmod=777 deep /app/deep"),
     ),
-    "a_source_above": (
-        r"COPY \.\./\.\./\.\./outside/file: there is no such file",
+    "source_above": (
+        "COPY ../../../outside/file: there is no such file",
         lambda p: p.copies("COPY ../../../outside/file ."),
     ),
-    "a_pattern_through_a_link": (
-        "leads out of ",
-        lambda p: p.link("environment/data", p.outside).copies("COPY */file ."),
+    "pattern_through_a_link": ("leads out of ", lambda p: p.link(DATA, p.outside).copies("COPY */file .")),
+    "link_within_the_folder": (
+        f"environment/inner {LINK}; fix: put the file",
+        lambda p: p.file("environment/own/file").link("environment/inner", "own").copies("COPY inner/file ."),
     ),
-    "a_reserved_target_in_other_words": (
+    "link_as_the_context": (
+        f"environment: it {LINK}",
+        lambda p: p.file(p.outside / "Dockerfile", STANDARD).link("environment", p.outside),
+    ),
+    "pipe": ("pipe is a FIFO; fix: replace it", lambda p: p.pipe("environment/pipe").copies("COPY pipe .")),
+    "socket": ("socket is a socket; fix: ", a_socket),
+    "device": ("zero is a device; fix: ", a_device),
+    "sparse_file_of_a_terabyte": (
+        "more than .* has left; fix: make them smaller, or set TMPDIR|does not fit: a chain has room for",
+        lambda p: p.file("environment/huge", size=1 << 40).copies("COPY huge ."),
+    ),
+    "more_than_the_disk_limit": (
+        "does not fit: a chain has room for 8 MiB of copies; fix: make it smaller",
+        lambda p: (
+            p.file("environment/huge", size=3 << 20).settings("[environment]\nstorage_mb = 8\n"),
+            p.copies(*["COPY huge ."] * 4),
+        ),
+    ),
+    "files_without_end": (
+        "does not fit: ",
+        lambda p: (
+            [p.file(f"environment/many/{number}", "") for number in range(600)],
+            p.settings("[environment]\nstorage_mb = 2\n").copies("COPY many /app/many"),
+        ),
+    ),
+    "folders_without_end": (
+        "is more than 64 folders deep; fix: delete it",
+        lambda p: p.file(f"environment/{'d/' * 80}file").copies("COPY d /app/d"),
+    ),
+    "another_name_of_a_file_outside": ("", another_name_of_a_file_outside),
+    "names_of_any_bytes": ("", names_of_any_bytes),
+    # targets of COPY, and WORKDIR
+    "reserved_target_in_other_words": (
         "COPY to /tests: this path is reserved",
         lambda p: p.copies("COPY Dockerfile //app/..//tests/"),
     ),
@@ -120,317 +204,129 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
         "--chmod=4755; fix: give the permissions in three octal digits",
         lambda p: p.copies("COPY --chmod=4755 Dockerfile /app/x"),
     ),
-    "a_workdir_above": ("", lambda p: p.copies(workdir=f"../../../../..{p.outside}")),
-    "a_workdir_of_the_kernel": (
+    "setuid_by_its_mode": ("", lambda p: p.file("environment/tool", mode=0o6777).copies("COPY tool /app/tool")),
+    "workdir_above": ("", lambda p: p.copies(workdir=f"../../../../..{p.outside}")),
+    "workdir_of_the_kernel": (
         "environment/Dockerfile: WORKDIR /proc/self: this path is reserved",
         lambda p: p.copies(workdir="/app/../proc/self"),
     ),
-    "an_instruction_by_a_link": (
-        "instruction.md: it is a link, which is not followed",
+    "target_below_a_copied_link": (
+        f"out {LINK}",
+        lambda p: p.inner_links().copies("COPY a/b/c/d/e /app/", "COPY evil /app/out/evil"),
+    ),
+    "target_that_is_a_copied_link": (
+        f"file {LINK}",
+        lambda p: p.inner_links().copies("COPY a/b/c/d/e /app/", "COPY evil /app/file"),
+    ),
+    "workdir_below_a_copied_link": (
+        f"out {LINK}",
+        lambda p: p.inner_links().settings("[environment]\nworkdir = '/app/out/made'\n").copies("COPY a/b/c/d/e /app/"),
+    ),
+    "target_above": (
+        "",
+        lambda p: p.file("environment/evil").copies(
+            "COPY evil /app/../../../../../opt/evil", "COPY evil ../../../../../../srv/evil"
+        ),
+    ),
+    # links in the root file system
+    "root_with_an_absolute_link": ("", lambda p: p.root_link(p.outside)),
+    "root_with_a_relative_link": ("", lambda p: p.root_link("../outside")),
+    "root_with_a_circle": ("leads to itself", lambda p: p.root_link("app")),
+    "workdir_above_the_root": (
+        "",
+        lambda p: p.root_link("usr").copies("COPY evil ../../../outside/folder/", workdir="/app/../../outside"),
+    ),
+    "target_through_a_link_of_the_root": (
+        "",
+        lambda p: p.root_link(p.outside).copies("COPY --chmod=777 evil /app/folder/file", "COPY evil /app/evil"),
+    ),
+    "root_that_leads_to_where_bwrap_keeps_the_machine": (
+        "",
+        lambda p: p.root_link(f"../oldroot{p.outside}").copies(workdir="/app/made/by/bwrap"),
+    ),
+    # files of the format
+    "task_by_a_link": (f"task.toml: the task's folder {LINK}", a_task_by_a_link),
+    "instruction_by_a_link": (
+        f"instruction.md: it {LINK}",
         lambda p: p.link("instruction.md", p.outside / "instruction.md"),
     ),
-    "settings_by_a_link": (
-        "task.toml: it is a link, which is not followed",
-        lambda p: p.link("task.toml", p.outside / "task.toml"),
-    ),
-    "tests_by_a_link": ("tests: it is a link, which is not followed", lambda p: p.link("tests", p.outside)),
-    "a_test_by_a_link": (
-        "tests: tests/test.sh leads out of ",
-        lambda p: p.link("tests/test.sh", p.outside / "test.sh"),
-    ),
-    "a_solution_by_a_link": (
+    "settings_by_a_link": (f"task.toml: it {LINK}", lambda p: p.link("task.toml", p.outside / "task.toml")),
+    "tests_by_a_link": (f"tests: it {LINK}", lambda p: p.link("tests", p.outside)),
+    "test_by_a_link": ("tests/test.sh leads out of ", lambda p: p.link("tests/test.sh", p.outside / "test.sh")),
+    "solution_by_a_link": (
         "solution: solution/solve.sh leads out of ",
         lambda p: p.link("solution/solve.sh", p.outside / "solve.sh"),
+    ),
+    "instruction_without_end": ("instruction.md: it is a FIFO", lambda p: p.pipe("instruction.md")),
+    "instruction_of_a_terabyte": (
+        "instruction.md: it has more than 262,144 bytes",
+        lambda p: p.file("instruction.md", size=1 << 40),
     ),
     "variables_that_double": (
         "environment/Dockerfile: its variables expand to more than 1 MiB",
         lambda p: p.copies("ENV A=xx", *["ENV A=$A$A"] * 60),
     ),
-    "a_source_without_end": (
+    "source_without_end": (
         "environment/Dockerfile, line 3: it cannot be read: it has a path of 5001 characters",
         lambda p: p.copies(f"COPY {'d' * 5000} ."),
     ),
-    "a_path_that_grows": (
+    "path_that_grows": (
         "environment/Dockerfile: it has a path of ",
         lambda p: p.copies(*["WORKDIR " + "d" * 200] * 40),
     ),
-    "a_variable_put_together_by_the_dockerfile": (
+    "workdir_without_end": (
+        "environment/Dockerfile: WORKDIR: it has a path of ",
+        lambda p: p.settings(f"[environment]\nworkdir = '{'d/' * 5000}'\n"),
+    ),
+    "settings_nested_without_end": ("task.toml: it is not TOML", lambda p: p.settings(f"metadata = {'[' * 5000}")),
+    "number_without_end": (
+        "environment.memory_mb: got 10000.*; fix: give a number above 0",
+        lambda p: p.settings(f"[environment]\nmemory_mb = 1{'0' * 400}\n"),
+    ),
+    "time_without_end": (
+        "verifier.timeout_sec: got inf; fix: give a number above 0",
+        lambda p: p.settings("[verifier]\ntimeout_sec = inf\n"),
+    ),
+    # variables
+    "variable_of_the_machine_for_all": (
+        f"environment.{NOT_NAMED}; fix: add it .*: env: .PLANTED.",
+        lambda p: p.variable("environment", "'${PLANTED}'"),
+    ),
+    "variable_of_the_machine_for_tests": (
+        f"verifier.{NOT_NAMED}",
+        lambda p: p.variable("verifier", "'x${PLANTED:-d}${PLANTED}'"),
+    ),
+    "variable_of_the_machine_for_the_solution": (
+        f"solution.{NOT_NAMED}",
+        lambda p: p.variable("solution", "'${PLANTED}'"),
+    ),
+    "variable_with_a_default": ("", lambda p: p.variable("environment", "'${PLANTED:-default}'")),
+    "variable_in_a_default": ("", lambda p: p.variable("environment", "'${NONE:-${PLANTED}}'")),
+    "variable_put_together_by_the_dockerfile": (
         "",
         lambda p: p.copies("ENV D=$", "ENV KEY=$D{PLANTED} B='\\${PLANTED}' C=${PLANTED}"),
+    ),
+    "arguments_of_bwrap_in_a_value": (
+        "environment.env: got .*; fix: correct it",
+        lambda p: p.variable("environment", json.dumps(f"x\0--bind\0{p.outside}\0/srv")),
     ),
     "arguments_of_bwrap_in_the_dockerfile": (
         "environment/Dockerfile: it has a null character",
         lambda p: p.copies(f'ENV KEY="x\0--bind\0{p.outside}\0/srv"'),
     ),
-    "a_reward_by_a_link": ("", lambda p: p.tests(f"ln -s {p.outside}/folder/reward.txt /logs/verifier/reward.txt")),
-    "a_reward_by_a_pipe": (
-        "",
-        lambda p: p.tests("mkfifo /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"),
-    ),
-    "a_reward_by_a_folder": (
-        "",
-        lambda p: p.tests("mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"),
-    ),
-    "a_reward_of_a_gigabyte": ("", lambda p: p.tests("truncate -s 1G /logs/verifier/reward.json")),
-    "a_folder_of_links_for_the_next_step": (
+    # what the tests leave
+    "reward_by_a_link": ("", lambda p: p.tests(f"ln -s {p.outside}/folder/reward.txt {VERIFIER}/reward.txt")),
+    "reward_by_a_pipe": ("", lambda p: p.tests(f"mkfifo {VERIFIER}/reward.json; echo 1 > {VERIFIER}/reward.txt")),
+    "reward_by_a_folder": ("", lambda p: p.tests(f"mkdir {VERIFIER}/reward.json; echo 1 > {VERIFIER}/reward.txt")),
+    "reward_of_a_gigabyte": ("", lambda p: p.tests(f"truncate -s 1G {VERIFIER}/reward.json")),
+    "folder_of_links_for_the_next_step": (
         "",
         lambda p: p.tests(
             f"rm -rf /app/*; for n in tests verifier solution 0 1 2; do ln -s {p.outside} /app/$n; done; chmod 0 /app"
         ),
     ),
 }
-"""The folders by name, each with the error that refuses it; "" if it is played. Others are added below."""
-
-
-def case(told: str = "") -> Callable[[Callable[[Place], None]], None]:
-    def add(build: Callable[[Place], None]) -> None:
-        CASES[build.__name__] = (told, build)
-
-    return add
-
-
-# sources of COPY
-
-
-@case("environment/inner is a link, which is not followed; fix: put the file")
-def a_link_within_the_folder_as_a_source(p: Place) -> None:
-    p.write("environment/own/file")
-    p.link("environment/inner", "own")
-    p.copies("COPY inner/file .")
-
-
-@case("environment: it is a link, which is not followed")
-def a_link_as_the_context(p: Place) -> None:
-    p.write(p.outside / "Dockerfile", STANDARD)
-    p.link("environment", p.outside)
-
-
-@case("pipe is a FIFO; fix: replace it, or delete it")
-def a_pipe(p: Place) -> None:
-    os.mkfifo(p.task / "environment/pipe")
-    p.copies("COPY pipe .")
-
-
-@case("socket is a socket; fix: ")
-def a_socket(p: Place) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(p.task / "environment/socket"))
-    p.copies("COPY . .")
-
-
-@case("zero is a device; fix: ")
-def a_device(p: Place) -> None:
-    try:
-        os.mknod(p.task / "environment/zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
-    except PermissionError:
-        p.link("environment/zero", "/dev/zero")
-        pytest.skip("only root makes devices")
-    p.copies("COPY zero .")
-
-
-@case("more than .* has left; fix: make them smaller, or set TMPDIR|does not fit: a chain has room for")
-def a_sparse_file_of_a_terabyte(p: Place) -> None:
-    os.truncate(p.write("environment/huge"), 1 << 40)
-    p.copies("COPY huge .")
-
-
-@case("does not fit: a chain has room for 8 MiB of copies; fix: make it smaller")
-def more_than_the_disk_limit(p: Place) -> None:
-    os.truncate(p.write("environment/huge"), 3 << 20)
-    p.write("task.toml", "[environment]\nstorage_mb = 8\n")
-    p.copies(*["COPY huge ."] * 4)
-
-
-@case("does not fit: ")
-def files_without_end(p: Place) -> None:
-    for number in range(600):
-        p.write(f"environment/many/{number}", "")
-    p.write("task.toml", "[environment]\nstorage_mb = 2\n")
-    p.copies("COPY many /app/many")
-
-
-@case("is more than 64 folders deep; fix: delete it")
-def folders_without_end(p: Place) -> None:
-    p.write("environment/" + "d/" * 80 + "file")
-    p.copies("COPY d /app/d")
-
-
-@case()
-def another_name_of_a_file_outside(p: Place) -> None:
-    # it is the folder's own content, whose mode and bytes stay
-    os.link(p.write(p.outside / "shared"), p.task / "environment/shared")
-    p.copies("COPY --chmod=777 shared /app/shared", "COPY Dockerfile /app/shared")
-
-
-@case()
-def names_of_any_bytes(p: Place) -> None:
-    for name in (b"new\nline", b"\xff\xfe", b"\x1b[31mred", b"-rf", b" "):
-        (p.task / "environment" / os.fsdecode(name)).write_text("x")
-    p.copies("COPY . /app/odd")
-
-
-# targets of COPY, and WORKDIR
-
-
-def _with_links(p: Place) -> None:
-    """Links that stay in the task folder, and lead outside from where they are copied to."""
-    outside = "../" * 6 + str(p.outside).lstrip("/")
-    p.link("environment/a/b/c/d/e/out", outside)
-    p.link("environment/a/b/c/d/e/file", f"{outside}/file")
-    p.write("environment/evil")
-
-
-@case("out is a link, which is not followed")
-def a_target_below_a_copied_link(p: Place) -> None:
-    _with_links(p)
-    p.copies("COPY a/b/c/d/e /app/", "COPY evil /app/out/evil")
-
-
-@case("file is a link, which is not followed")
-def a_target_that_is_a_copied_link(p: Place) -> None:
-    _with_links(p)
-    p.copies("COPY a/b/c/d/e /app/", "COPY evil /app/file")
-
-
-@case("out is a link, which is not followed")
-def a_workdir_below_a_copied_link(p: Place) -> None:
-    _with_links(p)
-    p.write("task.toml", "[environment]\nworkdir = '/app/out/made'\n")
-    p.copies("COPY a/b/c/d/e /app/")
-
-
-@case()
-def a_target_above(p: Place) -> None:
-    p.write("environment/evil")
-    p.copies("COPY evil /app/../../../../../opt/evil", "COPY evil ../../../../../../srv/evil")
-
-
-@case()
-def setuid_by_its_mode(p: Place) -> None:
-    p.write("environment/tool").chmod(0o6777)
-    p.copies("COPY tool /app/tool")
-
-
-# links in the root file system
-
-
-def _in_root(p: Place, target: str | Path) -> None:
-    p.link(p.root / "app", target)
-    p.write("environment/evil")
-
-
-@case()
-def a_root_with_an_absolute_link(p: Place) -> None:
-    _in_root(p, p.outside)
-
-
-@case()
-def a_workdir_above_the_root(p: Place) -> None:
-    _in_root(p, "usr")
-    p.copies("COPY evil ../../../outside/folder/", workdir="/app/../../outside")
-
-
-@case()
-def a_root_with_a_relative_link(p: Place) -> None:
-    _in_root(p, "../outside")
-
-
-@case()
-def a_target_through_a_link_of_the_root(p: Place) -> None:
-    _in_root(p, p.outside)
-    p.copies("COPY --chmod=777 evil /app/folder/file", "COPY evil /app/evil")
-
-
-@case()
-def a_root_that_leads_to_where_bwrap_keeps_the_machine(p: Place) -> None:
-    _in_root(p, f"../oldroot{p.outside}")
-    p.copies(workdir="/app/made/by/bwrap")
-
-
-@case("leads to itself")
-def a_root_with_a_circle(p: Place) -> None:
-    _in_root(p, "app")
-
-
-# files of the format
-
-
-@case("task.toml: the task's folder is a link, which is not followed")
-def a_task_by_a_link(p: Place) -> None:
-    p.task.rename(p.outside.parent / "elsewhere")
-    p.task.symlink_to("../elsewhere")
-
-
-@case("instruction.md: it is a FIFO")
-def an_instruction_without_end(p: Place) -> None:
-    (p.task / "instruction.md").unlink()
-    os.mkfifo(p.task / "instruction.md")
-
-
-@case("instruction.md: it has more than 262,144 bytes")
-def an_instruction_of_a_terabyte(p: Place) -> None:
-    os.truncate(p.task / "instruction.md", 1 << 40)
-
-
-@case("environment/Dockerfile: WORKDIR: it has a path of ")
-def a_workdir_without_end(p: Place) -> None:
-    p.write("task.toml", f"[environment]\nworkdir = '{'d/' * 5000}'\n")
-
-
-@case("task.toml: it is not TOML")
-def settings_nested_without_end(p: Place) -> None:
-    p.write("task.toml", f"metadata = {'[' * 5000}")
-
-
-@case(r"environment\.memory_mb: got 10000.*; fix: give a number above 0")
-def a_number_without_end(p: Place) -> None:
-    p.write("task.toml", f"[environment]\nmemory_mb = 1{'0' * 400}\n")
-
-
-@case(r"verifier\.timeout_sec: got inf; fix: give a number above 0")
-def a_time_without_end(p: Place) -> None:
-    p.write("task.toml", "[verifier]\ntimeout_sec = inf\n")
-
-
-# variables
-
-
-def _with_env(p: Place, section: str, value: str) -> None:
-    p.write("task.toml", f"[{section}]\nenv = {{KEY = {value}}}\n")
-    p.tests("echo $KEY; env; env > /app/env; echo 0 > /logs/verifier/reward.txt")
-
-
-@case(r"environment\.env\.KEY: the recipe does not name the variable PLANTED; fix: add it .*: env: \[PLANTED\]")
-def a_variable_of_the_machine_for_all(p: Place) -> None:
-    _with_env(p, "environment", "'${PLANTED}'")
-
-
-@case(r"verifier\.env\.KEY: the recipe does not name the variable PLANTED")
-def a_variable_of_the_machine_for_tests(p: Place) -> None:
-    _with_env(p, "verifier", "'x${PLANTED:-d}${PLANTED}'")
-
-
-@case(r"solution\.env\.KEY: the recipe does not name the variable PLANTED")
-def a_variable_of_the_machine_for_the_solution(p: Place) -> None:
-    _with_env(p, "solution", "'${PLANTED}'")
-
-
-@case()
-def a_variable_with_a_default(p: Place) -> None:
-    _with_env(p, "environment", "'${PLANTED:-default}'")
-
-
-@case()
-def a_variable_in_a_default(p: Place) -> None:
-    _with_env(p, "environment", "'${NONE:-${PLANTED}}'")
-
-
-@case(r"environment\.env: got .*; fix: correct it")
-def arguments_of_bwrap_in_a_value(p: Place) -> None:
-    _with_env(p, "environment", json.dumps(f"x\0--bind\0{p.outside}\0/srv"))
-
-
-# what the tests leave
+"""The folders by name, each with the error that refuses it; "" if it is played."""
 
 
 @pytest.fixture
@@ -451,7 +347,6 @@ def state(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def contents(workspace: Path | None) -> Iterator[str]:
-    """The text of all files of a chain."""
     assert workspace is not None
     for path in workspace.rglob("*"):
         assert not path.is_symlink() or not path.lstat().st_mode & stat.S_ISUID
@@ -463,17 +358,13 @@ def contents(workspace: Path | None) -> Iterator[str]:
 
 async def played(row: dict[str, Any], seen: list[str]) -> None:
     """Play a task, and add all texts that it brings into the chain, or out of it, to `seen`."""
-    shell = Harbor()
     seen.append(json.dumps(row))
-    try:
-        await shell.reset(**row)
+    async with opened(row) as shell:
         seen += contents(shell.workspace)
         seen.append((await shell.shell(LOOK))["observation"])
         seen.append((await shell.solve()).stdout)
         seen.append(json.dumps(await shell.reward()))
         seen += contents(shell.workspace)
-    finally:
-        await shell.close()
 
 
 @pytest.mark.processes
@@ -495,7 +386,7 @@ async def test_a_hostile_folder_reaches_nothing_outside(name: str, place: Place)
     assert re.search(told, str(error)) if told else error is None, error
     assert state(place.outside.parent) == before
     assert not [text for text in (*seen, str(error)) if CONTENT in text or SECRET in text]
-    if name.startswith("a_reward"):
+    if name.startswith("reward"):
         assert json.dumps(NO_REWARD) in seen
 
 
@@ -515,7 +406,7 @@ async def test_a_folder_that_changes_after_the_check(place: Place) -> None:
 async def test_named_variables_reach_processes_and_nothing_that_is_saved(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.write("task.toml", "[environment]\nenv = {KEY = 'k=${PLANTED}'}\n[verifier]\nenv = {TOO = '${PLANTED}'}\n")
+    place.settings("[environment]\nenv = {KEY = 'k=${PLANTED}'}\n[verifier]\nenv = {TOO = '${PLANTED}'}\n")
     place.tests('echo "{\\"reward\\": ${#TOO}, \\"$KEY\\": ${#KEY}}" > /logs/verifier/reward.json; echo $TOO')
     environment.name_variables(["PLANTED"])
     row = rows(place.task.parent)["a-task"]
@@ -538,7 +429,7 @@ async def test_named_variables_reach_processes_and_nothing_that_is_saved(
 async def test_a_variable_that_is_named_but_missing_where_the_chain_runs_is_named(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.write("task.toml", "[verifier]\nenv = {TOO = '${PLANTED}'}\n")
+    place.settings("[verifier]\nenv = {TOO = '${PLANTED}'}\n")
     environment.name_variables(["PLANTED"])
     row = rows(place.task.parent)["a-task"]
     monkeypatch.delenv("PLANTED")

@@ -1,7 +1,6 @@
 """Python on the images of a chain, in real sandboxes."""
 
 from base64 import b64encode
-from collections.abc import AsyncIterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from PIL import Image
 
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.worlds.images.image_interpreter import ImageInterpreter
+from tests.worlds.opening import Open
 
 pytestmark = pytest.mark.processes
 
@@ -20,12 +20,11 @@ MIRROR = "from PIL import Image\npicture = Image.open('image_{}.png')\npicture.t
 
 
 @pytest.fixture
-async def tools(tmp_path: Path) -> AsyncIterator[ImageInterpreter]:
-    made = ImageInterpreter()
+async def tools(tmp_path: Path, opened: Open) -> ImageInterpreter:
+    made = opened(ImageInterpreter)
     Image.fromarray(PIXELS).save(path := tmp_path / "row.png")
     await made.reset([str(path)])
-    yield made
-    await made.close()
+    return made
 
 
 def shown(result: dict[str, Any]) -> np.ndarray:
@@ -51,9 +50,8 @@ async def test_images_are_files_and_saved_ones_get_numbers(tools: ImageInterpret
 async def test_what_other_tools_have_shown_is_a_file(tools: ImageInterpreter) -> None:
     file = BytesIO()
     Image.fromarray(PIXELS[::-1]).save(file, "PNG")
-    told = tools.take_images(
-        [f"data:image/png;base64,{b64encode(file.getvalue()).decode()}", "data:image/png;base64,a"]
-    )
+    content = b64encode(file.getvalue()).decode()
+    told = tools.take_images([f"data:image/png;base64,{content}", "data:image/png;base64,a"])
     assert told == ["Image 1 (90 x 70 pixels):", ""]
     assert np.array_equal(shown(await tools.python(MIRROR.format(1, "mirror.png"))), PIXELS[::-1, ::-1])
 
@@ -90,12 +88,9 @@ async def test_the_next_chain_finds_its_own_images_only(tools: ImageInterpreter)
     assert await tools.python(files) == {"observation": ["['image_0.png']"]}
 
 
-async def test_the_model_gets_images_in_its_size() -> None:
-    tools = ImageInterpreter()
+async def test_the_model_gets_images_in_its_size(opened: Open) -> None:
+    tools = opened(ImageInterpreter)
     rule = SizeRule(28, 4 * 28 * 28, 64 * 28 * 28)
-    try:
-        await tools.reset([Image.fromarray(PIXELS)], ModelView(Coordinates.RESIZED, rule).to_json())
-        result = await tools.python("from PIL import Image\nImage.new('RGB', (560, 280)).save('wide.jpg')")
-        assert shown(result).shape == (140, 308, 3)
-    finally:
-        await tools.close()
+    await tools.reset([Image.fromarray(PIXELS)], ModelView(Coordinates.RESIZED, rule).to_json())
+    result = await tools.python("from PIL import Image\nImage.new('RGB', (560, 280)).save('wide.jpg')")
+    assert shown(result).shape == (140, 308, 3)

@@ -28,14 +28,8 @@ def units(coordinates: str, size: Size) -> Size:
 
 
 def stated(pixels: list[float], coordinates: str, size: Size) -> list[float]:
-    """Pixels in the model's coordinates."""
     unit = units(coordinates, size)
     return [float(Fraction(pixel) * unit[axis % 2] / size[axis % 2]) for axis, pixel in enumerate(pixels)]
-
-
-def nearest(value: Fraction) -> int:
-    """Round half to even."""
-    return round(value)
 
 
 def cut(box: list[float], coordinates: str, size: Size) -> list[int] | None:
@@ -47,7 +41,7 @@ def cut(box: list[float], coordinates: str, size: Size) -> list[int] | None:
         first, last = max(first, Fraction(0)), min(last, Fraction(length))
         if first >= last:
             return None
-        start, end = nearest(first), nearest(last)
+        start, end = round(first), round(last)  # half to even
         if end - start < min(TOKEN, length):
             # the center stays, unless an edge of the image is in the way
             start = (start + end - min(TOKEN, length)) // 2
@@ -58,7 +52,6 @@ def cut(box: list[float], coordinates: str, size: Size) -> list[int] | None:
 
 
 def shown(pixels: np.ndarray) -> np.ndarray:
-    """An image as the model gets it."""
     height, width = smart_resize(*pixels.shape[:2], TOKEN, LEAST_PIXELS, MOST_PIXELS)
     if (height, width) == pixels.shape[:2]:
         return pixels
@@ -286,10 +279,6 @@ def test_mistakes_are_told() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_a_released_environment_has_forgotten_its_images() -> None:
-    tool = tools(np.zeros((100, 200, 3), dtype=np.uint8))
     tool.release()
     with pytest.raises(ValueError, match="there are no images"):
         tool.zoom([0, 0, 50, 50])

@@ -93,25 +93,19 @@ async def turn(session: ToolSession, *calls: tuple[str, dict[str, Any]]) -> list
 async def test_numbers_go_on_through_all_tools(first: str, tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
     names = sorted(["image_tools", "tools.py:Window"], key=lambda name: name != first)
-    recipe = ToolsRecipe.model_validate(
-        {
-            "tools": [*names, "tools.py:shots", "tools.py:broken"],
-            "mcp_servers": {
-                "here": {"module": "tools.py:camera", "prefix": "here_"},
-                "there": {"command": "python", "args": [str(tmp_path / "tools.py")], "prefix": "there_"},
-            },
-        }
-    )
+    servers = {
+        "here": {"module": "tools.py:camera", "prefix": "here_"},
+        "there": {"command": "python", "args": [str(tmp_path / "tools.py")], "prefix": "there_"},
+    }
+    named = {"tools": [*names, "tools.py:shots", "tools.py:broken"], "mcp_servers": servers}
+    recipe = ToolsRecipe.model_validate(named)
     task = {"images": [Image.fromarray(noise(0))], "model_view": ModelView(Coordinates.RELATIVE1000).to_json()}
     async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("c", task) as session:
         assert session.opening is not None
         assert shown(session.opening) == ["It opens.", "Image 1:", "*"]
         results = await turn(session, ("shots", {"first": 1, "second": 2}), ("here_photo", {}), ("there_photo", {}))
-        assert [shown(result.content) for result in results] == [
-            ["two:", "Image 2:", "*", "Image 3:", "*"],
-            ["Image 4:", "*"],
-            ["Image 5:", "*"],
-        ]
+        told = [shown(result.content) for result in results]
+        assert told == [["two:", "Image 2:", "*", "Image 3:", "*"], ["Image 4:", "*"], ["Image 5:", "*"]]
         # of 120 x 80 pixels
         half = {"bbox_2d": [0, 0, 500, 1000]}
         for number, seed in ((0, 0), (1, 10), (2, 1), (3, 2), (4, 20), (5, 20)):
@@ -143,11 +137,7 @@ async def test_a_model_zooms_into_what_another_tool_has_shown(tmp_path: Path) ->
     def call(name: str, **arguments: Any) -> str:
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
-    turns = [
-        call("look", width=300, height=200),
-        call("zoom", bbox_2d=[0, 0, 500, 500], img_idx=1),
-        "done",
-    ]
+    turns = [call("look", width=300, height=200), call("zoom", bbox_2d=[0, 0, 500, 500], img_idx=1), "done"]
     async with seeing(model, tmp_path, turns, tools=["looking.py:look", "image_tools"]) as chains:
         chain = await chains.run(images=[Image.fromarray(noise(0))])
         chains.check(chain)

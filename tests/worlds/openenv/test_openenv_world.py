@@ -103,9 +103,7 @@ async def test_a_full_server_refuses_one_chain_and_a_pool_makes_it_wait() -> Non
     async with LineServer(places=2).serve() as server:
         tasks = await rows(server)
         async with playing() as toolset, toolset.chain("a", tasks[0]), toolset.chain("b", tasks[1]):
-            with pytest.raises(
-                ToolInfrastructureError, match="no free session: Server at capacity; fix: raise the ser"
-            ):
+            with pytest.raises(ToolInfrastructureError, match="no free session: Server at capacity; fix: raise the"):
                 async with toolset.chain("c", tasks[2]):
                     pass
             with pytest.raises(SettingError, match=r"openenv\.url: got .* has no free session"):
@@ -210,11 +208,7 @@ async def test_a_chain_that_waits_for_its_model_answers_pings() -> None:
             r"openenv.reset: got .* refuses: no such map; fix: correct it",
         ),
         ({}, {"url": "127.0.0.1:8000"}, "openenv.url: got '127.0.0.1:8000', which is no address; fix: write it as"),
-        (
-            {},
-            {"url": "http://127.0.0.1:9"},
-            "openenv.url: got 'http://127.0.0.1:9': http.* does not answer: .*; fix",
-        ),
+        ({}, {"url": "http://127.0.0.1:9"}, "openenv.url: got 'http://127.0.0.1:9': http.* does not answer: .*; fix"),
     ],
 )
 async def test_a_source_names_the_field(
@@ -263,7 +257,6 @@ async def test_a_world_of_ours_is_played_by_its_address(tmp_path: Path, monkeypa
 
 @contextmanager
 def openenvs_server(python: str, places: int) -> Iterator[str]:
-    """Run OpenEnv's own server of an environment in `openenv_app.py`; yield its address."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, str(Path(__file__).with_name("openenv_app.py")), str(places)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -161,11 +161,6 @@ def test_held_out_tasks_differ(one_process: None) -> None:
             ".leg_counting.options.max_animal: it has no such option; fix: did you mean max_animals?",
         ),
         (
-            {"leg_counting": {"options": {"max_animals": -3}}},
-            ".leg_counting.options: got {'max_animals': -3}: AssertionError: max_animals must be >= min_animals; fix: "
-            "correct them; there are min_animals, max_animals, min_instances, max_instances",
-        ),
-        (
             {"leg_counting": {"options": {"seed": 3}}},
             ".leg_counting.options.seed: it is set for all data sets; fix: set reasoning_gym.seed",
         ),
@@ -191,14 +186,9 @@ def test_errors_name_the_field_and_the_fix(datasets: Any, told: str, one_process
 
 
 def test_fields_are_checked_at_once() -> None:
-    for wrong in (
-        {"datasets": ["gcd", "gcd"]},
-        {"datasets": []},
-        {"datasets": {"gcd": {"weigth": 1}}},
-        {"datasets": "gcd", "size": 0},
-    ):
+    for datasets in (["gcd", "gcd"], [], {"gcd": {"weigth": 1}}):
         with pytest.raises(ValidationError):
-            ReasoningGymTasks(**wrong)
+            ReasoningGymTasks(datasets=datasets)
     good = {"name": "gcd", "level": None, "options": {}, "seed": 0, "size": 1, "index": 0}
     ReasoningGym.check_data_row({"question": "?", "reasoning_gym": good}, False)
     for wrong in ({"name": "gcd"}, {**good, "name": 5}, {**good, "index": [1]}, {**good, "options": [1]}, "gcd"):
@@ -231,13 +221,7 @@ def perturbed(text: str) -> list[str]:
     changes = ["*| * ", "+| + ", " |", "1|2", "+|-", "*|/", "**|^", "/|//", "x|y"]
     changed = [text.replace(*change.split("|")) for change in changes]
     around = [
-        f"({text})",
-        f"-{text}",
-        f"{text}.",
-        f"{text}+0",
-        f"{text}*1",
-        f"{text} = 24",
-        f"1.0*{text}",
+        *(f"({text})", f"-{text}", f"{text}.", f"{text}+0", f"{text}*1", f"{text} = 24", f"1.0*{text}"),
         f"{text} + C",
     ]
     about = [f"The answer is {text}", f"'{text}'", f"[{text}]", text[:-1], text[::-1], text.upper(), f"{text}\n{text}"]

@@ -8,7 +8,7 @@ import pytest
 
 from agentfactory.base.messages import ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
-from agentfactory.worlds.scienceworld.jvms import Jvms
+from agentfactory.worlds.scienceworld.jvm import Jvms
 from agentfactory.worlds.scienceworld.published_tasks import resolved
 
 needs_java = pytest.mark.skipif(
@@ -26,7 +26,6 @@ QUICK = {
 
 
 def gold_path(jvms: Jvms, task: str, variation: int, simplifications: str = "easy") -> list[str]:
-    """Return actions that reach the score 100."""
     play = jvms.play(task, variation, resolved(simplifications, task), gold=True)
     try:
         return play.game.gold_path()
@@ -35,7 +34,6 @@ def gold_path(jvms: Jvms, task: str, variation: int, simplifications: str = "eas
 
 
 async def act(session: ToolSession, action: str) -> ToolResult:
-    """Take an action in a chain."""
     return await session.call(ToolCall("1", "act", {"action": action}))
 
 

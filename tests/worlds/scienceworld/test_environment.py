@@ -5,48 +5,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
-from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from agentfactory.tools.sessions.toolset import Toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.scienceworld import jvm as jvm_module
-from agentfactory.worlds.scienceworld import jvms as jvms_module
-from agentfactory.worlds.scienceworld.jvm import GameLost
-from agentfactory.worlds.scienceworld.jvms import Jvms
+from agentfactory.worlds.scienceworld.jvm import GameLost, Jvms
 from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, resolved
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
 from tests.server_process import only_loopback
 from tests.waiting import wait_for
+from tests.worlds.opening import Open, tools_of
 from tests.worlds.scienceworld.games import QUICK, act, follow, gold_path, needs_java
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended, needs_java]
-
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def opened() -> Iterator[Open]:
-    """Make objects that are closed when the test ends."""
-    made: list[Any] = []
-
-    def make(kind: Open, *arguments: Any, **options: Any) -> Any:
-        made.append(kind(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for one in reversed(made):
-        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +45,7 @@ def paths(jvms: Jvms) -> dict[str, list[str]]:
     return made
 
 
-@asynccontextmanager
-async def laboratory(**options: Any) -> AsyncIterator[Toolset]:
-    """The tools of a recipe with the environment."""
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"lab": {"module": "scienceworld", "options": options}}})
-    async with open_toolset(recipe, Path.cwd()) as toolset:
-        yield toolset
+laboratory = partial(tools_of, "scienceworld")
 
 
 async def gauges(toolset: Toolset) -> dict[str, float]:
@@ -134,27 +109,23 @@ async def test_a_chain_ends_after_its_moves() -> None:
 async def test_valid_actions_are_told_on_demand_and_in_the_observation() -> None:
     row = {"task": "boil", "variation": 0}
     async with laboratory(show_actions=True) as toolset, toolset.chain("a", row) as session:
-        assert isinstance(session.opening, str)
         *_, line = session.opening.splitlines()
         assert line.startswith("Valid actions: ")
         assert "teleport to kitchen" in line
-        said = (await act(session, "teleport to kitchen")).content
-        assert isinstance(said, str)
+        said = str((await act(session, "teleport to kitchen")).content)
         assert "move OBJ to OBJ" in said
         assert "move metal pot" not in said
-        brief = (await session.call(ToolCall("1", "valid_actions", {}))).content
-        assert isinstance(brief, str)
-        assert ", ".join(brief.splitlines()) == said.splitlines()[-1].removeprefix("Valid actions: ")
-        stove = (await session.call(ToolCall("1", "valid_actions", {"about": "activate Stove"}))).content
-        assert stove == "activate stove"
-        objects = (await session.call(ToolCall("1", "valid_actions", {"about": "move"}))).content
-        assert isinstance(objects, str)
+
+        async def valid(**about: str) -> str:
+            return str((await session.call(ToolCall("1", "valid_actions", about))).content)
+
+        assert ", ".join((await valid()).splitlines()) == said.splitlines()[-1].removeprefix("Valid actions: ")
+        assert await valid(about="activate Stove") == "activate stove"
+        objects = await valid(about="move")
         assert len(objects.splitlines()) == 101
         assert objects.endswith("more; give more words)")
-        none = (await session.call(ToolCall("1", "valid_actions", {"about": "dragon"}))).content
-        assert none == "No valid action contains dragon."
-        moves = (await act(session, "look around")).info["moves"]
-        assert moves == 1
+        assert await valid(about="dragon") == "No valid action contains dragon."
+        assert (await act(session, "look around")).info["moves"] == 1
 
 
 async def test_simplifications_are_the_options_or_the_rows() -> None:
@@ -188,18 +159,14 @@ def transcripts(jvms: Jvms, games: list[tuple[str, int, str]], paths: list[list[
     return shown
 
 
-def test_a_game_repeats_in_another_process() -> None:
+def test_a_game_repeats_in_another_process(opened: Open) -> None:
     # each room lists its things in the order of a set
     actions = ["go to outside", "look around", *["wait1", "look around"] * 6, "go to greenhouse", "look around"]
     games = [("find-animal", 3, "easy"), ("grow-fruit", 1, "easy")]
     shown = []
     for others in ([], [("boil", 0, "easy")]):
-        jvms = Jvms(heap_mb=384, games_per_jvm=8)
-        try:
-            found = transcripts(jvms, [*others, *games], [actions] * len([*others, *games]))
-            shown.append(found[len(others) :])
-        finally:
-            jvms.close()
+        jvms = opened(Jvms, heap_mb=384, games_per_jvm=8)
+        shown.append(transcripts(jvms, [*others, *games], [actions] * len([*others, *games]))[len(others) :])
     assert shown[0] == shown[1]
 
 
@@ -246,7 +213,7 @@ def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
     jvms = opened(Jvms, heap_mb=256, games_per_jvm=4)
     easy = resolved("easy", "boil")
     plays = [jvms.play("boil", 0, easy)]
-    monkeypatch.setattr(jvms_module, constant, value)
+    monkeypatch.setattr(jvm_module, constant, value)
     if constant == "_MOST_GAMES":
         plays.append(jvms.play("boil", 1, easy))
     plays.append(jvms.play("boil", 2, easy))
@@ -266,13 +233,7 @@ def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
 def test_a_java_process_without_memory_ends_and_says_so(opened: Open) -> None:
     jvms = opened(Jvms, heap_mb=40, games_per_jvm=100)
     with pytest.raises(GameLost, match="Java needed more than 40 MiB; raise heap_mb, or lower games_per_jvm"):
-        play_many(jvms)
-
-
-def play_many(jvms: Jvms) -> None:
-    """Begin games that are never ended."""
-    for variation in range(30):
-        jvms.play("boil", variation, resolved("easy", "boil"))
+        [jvms.play("boil", variation, resolved("easy", "boil")) for variation in range(30)]
 
 
 CHILD = """
@@ -287,8 +248,6 @@ sys.stdin.read()
 
 def test_java_ends_with_the_process_that_started_it() -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdin is not None
     java = psutil.Process(int(child.stdout.readline()))
     child.kill()
     child.wait()

@@ -11,11 +11,8 @@ from tests.worlds.scienceworld.games import needs_java
 
 
 def test_splits_are_half_a_quarter_and_the_rest() -> None:
-    assert [Split(split).variations("boil") for split in ("train", "dev", "test")] == [
-        range(0, 14),
-        range(14, 21),
-        range(21, 30),
-    ]
+    splits = [Split(split).variations("boil") for split in ("train", "dev", "test")]
+    assert splits == [range(0, 14), range(14, 21), range(21, 30)]
     for name, (_, count) in TASKS.items():
         together = [number for split in Split for number in split.variations(name)]
         assert together == list(range(count)), name
@@ -24,12 +21,8 @@ def test_splits_are_half_a_quarter_and_the_rest() -> None:
 @needs_java
 def test_rows_name_task_variation_and_simplifications() -> None:
     rows = scienceworld_tasks("test", tasks=["4-4", "boil"], per_task=2)
-    assert [(row["task"], row["variation"]) for row in rows] == [
-        ("find-animal", 225),
-        ("find-animal", 226),
-        ("boil", 21),
-        ("boil", 22),
-    ]
+    found = [(row["task"], row["variation"]) for row in rows]
+    assert found == [("find-animal", 225), ("find-animal", 226), ("boil", 21), ("boil", 22)]
     assert {row["question"] for row in rows} == {instruction("easy")}
     sizes = [len(scienceworld_tasks(split)) for split in Split]
     assert sizes == [3592, 1796, 1819]

@@ -17,12 +17,10 @@ PLAYS = [
 
 
 def index_of(folder: Path, passages: Sequence[Passage] = PLAYS) -> Path:
-    """Build an index in a subfolder of `folder` and return it."""
     build_index(passages, folder / "index")
     return folder / "index"
 
 
 def write_jsonl(file: Path, rows: Sequence[object]) -> Path:
-    """Write rows as JSON lines."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return file

@@ -15,8 +15,6 @@ from agentfactory.worlds.search.engine import Budget, BudgetUsedUp, Spending
 
 
 class Maker:
-    """A factory of values that counts its calls."""
-
     def __init__(self, value: Any = "made") -> None:
         self.value, self.made = value, 0
 
@@ -145,11 +143,8 @@ def test_several_processes_share_cache_and_budget(tmp_path: Path) -> None:
         )
         for number in range(4)
     ]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
     for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
     answers = [process.communicate() for process in processes]

@@ -1,16 +1,10 @@
 """`agentfactory index build`: its output, its index, and the command lines that it refuses."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentfactory.commands.main import main
-from agentfactory.worlds.search.local_index import LocalIndex
-from tests.waiting import wait_for
 from tests.worlds.search.corpora import write_jsonl
 
 ROWS = [{"id": number, "contents": f'"T{number}"\nword{number}'} for number in range(20)]
@@ -43,20 +37,3 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, capsys: pytest.
     assert f"--output: {tmp_path} exists" in refused("build", corpus, "--output", str(tmp_path))
     assert "there is no index in" in refused("serve", folder)
     assert "--topk: got 0; fix: use at least 1" in refused("serve", folder, "--topk", "0")
-
-
-@pytest.mark.long
-@pytest.mark.extended
-@pytest.mark.processes
-def test_an_interrupted_build_says_how_to_go_on(tmp_path: Path) -> None:
-    corpus, folder = write_jsonl(tmp_path / "c.jsonl", ROWS * 20_000), tmp_path / "index"
-    command = [sys.executable, "-m", "agentfactory", "index", "build", str(corpus), "--output", str(folder)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: list(tmp_path.glob("index.building/bm25/*.store")))
-        os.kill(process.pid, signal.SIGINT)
-        _, told = process.communicate(timeout=60)
-    assert (process.returncode, told) == (130, "agentfactory: interrupted by Ctrl-C; the same command resumes it\n")
-    assert not folder.exists()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert LocalIndex(folder).passages == 400_000

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from agentfactory.worlds.search import local_index
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.local_index import LocalIndex, build_index
 from agentfactory.worlds.search.passage import Passage
+from agentfactory.worlds.search.ranking import reciprocal_rank
 from tests.worlds.search.corpora import PLAYS, index_of, write_jsonl
 
 
@@ -65,9 +65,6 @@ def test_the_best_comes_first_with_all_that_was_stored(plays: LocalIndex) -> Non
     assert {passage.id for passage in found} == {"h", "m", "f"}
     assert found[0].contents == PLAYS[2].contents
     assert (found[0].title, found[0].url) == ("Faust", "http://127.0.0.1/faust")
-    scores = [passage.score or 0 for passage in found]
-    assert scores == sorted(scores, reverse=True)
-    assert scores[-1] > 0
     assert plays.search("tragedy", 0) == []
     assert len(plays.search("tragedy", 10**12)) == 3
 
@@ -105,23 +102,6 @@ def test_words_have_stems_only_in_their_language(tmp_path: Path) -> None:
 def test_of_passages_with_equal_scores_the_earlier_ones_come_first(tmp_path: Path) -> None:
     build_index((Passage(str(number), "the same text") for number in range(3000)), tmp_path / "index")
     assert _ids(LocalIndex(tmp_path / "index"), "same", 50) == [str(number) for number in range(50)]
-
-
-def test_an_index_is_searched_by_many_threads(plays: LocalIndex) -> None:
-    expected = _ids(plays, "tragedy about a wager")
-    wrong: list[object] = []
-
-    def search() -> None:
-        for _ in range(50):
-            if (found := _ids(plays, "tragedy about a wager")) != expected:
-                wrong.append(found)
-
-    threads = [threading.Thread(target=search) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
@@ -258,3 +238,12 @@ def test_the_scores_are_those_of_bm25(tmp_path: Path) -> None:
     expected = idf * 2 * 2.2 / (2 + 1.2 * (0.25 + 0.75 * lengths[1] / average))
     (found,) = index.search("blue", 3)
     assert found.score == pytest.approx(expected, rel=1e-5)
+
+
+def test_fusion_adds_the_reciprocal_ranks() -> None:
+    a, b, c = (Passage(name, name, score=9.0) for name in "abc")
+    fused = reciprocal_rank([[a, b], [c, b]])
+    assert [(passage.id, passage.score) for passage in fused] == [("b", 2 / 62), ("a", 1 / 61), ("c", 1 / 61)]
+    assert reciprocal_rank([[], []]) == []
+    same_id = [Passage("a", "one"), Passage("a", "two")]
+    assert [passage.contents for passage in reciprocal_rank([same_id, same_id])] == ["one", "two"]

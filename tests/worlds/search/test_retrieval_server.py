@@ -7,14 +7,12 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentfactory.base.http.server_keys import key_header
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.commands.main import main
 from agentfactory.worlds.search.sources import RetrievalClient
 from tests.waiting import wait_for
 from tests.worlds.search.corpora import PLAYS, index_of
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server's address and its process, which the last test ends."""
     folder = index_of(tmp_path_factory.mktemp("retrieval"))
     command = [sys.executable, "-m", "agentfactory", "index", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -48,7 +45,6 @@ def _post(address: str, body: Any) -> tuple[int, Any]:
 
 
 def test_a_client_written_against_search_r1_reads_our_answers(retrieval: tuple[str, Any]) -> None:
-    """Send requests and format answers as its generation loop does."""
     address, _ = retrieval
     assert address.startswith("http://127.0.0.1:")
     body = {"queries": ["scottish general", "a wager", "zyzzyva"], "topk": 2, "return_scores": True}
@@ -89,14 +85,6 @@ def test_bad_requests_are_refused_and_hostile_queries_are_not(retrieval: tuple[s
     assert status == 200
     assert [len(found) for found in answer["result"]] == [0, 0, 3, 0, 0, 1, 1, 0, 0]
     assert answer["result"][2][0]["id"] == "h"
-
-
-def test_a_taken_port_is_refused(
-    retrieval: tuple[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    port = retrieval[0].split(":")[2].split("/")[0]
-    assert main(["index", "serve", str(index_of(tmp_path)), "--port", port]) == 2
-    assert f"--port: 127.0.0.1:{port} cannot be used: " in capsys.readouterr().err
 
 
 async def test_our_client_reads_our_server_until_it_ends(

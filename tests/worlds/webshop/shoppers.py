@@ -22,7 +22,6 @@ async def shop_perfectly(goal: Goal, act: Act) -> str:
 
 
 async def shop_in_vain(goal: Goal, act: Act) -> str:
-    """Take only actions without effect."""
     for tool, argument in (("search", ""), ("click", "search"), ("click", goal.asin), ("click", "Buy Now")):
         page = await act(tool, argument)
     return page

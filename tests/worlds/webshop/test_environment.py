@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall
-from agentfactory.tools.sessions.toolset import open_toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.webshop.nouns import load_tagger, small_tagger
 from agentfactory.worlds.webshop.shop import ShopConfig, open_shop
 from agentfactory.worlds.webshop.webshop import WebShop, webshop_tasks
 from tests.conftest import REPOSITORY
+from tests.worlds.opening import tools_of
 from tests.worlds.webshop.published_files import ATTRIBUTES, INSTRUCTIONS, item, write_published_files
 from tests.worlds.webshop.shoppers import shop_in_vain, shop_perfectly
 
@@ -26,13 +25,10 @@ INSTRUCTION = "Instruction: [SEP] a stackable chair"
 
 @pytest.fixture(scope="module")
 def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of the shop with our catalogue."""
     return tmp_path_factory.mktemp("cache")
 
 
 class Shopper:
-    """A chain on the two tools of an environment."""
-
     def __init__(self, environment: WebShop) -> None:
         self.environment = environment
         self.info: dict[str, Any] = {}
@@ -153,12 +149,8 @@ async def test_an_option_may_be_called_as_a_button_is(tmp_path: Path) -> None:
 
 
 async def test_the_attributes_page_and_the_line_of_actions(tmp_path: Path) -> None:
-    environment = WebShop(
-        str(write_published_files(tmp_path / "data")),
-        cache=str(tmp_path / "cache"),
-        show_attributes=True,
-        show_actions=True,
-    )
+    folder, shown = write_published_files(tmp_path / "data"), {"show_attributes": True, "show_actions": True}
+    environment = WebShop(str(folder), cache=str(tmp_path / "cache"), **shown)
     assert environment.reset(0).endswith("Search\nClickable: search")
     shopper = Shopper(environment)
     await shopper.act("search", "chair")
@@ -183,14 +175,9 @@ async def test_a_perfect_shopper_gets_one_on_200_of_200_goals(catalogue: Path) -
     assert rewards == [1.0] * 200
 
 
-@pytest.mark.processes
-async def test_shoppers_beside_each_other_on_the_mcp_server(catalogue: Path) -> None:
+async def test_shoppers_beside_each_other(catalogue: Path) -> None:
     shop = open_shop(ShopConfig(cache=catalogue))
-    arguments = ["-m", "agentfactory.tools.serve", "webshop", "--option", f"cache={catalogue}", "--capacity", "16"]
-    # a server gets only its entry's environment, so this tree must be named in case another one is installed
-    server = {"command": "python", "args": arguments, "env": {"PYTHONPATH": str(REPOSITORY)}, "environment": {}}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": {"shop": server}})
-    async with open_toolset(recipe, Path.cwd()) as toolset:
+    async with tools_of("webshop", cache=str(catalogue)) as toolset:
         assert [spec.name for spec in toolset.specs] == ["search", "click"]
 
         async def run(number: int, perfect: bool) -> float:
@@ -215,16 +202,7 @@ async def test_shoppers_beside_each_other_on_the_mcp_server(catalogue: Path) -> 
 
 HOSTILE = [
     *(
-        "",
-        " ",
-        "\x00",
-        "[SEP]",
-        "click[buy now]",
-        "buy now]",
-        "a" * 10_000,
-        "〈r〉",
-        "🙂" * 500,
-        "\ud800",
+        *("", " ", "\x00", "[SEP]", "click[buy now]", "buy now]", "a" * 10_000, "〈r〉", "🙂" * 500, "\ud800"),
         "' OR 1=1 --",
     ),
     *("<c> \ud800", "<r> \ud800", "<q> \x00", "<a> ' OR 1=1", "<c> " + "a" * 10_000),
@@ -279,11 +257,10 @@ def test_a_goal_that_is_not_there_is_named(catalogue: Path) -> None:
             WebShop(cache=str(catalogue)).reset(goal)
 
 
-@pytest.mark.parametrize("option", ["results_per_page", "products"])
 @pytest.mark.parametrize("value", [0, 1.5, "5", True])
-def test_a_count_has_to_be_a_whole_number(option: str, value: Any, catalogue: Path) -> None:
-    with pytest.raises(SettingError, match=f"{option}: got {value!r}; fix: give a whole number from 1"):
-        WebShop(**{"cache": str(catalogue), option: value})
+def test_a_count_has_to_be_a_whole_number(value: Any, catalogue: Path) -> None:
+    with pytest.raises(SettingError, match=f"results_per_page: got {value!r}; fix: give a whole number from 1"):
+        WebShop(cache=str(catalogue), results_per_page=value)
 
 
 def test_the_small_tagger_finds_nouns() -> None:

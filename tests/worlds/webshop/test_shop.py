@@ -62,12 +62,8 @@ def test_prices_and_bounds_are_drawn_in_the_published_order(tmp_path: Path) -> N
 def test_synthetic_goals_ask_for_each_combination(tmp_path: Path) -> None:
     shop = make_shop(tmp_path, goals=GoalKind.SYNTHETIC)
     goals = sorted((shop.goal(number) for number in range(shop.goals)), key=lambda goal: goal.instruction)
-    assert [goal.options for goal in goals] == [
-        {"color": "black"},
-        {"color": "navy | white"},
-        {"color": "red", "size": "m"},
-        {"color": "red", "size": "s"},
-    ]
+    lamps, chairs = [{"color": "black"}, {"color": "navy | white"}], [{"color": "red", "size": size} for size in "ms"]
+    assert [goal.options for goal in goals] == [*lamps, *chairs]
     assert goals[0].instruction.startswith("Find me dimmable desk lamps with color: black, and price lower than ")
     assert goals[2].instruction == "Find me stackable chairs with color: red, and size: m"
     assert goals[0].price_upper == goals[1].price_upper
@@ -79,17 +75,16 @@ def test_goals_have_the_published_order_and_splits() -> None:
     random.seed(233)
     random.shuffle(theirs)
     assert [goals[made] for made in shuffled(2000)] == theirs
-    assert [Split(split).numbers(2000) for split in ("test", "eval", "train")] == [
-        range(500),
-        range(500, 1500),
-        range(1500, 2000),
-    ]
+    splits = [Split(split).numbers(2000) for split in ("test", "eval", "train")]
+    assert splits == [range(500), range(500, 1500), range(1500, 2000)]
     assert not Split.TRAIN.numbers(1500)
     assert Split.EVAL.numbers(700) == range(500, 700)
 
 
 def test_a_search_finds_products_by_their_text_or_by_a_prefix(tmp_path: Path) -> None:
+    assert make_shop(tmp_path, products=2).products == 2
     shop = make_shop(tmp_path)
+    assert shop.products == 4
     assert shop.search("brass chair") == ("B000000005",)
     assert set(shop.search("lamp for a desk")) >= {"B000000001", "B000000002"}
     assert shop.search("") == shop.search("zebra") == ()
@@ -108,11 +103,6 @@ def test_a_search_finds_fifty_at_most(tmp_path: Path) -> None:
     mugs = [shop.search("<q> travel mugs", start, 10) for start in range(0, 70, 10)]
     assert [len(page) for page in mugs] == [10] * 6 + [0]
     assert len({asin for page in mugs for asin in page}) == 60
-
-
-def test_a_shop_of_the_first_products(tmp_path: Path) -> None:
-    assert make_shop(tmp_path, products=2).products == 2
-    assert make_shop(tmp_path).products == 4
 
 
 def test_the_small_set_is_found_by_its_name(tmp_path: Path) -> None:
@@ -137,10 +127,8 @@ def test_a_missing_file_is_named_with_where_to_get_it(name: str, tmp_path: Path)
     [
         ("items_shuffle", "[{", "items_shuffle.json is not JSON"),
         ("items_shuffle", "\xff", "items_shuffle.json has to start with \\["),
-        ("items_shuffle", "\xef\xbb\xbf[]", "items_shuffle.json has to start with \\["),
         ("items_shuffle", json.dumps([item("B1"), {"asin": "B2"}]), "product 1 of .*KeyError: 'small_description'"),
         ("items_shuffle", json.dumps([item("B1", pricing="$x")]), "product 0 of .*ValueError"),
-        ("items_shuffle", json.dumps([[1]]), "product 0 of .*TypeError"),
         (
             "items_shuffle",
             json.dumps([item("B1", name=5)]),
