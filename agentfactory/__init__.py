@@ -43,21 +43,21 @@ __all__ = [
 ]
 
 _NAMES = {
-    "agent": ("Agent",),
-    "base.messages": ("ToolInfrastructureError",),
-    "rollout.chains.agent_hooks": ("Turn",),
-    "rollout.config": ("TaskSource",),
-    "rollout.groups.group_files": ("read_groups",),
-    "rollout.inference.inference_client": ("Completion",),
-    "rollout.rewards": ("reward",),
-    "rollout.text.parsers": ("FormatError", "Parser", "Reading"),
-    "rollout.text.renderer": ("Parsed",),
-    "rollout.trajectory": ("Group", "Outcome", "Trajectory"),
-    "tools.environments.environment": ("Environment",),
-    "tools.images.coordinates": ("ModelView",),
-    "tools.tool": ("finish", "tool"),
+    "agentfactory.agent": ("Agent",),
+    "agentfactory.base.messages": ("ToolInfrastructureError",),
+    "agentfactory.rollout.chains.agent_hooks": ("Turn",),
+    "agentfactory.rollout.config": ("TaskSource",),
+    "agentfactory.rollout.groups.group_files": ("read_groups",),
+    "agentfactory.rollout.inference.inference_client": ("Completion",),
+    "agentfactory.rollout.rewards": ("reward",),
+    "agentfactory.rollout.text.parsers": ("FormatError", "Parser", "Reading"),
+    "agentfactory.rollout.text.renderer": ("Parsed",),
+    "agentfactory.rollout.trajectory": ("Group", "Outcome", "Trajectory"),
+    "agentfactory.tools.environments.environment": ("Environment",),
+    "agentfactory.tools.images.coordinates": ("ModelView",),
+    "agentfactory.tools.tool": ("finish", "tool"),
 }
-_HOME = {name: f"agentfactory.{module}" for module, names in _NAMES.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

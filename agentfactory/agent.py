@@ -25,7 +25,7 @@ from agentfactory.rollout.evaluation.evaluate import open_runner
 from agentfactory.rollout.images.parts import clean_row
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.rollout.inference.server_command import missing_from
+from agentfactory.rollout.inference.server_command_line import missing_from
 from agentfactory.rollout.rewards import Rewards, prediction_of
 from agentfactory.rollout.text.tokenizer import load_tokenizer
 from agentfactory.rollout.trajectory import Trajectory, chain_id

@@ -17,7 +17,7 @@ import torch
 from agentfactory.base.http.loopback import is_loopback
 from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference import server_command as serving
+from agentfactory.rollout.inference import server_command_line as serving
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from tests.forked import Forked, start_engine
 

@@ -40,7 +40,7 @@ from agentfactory.rollout.evaluation.first_look import Look, Offer
 from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, sample_figures
 from agentfactory.rollout.groups.group_files import append_group
 from agentfactory.rollout.inference.http_transport import missing_routes
-from agentfactory.rollout.inference.server_command import explain
+from agentfactory.rollout.inference.server_command_line import explain
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer

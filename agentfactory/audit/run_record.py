@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentfactory.audit.foreign.formats import read as read_foreign
+from agentfactory.audit.foreign import read as read_foreign
 from agentfactory.audit.record import HELD_OUT, METRICS, READ, RECIPE, TRAINED, Record, Seen
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import lines_of, open_file

@@ -26,7 +26,7 @@ from agentfactory.launching.start_server import begin_server, wait_for_server
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.inference.server_command import address_fault, chat_fault, outside_fault, server_command
+from agentfactory.rollout.inference.server_command_line import address_fault, chat_fault, outside_fault, server_command
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

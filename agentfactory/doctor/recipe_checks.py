@@ -28,7 +28,7 @@ from agentfactory.rollout.evaluation.reward_trial import try_rewards
 from agentfactory.rollout.images.store import with_files
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.inference_client import NEEDED_ROUTES
-from agentfactory.rollout.inference.server_command import address_fault
+from agentfactory.rollout.inference.server_command_line import address_fault
 from agentfactory.rollout.model_hub import check_names, is_downloaded
 from agentfactory.tools.prebuilt import prebuilt
 

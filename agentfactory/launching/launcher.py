@@ -20,7 +20,7 @@ from agentfactory.launching.start_server import begin_server, wait_for_server
 from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
-from agentfactory.rollout.inference.server_command import address_fault, outside_fault
+from agentfactory.rollout.inference.server_command_line import address_fault, outside_fault
 
 Say = Callable[[str], None]
 

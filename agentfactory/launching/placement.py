@@ -10,7 +10,7 @@ from typing import Any, Literal
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.inference.server_command import server_command
+from agentfactory.rollout.inference.server_command_line import server_command
 from agentfactory.trainers.sync.backends import backend_of
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

@@ -13,7 +13,7 @@ from pathlib import Path
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.launching.child_processes import POLL_SECONDS, Child, ChildFailed, Children, end_child, start_child
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference import server_command as serving
+from agentfactory.rollout.inference import server_command_line as serving
 from agentfactory.rollout.model_hub import check_names, model_names
 
 _END_SECONDS = 10.0

@@ -16,7 +16,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.embedded.engine import MASK_ELEMENTS, PREFILL_TOKENS
 from agentfactory.rollout.inference.embedded.packed_linear import second_copies
 from agentfactory.rollout.inference.embedded.step_plan import has_sliding_window, head_width
-from agentfactory.rollout.inference.server_command import LORA_RANKS, adapter_rank
+from agentfactory.rollout.inference.server_command_line import LORA_RANKS, adapter_rank
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES, BUFFERS
 

@@ -47,7 +47,7 @@ def check_engine(recipe: Recipe, lack: Lack) -> None:
     if engine == "embedded" or not recipe.server.starts:
         return
     # imported here, because the embedded engine needs no other program
-    from agentfactory.rollout.inference.server_command import missing_from
+    from agentfactory.rollout.inference.server_command_line import missing_from
 
     python = recipe.server.options.python
     missing = missing_from(python, engine)
@@ -89,7 +89,7 @@ def sglang_faults(recipe: Recipe) -> Iterator[Fault]:
         problem = f"got 'sglang', and {path} accepts images, which are not supported with it"
         yield "server.engine", problem, "use vllm, or a text-only model"
     # imported here, because few recipes need it
-    from agentfactory.rollout.inference.server_command import refused_flag
+    from agentfactory.rollout.inference.server_command_line import refused_flag
 
     options = server.sglang
     if (refused := refused_flag(options.args)) is not None:

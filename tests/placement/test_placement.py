@@ -291,7 +291,7 @@ def test_refused_whatever_devices_there_are(
     project: Path, settings: str, field: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # that vLLM is installed nowhere here is another check's business
-    monkeypatch.setattr("agentfactory.rollout.inference.server_command.missing_from", lambda *_: None)
+    monkeypatch.setattr("agentfactory.rollout.inference.server_command_line.missing_from", lambda *_: None)
     engine = [] if "url" in field else ["server.engine=vllm"]
     assert refused(fix, *engine, *f"placement.{settings}".split()).field == field
 

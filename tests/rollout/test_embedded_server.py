@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentfactory.rollout.inference.http_transport import authorization
-from agentfactory.rollout.inference.server_command import explain
+from agentfactory.rollout.inference.server_command_line import explain
 from tests.chat_tokenizers import make_tokenizer
 from tests.forked import ENGINE, Forked, start_engine
 from tests.rollout.test_server_contract import (

@@ -9,7 +9,7 @@ import pytest
 
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.server_command import explain, missing_from, ready_url, server_command, stage
+from agentfactory.rollout.inference.server_command_line import explain, missing_from, ready_url, server_command, stage
 from agentfactory.rollout.inference.vllm.vllm_server import _cores
 
 

@@ -17,7 +17,7 @@ import torch
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference import http_server
-from agentfactory.rollout.inference import server_command as serving
+from agentfactory.rollout.inference import server_command_line as serving
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, missing_routes, refusal
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.sglang import __main__ as front_main

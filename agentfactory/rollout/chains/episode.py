@@ -1,4 +1,4 @@
-"""The state of a running chain: its limits, tokens left, counts, times and tool errors."""
+"""The state of a running chain: its limits, counts, times and tool errors."""
 
 import logging
 import re
@@ -12,10 +12,10 @@ from pathlib import Path
 from agentfactory.base.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.sampling import Sampling
+from agentfactory.rollout.chains.turn_budget import TurnBudget
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.image_intake import Images
-from agentfactory.rollout.inference.http_transport import ContextOverflowError
 from agentfactory.rollout.text.dialogue import Dialogue
 from agentfactory.rollout.trajectory import Activity, StopReason, Stretch, Trajectory
 from agentfactory.tools.calls.limits import ChainLimits, Rates
@@ -151,21 +151,6 @@ class Timeline:
                 return await make(call, seconds)
 
         return measured
-
-
-@dataclass(frozen=True)
-class TurnBudget:
-    """Token limits: `turn` for the sampled tokens of a turn, `row` for the whole sequence, prompt included."""
-
-    turn: int
-    row: int
-
-    def left(self, length: int, sampled: int = 0) -> int:
-        """Return how many tokens a turn with `sampled` tokens may still sample after a sequence of `length` tokens.
-        Raise ContextOverflowError if none."""
-        if (left := min(self.turn - sampled, self.row - length)) < 1:
-            raise ContextOverflowError(f"no token is left after {length}; the row limit is {self.row}")
-        return left
 
 
 @dataclass(frozen=True)

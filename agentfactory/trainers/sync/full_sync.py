@@ -26,7 +26,7 @@ def update_full_weights(
     again and SyncError raised: the version is not published, and none of its samples are trained on. A server whose
     cache is asleep resumes when the cache wakes, so it is neither paused nor resumed here."""
     for server in servers:
-        _pause(server)
+        server.pause()
         server.post("/start_weight_update")
     transfer()
     for server in servers:
@@ -40,8 +40,7 @@ def update_full_weights(
             server.require([FORGET_FEATURES])
             server.post(FORGET_FEATURES)
     for server in servers:
-        if not server.asleep:
-            server.post("/resume")
+        server.resume()
     digest = ""
     for server in servers:
         try:
@@ -49,15 +48,9 @@ def update_full_weights(
         except ServerGoneError:
             raise
         except SyncError:
-            _pause(server)
+            server.pause()
             raise
     return digest
-
-
-def _pause(server: ServerControl) -> None:
-    if not server.asleep:
-        # by default vLLM would drop the caches here, including those of running requests
-        server.post("/pause?mode=keep&clear_cache=false")
 
 
 def holds_full_weights(server: ServerControl, label: str, content: Content) -> bool:

@@ -78,6 +78,17 @@ class ServerControl:
             count = 1
         return [*range(count)] if count > 1 else [None]
 
+    def pause(self) -> None:
+        """Freeze running requests while the server gets new weights. A server that sleeps is paused already."""
+        if not self.asleep:
+            # by default vLLM would drop the caches here, including those of running requests
+            self.post("/pause?mode=keep&clear_cache=false")
+
+    def resume(self) -> None:
+        """Continue frozen requests. A server that sleeps resumes when its cache wakes."""
+        if not self.asleep:
+            self.post("/resume")
+
     def sleep(self) -> None:
         """Send the server to sleep at level 1: move its weights to host memory, drop its caches, and abort running
         requests. Raises SyncError if it refuses or stays awake."""

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from agentfactory.audit.audit import audit
-from agentfactory.audit.foreign.formats import read
+from agentfactory.audit.foreign import read
 from agentfactory.audit.record import Record, Seen
 from agentfactory.audit.reports import Report
 

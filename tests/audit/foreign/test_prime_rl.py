@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentfactory.audit.foreign.formats import read
+from agentfactory.audit.foreign import read
 from agentfactory.audit.record import HELD_OUT, LOGPROBS, METRICS, TOKENS, TRAINED, Seen
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity

@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from agentfactory.audit.foreign.formats import read
+from agentfactory.audit.foreign import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS, OUTCOMES, REWARDS, TOKENS, TRAINED
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.audit.foreign.formats import read
+from agentfactory.audit.foreign import read
 from agentfactory.audit.record import HELD_OUT, METRICS, TOKENS, TRAINED
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.audit.foreign.formats import read
+from agentfactory.audit.foreign import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity
