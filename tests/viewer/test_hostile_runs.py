@@ -201,6 +201,18 @@ def test_a_recipe_that_is_no_regular_file_ends_view_with_an_error(
     assert SECRET not in told
 
 
+def test_a_recipe_that_becomes_a_link_later_is_told_and_not_shown(tmp_path: Path) -> None:
+    run, _ = full_run(tmp_path / "run", "mine")
+    follower, client = asking(run.path)
+    private = tmp_path / "private"
+    private.write_text(SECRET)
+    attacked(run.recipe, "link", private)
+    follower.read_all()
+    shown = "".join(all_answers(client))
+    assert "recipe.yaml is a link, which is not followed" in shown
+    assert SECRET not in shown
+
+
 @pytest.mark.parametrize(
     "text", ['{"a": ' * 100_000, "[" * 1_000_000, "\xff\xfe", '{"step": 1' + "0" * 5000 + "}", "{}" * 9]
 )

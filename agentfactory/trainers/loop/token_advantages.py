@@ -20,7 +20,7 @@ from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.trainers.batches.batch import TrainingRow, only_targets, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty
-from agentfactory.trainers.loop.gigpo_anchors import step_metrics, turn_anchors
+from agentfactory.trainers.loop.same_states import step_metrics, turn_anchors
 from agentfactory.trainers.teachers.graded_rows import with_grades
 from agentfactory.trainers.update.losses import kl, token_weights
 
