@@ -186,6 +186,8 @@ def test_a_certificate_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    reason = model_hub._Refusal("HF_HUB_OFFLINE is set", "unset it", is_reached=False)
+    monkeypatch.setattr(model_hub, "_why_offline", reason)  # another test may have gone offline
     assert refusal(MODEL) == (
         f"model.path: {MODEL.name} is not on this machine, and HF_HUB_OFFLINE is set; fix: unset it, or name a folder "
         "with a model"
