@@ -332,6 +332,7 @@ async def test_error_answers(client: Client) -> None:
     for ids in ([1.5], ["a"], [[1], [1, 2]], [True], None, [2**70]):
         assert "token_ids: must be a list of integers" in await client.generate(ids, status=400)  # type: ignore[arg-type]
     refused = [("top_p", 0.9), ("top_k", 5), ("guided", 1), ("temperature", -1), ("temperature", "hot"), ("seed", "x")]
+    refused += [("temperature", 1e-320)]
     refused += [("max_tokens", 0), ("logprobs", 2), ("stop_token_ids", "x"), ("logprob_token_ids", [VOCABULARY])]
     biases: list[Any] = [[1], {str(VOCABULARY): 1.0}, {"word": 1.0}, {"3": "much"}]
     for name, value in [*refused, *(("logit_bias", bias) for bias in biases)]:
@@ -346,6 +347,11 @@ async def test_error_answers(client: Client) -> None:
         body = {"token_ids": [1], "sampling_params": {}, **body}
         assert word in await refusal(client, "/inference/v1/generate", body)
     assert "JSON object" in await refusal(client, "/inference/v1/generate", [1])
+    for body in ({"token_ids": [1] * 1_000_000}, {"token_ids": [1], "x": "y" * (1 << 21)}):
+        assert "maximum context length" in await refusal(client, "/inference/v1/generate", body)
+    body = {"token_ids": [1], "sampling_params": {}, "model": {"a": 1}}
+    assert "is no name" in await refusal(client, "/inference/v1/generate", body)
+    await client.post("/v1/unload_lora_adapter", {"lora_name": {}}, 404)
     await client.post("/nowhere", status=404)
     await client.get("/pause", status=405)
     await client.post("/weight_checker", {"action": "reset"}, 400)

@@ -179,6 +179,15 @@ def test_answers_that_no_teacher_can_give_are_refused(model: Path, case: str) ->
         _grades(spoil(Teacher(model).scores(ids, 0)), ids, np.array([3, 4, 6]), None)
 
 
+@pytest.mark.parametrize("token", [str(1 << 40), "-5", "1" * 5000])
+def test_ids_that_no_vocabulary_has_are_refused(model: Path, token: str) -> None:
+    ids = two_turns().token_ids[:7]
+    scores = Teacher(model).scores(ids, 3)
+    scores[4] = {**scores[4], token: {"logprob": -0.01, "rank": 1}}
+    with pytest.raises(InferenceError, match="other prompt_logprobs than vLLM's"):
+        _grades(scores, ids, np.array([3, 4, 6]), 3)
+
+
 async def test_such_an_answer_fails_the_chain_and_the_check(model: Path) -> None:
     row = two_turns()
     async with teaching(model, top_k=3) as (teacher, client):

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agentfactory.base.errors import SettingError
@@ -17,9 +16,6 @@ from agentfactory.base.http.loopback import is_http_address, is_loopback
 from agentfactory.base.http.server_keys import has_loopback_address
 from agentfactory.base.user_code.extras import install_command
 from agentfactory.base.user_code.import_path import is_installed
-
-if TYPE_CHECKING:
-    import aiohttp
 
 _SCHEMES = ("http", "https", "socks5", "socks5h")
 _SPARED = re.compile(r"(?:\*?\.)?(?P<host>\*|\[[^\]]+\]|[^:]+|[\da-f:/]+)(?::(?P<port>\d+))?")
@@ -62,23 +58,6 @@ def proxy_for(url: str) -> Proxy | None:
 def through(proxy: Proxy | None) -> str:
     """Return the end of an error about a request: the proxy that it took, if any."""
     return "" if proxy is None else f"; it went through {proxy}: list the host in NO_PROXY if it needs none"
-
-
-def open_session(proxy: Proxy | None, idle_seconds: float = 15.0, **options: Any) -> "aiohttp.ClientSession":
-    """Open a session whose requests all take `proxy`, if any. It has no limit on connections, and closes those that
-    are idle for `idle_seconds`."""
-    # imported here, because every command imports this module, and aiohttp takes 0.3 s
-    import aiohttp
-
-    if proxy is None or not proxy.is_socks:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_seconds)
-        return aiohttp.ClientSession(connector=connector, proxy=None if proxy is None else proxy.url, **options)
-    from aiohttp_socks import ProxyConnector
-
-    # the proxy resolves names, which may have no address on this machine
-    url = proxy.url.replace("socks5h://", "socks5://", 1)
-    socks = ProxyConnector.from_url(url, rdns=True, limit=0, keepalive_timeout=idle_seconds)
-    return aiohttp.ClientSession(connector=socks, **options)
 
 
 def spare_loopback(environment: MutableMapping[str, str]) -> None:

@@ -38,6 +38,11 @@ _METHODS = {
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "POST"),
 }
 """Path of a route -> its method."""
+_OTHER_BYTES = 1 << 20
+"""Bytes of a request besides its prompt."""
+_TOKEN_BYTES = 16
+_IMAGE_BYTES = 1 << 28
+"""Bytes of all images of a request: those of the gateway's requests."""
 _ERROR_TYPES = {400: "BadRequestError", 404: "NotFoundError"}
 
 
@@ -51,10 +56,13 @@ class ApiError(Exception):
 
 class ProtocolServer:
     """A server of the protocol's routes. A subclass has a method for each route that it serves, with the name of the
-    path's last part, which returns JSON or text."""
+    path's last part, which returns JSON or text. Requests may have as many bytes as a prompt of `max_model_len` tokens
+    needs, and as many images."""
 
-    def __init__(self, engine_name: str, api_key: str) -> None:
+    def __init__(self, engine_name: str, api_key: str, max_model_len: int, images: bool) -> None:
         self.engine_name = engine_name
+        self.max_model_len = max_model_len
+        self.most_bytes = _OTHER_BYTES + _TOKEN_BYTES * max_model_len + (_IMAGE_BYTES if images else 0)
         self._authorization = f"Bearer {api_key}".encode()
         self._routes: dict[str, tuple[str, Handler]] = {
             path: (method, handler)
@@ -77,10 +85,12 @@ class ProtocolServer:
             if request.method != method:
                 raise ApiError(405, f"{request.path} accepts {method}, not {request.method}")
             return _answer(await handler(request))
+        except web.HTTPRequestEntityTooLarge:
+            # in the words of a prompt that is too long, which clients know
+            text = f"This model's maximum context length is {self.max_model_len} tokens, so that a request may have "
+            return _error(400, f"{text}{self.most_bytes:,} bytes. However, yours has more.")
         except ApiError as error:
-            kind = _ERROR_TYPES.get(error.status, "ServerError")
-            body = {"message": str(error), "type": kind, "param": None, "code": error.status}
-            return _answer({"error": body}, error.status)
+            return _error(error.status, str(error))
 
     def unsupported(self, field: str, value: Any, only: str) -> ApiError:
         """Return the refusal of a field's value; `only` names what is supported."""
@@ -97,6 +107,11 @@ def _answer(body: Json | str, status: int = 200) -> web.Response:
     if isinstance(body, str):
         return web.Response(text=body, status=status)
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    kind = _ERROR_TYPES.get(status, "ServerError")
+    return _answer({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
 
 
 async def body_of(http: web.BaseRequest) -> Json:
@@ -157,14 +172,20 @@ def run_server(
 async def answer_requests(listener: socket.socket, server: ProtocolServer) -> None:
     """Begin to answer requests, and print `ready URL`."""
     log_few(logging.getLogger("aiohttp.server"))
+    loop = asyncio.get_running_loop()
+
+    def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=server.most_bytes)
+
     connect = web.Server(
         server.dispatch,
+        request_factory=request,
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=HEADER_SECONDS,
         auto_decompress=False,  # a short compressed body could expand to a huge one
     )
     limit = ConnectionLimit(most_connections())
-    await asyncio.get_running_loop().create_server(partial(limit.admit, connect), sock=listener, backlog=1024)
+    await loop.create_server(partial(limit.admit, connect), sock=listener, backlog=1024)
     host, port = listener.getsockname()[:2]
     print(f"ready http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

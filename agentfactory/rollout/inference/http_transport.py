@@ -6,13 +6,16 @@ from typing import Any, Self
 
 import aiohttp
 
-from agentfactory.base.http.proxies import Proxy, open_session, through
+from agentfactory.base.http.clients import answer_within, open_session
+from agentfactory.base.http.proxies import Proxy, through
 from agentfactory.base.http.server_keys import find_key, key_folder, key_of_environment
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, Load, parse_loads
 
 # vLLM closes idle connections after 5 s; a connection closed while we write would make the server look dead
 _IDLE_SECONDS = 4.0
 _CONNECT_SECONDS = 30.0
+ANSWER_BYTES = 1 << 24
+"""Maximum size of an answer, unless a request may get more."""
 _STATE_SECONDS = 30.0
 """Timeout of state queries, in seconds. A stopped process accepts connections and never answers."""
 
@@ -83,10 +86,11 @@ class Connection:
         body: bytes | None = None,
         seconds: float | None = None,
         replica: int | None = None,
+        most: int = ANSWER_BYTES,
     ) -> tuple[int, str]:
-        """Send a request with a timeout of `seconds` (None: no timeout); return the response's status and text.
-        `replica` is the rank that must answer; None leaves the choice to the server."""
-        status, text, _ = await self.exchange(method, url, body, seconds=seconds, replica=replica)
+        """Send a request with a timeout of `seconds` (None: no timeout); return the response's status and text, of at
+        most `most` bytes. `replica` is the rank that must answer; None leaves the choice to the server."""
+        status, text, _ = await self.exchange(method, url, body, seconds=seconds, replica=replica, most=most)
         return status, text
 
     async def exchange(
@@ -97,29 +101,33 @@ class Connection:
         with_key: bool = True,
         seconds: float | None = None,
         replica: int | None = None,
+        most: int = ANSWER_BYTES,
     ) -> tuple[int, str, Mapping[str, str]]:
         """Send a request; return the response's status, text and headers. For the arguments see `request`."""
         chosen = {} if replica is None else {REPLICA_HEADER: str(replica)}
         if not with_key:
-            return await self._send(method, url, body, chosen, seconds)
+            return await self._send(method, url, body, chosen, seconds, most)
         known = url in self._keys
         if not known:
             self._keys[url] = authorization(url, self._api_key_env, self._section)
-        answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
+        answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds, most)
         if answer[0] == 401 and known:
             # a restarted server has another key
             self._keys[url] = authorization(url, self._api_key_env, self._section)
-            answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds)
+            answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds, most)
         return answer
 
     async def _send(
-        self, method: str, url: str, body: bytes | None, headers: dict[str, str], seconds: float | None
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], seconds: float | None, most: int
     ) -> tuple[int, str, Mapping[str, str]]:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._session.request(method, url, data=body, headers=headers, timeout=limit) as response:
+            async with self._session.request(
+                method, url, data=body, headers=headers, timeout=limit, allow_redirects=False
+            ) as response:
                 # JSON and metrics are UTF-8, whatever the header says
-                return response.status, (await response.read()).decode(errors="replace"), response.headers
+                content = await answer_within(response, most)
+                return response.status, content.decode(errors="replace"), response.headers
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise LostError((str(error) or repr(error)) + through(self._proxy)) from error
 
@@ -145,8 +153,11 @@ class Connection:
         return True
 
     async def models(self, url: str) -> list[dict[str, Any]]:
-        """Return the cards of the server's models and adapters; an adapter's card has a `parent`."""
-        return (await self._state(url, "/v1/models") or {}).get("data", [])
+        """Return the cards of the server's models and adapters, each with an `id`; an adapter's has a `parent`."""
+        cards = (await self._state(url, "/v1/models") or {}).get("data", [])
+        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+            raise LostError(f"{url}/v1/models lists no models with ids: {str(cards)[:200]}")
+        return cards
 
     async def loads(self, url: str, seconds: float = _STATE_SECONDS) -> list[Load]:
         """Return the load of each replica behind `url`. Raises ValueError if the server does not report it."""
@@ -171,9 +182,12 @@ class Connection:
 def _object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises LostError for anything else, such as a proxy's error page."""
     try:
-        return dict(json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise LostError(f"its response is not a JSON object: {text[:200]}") from error
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise LostError(f"its response is not a JSON object: {text[:200]}")
+    return found
 
 
 _OVERFLOW = (

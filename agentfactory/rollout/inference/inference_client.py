@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -173,6 +173,7 @@ class InferenceClient:
         else:
             ids = (encoded or EncodedIds()).of(token_ids)
             body = b"".join((b'{"token_ids":[', ids, b"],", msgspec.json.encode(request)[1:]))
+        most = _most_bytes(len(token_ids), sampling)
         oldest = self.recovery.published
         retries = Retries(self._limit)
         failed_at = set[str]()
@@ -186,7 +187,9 @@ class InferenceClient:
             lost = None
             try:
                 async with self._stalls.request(replica):
-                    status, text = await self.connection.request("POST", url + GENERATE, body, replica=replica.rank)
+                    status, text = await self.connection.request(
+                        "POST", url + GENERATE, body, replica=replica.rank, most=most
+                    )
             except LostError as error:
                 lost = str(error)
             finally:
@@ -269,6 +272,14 @@ def _paths(text: str) -> list[str]:
     return list(described.get("paths", {}))
 
 
+def _most_bytes(prompt: int, sampling: Mapping[str, Any]) -> int:
+    """Return the maximum size of the answer to a request with `prompt` ids: what is sampled, and with `prompt_logprobs`
+    the listed tokens of each id, each in less than 512 bytes of JSON."""
+    scored = sampling.get("prompt_logprobs")
+    entries = sampling.get("max_tokens", 0) + prompt * (1 if scored is None else scored + 2)
+    return (1 << 20) + 512 * entries
+
+
 def _decoded(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
@@ -295,7 +306,7 @@ def _completion(text: str) -> Completion | None:
         scores = answer.get("prompt_logprobs")
     except json.JSONDecodeError as error:
         raise InferenceError(f"the server's response is not JSON: {error}: {text[:200]}") from error
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise InferenceError(f"the server's response is not a completion ({error!r}): {text[:200]}") from error
     if count != len(logprobs):
         raise InferenceError(f"the server sent {count} tokens with {len(logprobs)} log-probabilities")

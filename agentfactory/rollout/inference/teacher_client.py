@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -105,7 +106,9 @@ class TeacherClient:
             raise self._fault(f"{url} lists no model at /v1/models", "start a server with a model")
         self._model = card["id"]
         # the server also samples a token
-        if (limit := card.get("max_model_len")) is not None and limit <= self._longest:
+        if type(limit := card.get("max_model_len")) not in (int, NoneType):
+            raise self._fault(f"{url} says max_model_len: {limit!r} at /v1/models", _ENGINES)
+        if limit is not None and limit <= self._longest:
             problem = f"{url} reads {limit} tokens, and a chain may have rollout.max_total_tokens={self._longest}"
             fix = f"start it with a context of at least {self._longest + 1} tokens, or lower rollout.max_total_tokens"
             raise self._fault(problem, fix)
@@ -296,9 +299,11 @@ def _grades(scores: Any, ids: Sequence[int], places: np.ndarray, top_k: int | No
         for line, entry in enumerate(listed):
             # the token itself is listed, too, where it is not among the most likely
             ranked = sorted((-shown["logprob"], int(token)) for token, shown in entry.items())[:top_k]
+            if any(token < 0 for _, token in ranked):
+                raise ValueError(f"a negative id among {[token for _, token in ranked]}")
             tokens[line, : len(ranked)] = [token for _, token in ranked]
             logprobs[line, : len(ranked)] = [-value for value, _ in ranked]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InferenceError(f"the teacher's server sent other prompt_logprobs than vLLM's: {error!r}") from error
     _check_values(logprobs)
     if (mass := np.where(tokens >= 0, np.exp(logprobs), 0.0).sum(-1).max(initial=0.0)) > _MOST_MASS:

@@ -15,7 +15,8 @@ import aiohttp
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from agentfactory.base.http.proxies import open_session, proxy_for, through
+from agentfactory.base.http.clients import answer_within, open_session
+from agentfactory.base.http.proxies import proxy_for, through
 from agentfactory.base.http.server_keys import pinned
 from agentfactory.base.messages import Content, Message, text_of
 from agentfactory.base.processes.threads import run_in_thread
@@ -29,6 +30,7 @@ from agentfactory.rollout.trajectory import Trajectory
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_PAUSE = 0.5
+_ANSWER_BYTES = 1 << 22
 _CHAIN = ("prediction", "conversation")
 """Prompt fields that are filled from the chain."""
 
@@ -148,13 +150,17 @@ class Judge:
                 await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
             try:
                 key = authorization(address, self.api_key_env)
-                async with self._places, self._session.post(address, json=request, headers=key) as response:
-                    if response.status == 200:
-                        return _content(await response.json())
-                    problem = f"status {response.status}: {(await response.text())[:300]}"
-                    if response.status not in _HEALS:
-                        break
-            except (aiohttp.ClientError, ValueError) as error:
+                async with (
+                    self._places,
+                    self._session.post(address, json=request, headers=key, allow_redirects=False) as response,
+                ):
+                    answer = await answer_within(response, _ANSWER_BYTES)
+                if response.status == 200:
+                    return _content(json.loads(answer))
+                problem = f"status {response.status}: {answer[:300].decode(errors='replace')}"
+                if response.status not in _HEALS:
+                    break
+            except (aiohttp.ClientError, ValueError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise RewardError(f"no verdict from {address}: {problem}{through(self._proxy)}")
 

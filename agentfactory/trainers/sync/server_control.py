@@ -18,6 +18,8 @@ from agentfactory.rollout.inference.server_metrics import LOAD_FIX, METRICS_ROUT
 from agentfactory.rollout.inference.stalls import STALL_SECONDS
 
 logger = logging.getLogger(__name__)
+_ANSWER_BYTES = 1 << 26
+"""Maximum size of an answer; the largest are checksums and log-probabilities."""
 
 
 class SyncError(Exception):
@@ -138,7 +140,10 @@ class ServerControl:
                 text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
                 notify(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
-            text = response.read().decode("utf-8", "replace")
+            content = response.read(_ANSWER_BYTES + 1)
+            if len(content) > _ANSWER_BYTES:
+                raise SyncError(f"{method} {self.url}{path} answered with more than {_ANSWER_BYTES:,} bytes")
+            text = content.decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
             raise ServerGoneError(f"{method} {self.url}{path}: {error!r}") from error
         finally:
@@ -154,7 +159,7 @@ def _object(text: str) -> dict[str, Any]:
     """Parse a JSON object; return {} for anything else, which some of vLLM's routes return."""
     try:
         answer = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
 

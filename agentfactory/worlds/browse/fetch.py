@@ -9,6 +9,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
+from agentfactory.base.http.clients import content_of
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.addresses import AllowedHosts, CheckedResolver, parse_address
 from agentfactory.worlds.browse.documents import Document, PageError
@@ -181,16 +182,6 @@ class Fetcher:
         if self._is_own(url):
             return ToolInfrastructureError(f"{url.host}:{url.port}, which allow_hosts names, {told}")
         return PageError(f"{url.host} {told}.")
-
-
-async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
-    """Return the decompressed body; if it has more than `most` bytes, None, or the first of them if `cut`."""
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > most:
-            return bytes(content[:most]) if cut else None
-    return bytes(content)
 
 
 def _reason(error: Exception) -> str:

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.http.clients import content_of, open_session
 from agentfactory.base.http.loopback import is_http_address
-from agentfactory.base.http.proxies import open_session, proxy_for, through
+from agentfactory.base.http.proxies import proxy_for, through
 from agentfactory.base.http.server_keys import key_header, key_of_environment, pinned
 from agentfactory.base.messages import ToolInfrastructureError, is_finite_number
-from agentfactory.worlds.browse.fetch import content_of
 
 MESSAGE_BYTES = 32 << 20
 _OPEN_SECONDS = 10.0
@@ -77,7 +77,7 @@ class Server:
         try:
             async with (
                 open_session(proxy, timeout=aiohttp.ClientTimeout(total=_OPEN_SECONDS)) as session,
-                session.get(self._at(path), headers=self._headers()) as response,
+                session.get(self._at(path), headers=self._headers(), allow_redirects=False) as response,
             ):
                 content = await content_of(response, _DESCRIPTION_BYTES)
         except TimeoutError:

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import aiohttp
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.http.proxies import Proxy, open_session, proxy_for, through
+from agentfactory.base.http.clients import content_of, open_session
+from agentfactory.base.http.proxies import Proxy, proxy_for, through
 from agentfactory.base.http.retries import Retries, seconds_asked
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.processes.environment import may_be_read
@@ -28,7 +29,6 @@ from agentfactory.tools.calls.limits import Rates
 from agentfactory.worlds.browse.answer_cache import DiskCache
 from agentfactory.worlds.browse.database import Database
 from agentfactory.worlds.browse.documents import PageError
-from agentfactory.worlds.browse.fetch import content_of
 from agentfactory.worlds.browse.web_pages import Pages
 from agentfactory.worlds.search.passage import Passage, encodable
 

@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.base.errors import SettingError, short
+from agentfactory.base.http.clients import content_of, open_session
 from agentfactory.base.http.loopback import is_http_address
-from agentfactory.base.http.proxies import open_session, proxy_for, through
+from agentfactory.base.http.proxies import proxy_for, through
 from agentfactory.base.http.retries import Retries, seconds_asked
 from agentfactory.base.http.server_keys import key_header, pinned
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.environments.shared import Shared
-from agentfactory.worlds.browse.fetch import content_of
 from agentfactory.worlds.search.engine import Engine, EngineOptions
 from agentfactory.worlds.search.passage import Passage, Source, encodable
 from agentfactory.worlds.search.ranking import Index, open_index
@@ -96,7 +96,9 @@ class RetrievalClient:
             asked = 0.0
             try:
                 url = pinned(self.url)
-                async with self._session.post(url, data=body, headers=key_header(url)) as response:
+                async with self._session.post(
+                    url, data=body, headers=key_header(url), allow_redirects=False
+                ) as response:
                     content = await content_of(response, _ANSWER_BYTES)
                     if content is None:
                         mib = f"{_ANSWER_BYTES >> 20} MiB"

@@ -32,7 +32,7 @@ class Server(ProtocolServer):
         quantization: str | None = None,
     ) -> None:
         """`decode` converts ids to text, for stop strings. With `quantization`, the weights are rounded."""
-        super().__init__("the embedded engine", api_key)
+        super().__init__("the embedded engine", api_key, engine.max_model_len, engine.encoder is not None)
         self.engine = engine
         self.served_model_name = served_model_name
         self.eos_token_ids = eos_token_ids
@@ -100,6 +100,8 @@ class Server(ProtocolServer):
         name = body.get("model") or self.served_model_name
         if name == self.served_model_name:
             return None
+        if not isinstance(name, str):
+            raise ApiError(400, f"model: {name!r} is no name")
         if name not in self.adapters:
             raise ApiError(404, f"The model `{name}` does not exist.")
         return self.adapters[name]
@@ -313,7 +315,7 @@ class Server(ProtocolServer):
     async def unload_lora_adapter(self, http: web.BaseRequest) -> Json:
         """Remove the adapter immediately, as vLLM does; running requests finish with the adapter they started with."""
         name = (await body_of(http)).get("lora_name")
-        if name not in self.adapters:
+        if not isinstance(name, str) or name not in self.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
         del self.adapters[name]
         return {"message": f"Success: LoRA adapter '{name}' removed successfully."}

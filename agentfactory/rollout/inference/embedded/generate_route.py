@@ -31,7 +31,8 @@ _REQUEST = {
     *("content_parts", "return_token_ids"),
 }
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda value: is_finite_number(value) and value >= 0, "a number of at least 0"),
+    # logits over less than that overflow
+    "temperature": (lambda value: is_finite_number(value) and (value == 0 or value >= 1e-5), "0, or at least 1e-5"),
     "max_tokens": (lambda value: type(value) is int and value >= 1, "an integer of at least 1"),
     "prompt_logprobs": (lambda value: type(value) is int and value >= 0, "an integer of at least 0"),
     "seed": (lambda value: type(value) is int, "an integer"),

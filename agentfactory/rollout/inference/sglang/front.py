@@ -20,7 +20,7 @@ class Front(ProtocolServer):
     """Our protocol's routes, answered by one SGLang server."""
 
     def __init__(self, sglang: Sglang, served: Served, served_model_name: str, api_key: str) -> None:
-        super().__init__("SGLang", api_key)
+        super().__init__("SGLang", api_key, served.max_model_len, images=True)
         self._sglang = sglang
         self._served = served
         self._name = served_model_name

@@ -10,10 +10,12 @@ import aiohttp
 import msgspec
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.proxies import open_session
+from agentfactory.base.http.clients import answer_within, open_session
 from agentfactory.rollout.inference.http_server import ApiError, Json
 
 _IDLE_SECONDS = 4.0
+_ANSWER_BYTES = 1 << 28
+"""Maximum size of an answer; the largest are the log-probabilities of a long prompt."""
 """uvicorn closes idle connections after 5 s."""
 FIELD = "server.options.attach"
 _CANDIDATES = [0, 1, 2, 3]
@@ -49,8 +51,10 @@ class Sglang:
         try:
             # no limit: a turn takes minutes, and an update waits for the trainer's broadcast
             limit = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
-            async with self._session.request(method, self.url + path, data=data, timeout=limit) as response:
-                return response.status, (await response.read()).decode(errors="replace")
+            async with self._session.request(
+                method, self.url + path, data=data, timeout=limit, allow_redirects=False
+            ) as response:
+                return response.status, (await answer_within(response, _ANSWER_BYTES)).decode(errors="replace")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise SglangGoneError(503, f"SGLang at {self.url} does not answer: {error or repr(error)}") from error
 
