@@ -6,11 +6,11 @@ from typing import Any
 
 from agentfactory.base.errors import SettingError
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.alfworld.engine import Engine, GameError, Play, Scene, found_python
 from agentfactory.worlds.alfworld.games import Games, GeneratedGames, PublishedGames, Split
 from agentfactory.worlds.alfworld.generator import TaskType
+from agentfactory.worlds.shared import Shared
 
 QUESTION = "Do the task that is described below: take one action per turn, until it is done."
 """The `question` of a data row, followed in the prompt by the room and the task."""

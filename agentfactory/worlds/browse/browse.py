@@ -6,10 +6,10 @@ from typing import Any
 
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import tool
 from agentfactory.worlds.browse.web_pages import Pages
 from agentfactory.worlds.browse.window import WINDOW_CHARACTERS, Page
+from agentfactory.worlds.shared import Shared
 
 _shared: Shared[Pages] = Shared()
 

@@ -12,8 +12,8 @@ from typing import Any
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.processes import environment
 from agentfactory.base.user_code.import_path import own_python
-from agentfactory.tools.environments.shared import Shared
 from agentfactory.worlds.game_processes.refused import Refused
+from agentfactory.worlds.shared import Shared
 
 CALL_SECONDS = 50.0
 """Time limit of a call, after which the game's process is killed; a tool's own limit is 60 by default."""

@@ -8,9 +8,9 @@ from agentfactory.base.processes.killable import KillableProcesses
 from agentfactory.base.run_notices import notify
 from agentfactory.base.user_code.extras import check_extra
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.sandbox.program import start_confined
 from agentfactory.worlds.reasoning_gym.gym_tasks import PROCESS, VARIABLES
+from agentfactory.worlds.shared import Shared
 
 logger = logging.getLogger(__name__)
 

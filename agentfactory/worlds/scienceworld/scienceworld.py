@@ -6,10 +6,10 @@ from typing import Any
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.scienceworld.jvm import Jvms, Play, Step, check_engine
 from agentfactory.worlds.scienceworld.published_tasks import EASY, check_variation, instruction, named, resolved, rows
+from agentfactory.worlds.shared import Shared
 
 _LONGEST_ACTION = 1000
 """Maximum characters of an action; the engine's parser takes seconds for a text of several pages."""

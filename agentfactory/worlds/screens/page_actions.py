@@ -14,12 +14,12 @@ from pydantic import Field
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.shared import Shared
 from agentfactory.tools.images.coordinates import ModelView
 from agentfactory.tools.tool import finish, tool
 from agentfactory.worlds.screens import keyboard
 from agentfactory.worlds.screens.browser import Browser, find_chromium, heed
 from agentfactory.worlds.screens.sites import Site, check_fields, site_of
+from agentfactory.worlds.shared import Shared
 
 if TYPE_CHECKING:  # takes a while to import
     from playwright.async_api import Dialog, Download, Page, Route

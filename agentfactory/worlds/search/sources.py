@@ -20,10 +20,10 @@ from agentfactory.base.http.retries import Retries, seconds_asked
 from agentfactory.base.http.server_keys import key_header, pinned
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.tools.environments.shared import Shared
 from agentfactory.worlds.search.engine import Engine, EngineOptions
 from agentfactory.worlds.search.passage import Passage, Source, encodable
 from agentfactory.worlds.search.ranking import Index, open_index
+from agentfactory.worlds.shared import Shared
 
 _HEALS = frozenset({408, 429, 500, 502, 503, 504})
 """Temporary error statuses, such as those of a full or starting server."""
