@@ -3,8 +3,8 @@
 A mutant changes one operator, constant or condition in a function of the core (agentfactory without worlds, audit and
 viewer). The choice depends only on the seed and on the statements; with `--against` they must stand in both trees, in
 functions of the same name, so the same mutants are chosen in both. For each mutant, the tests that enter its line run
-until one fails: those that cover the fewest lines first, at most TESTS. FILE is the data of coverage.py, recorded with
-`dynamic_context = test_function` by a run of the tests. The last line is JSON.
+until one fails: those that cover the fewest lines first, at most TESTS. FILE is data of coverage.py (to be installed),
+recorded with `dynamic_context = test_function` by a run of the tests. The last line is JSON.
 """
 
 import argparse

@@ -30,7 +30,7 @@ CALLS = "tool calls"
 """Calls and their results, as messages of their own."""
 MALFORMED = "unreadable turns"
 OUTCOMES = "ends of the chains"
-"""Whether a chain failed, or reached a limit."""
+"""Kinds of end: a chain failed, or reached a limit."""
 
 
 @dataclass(frozen=True)

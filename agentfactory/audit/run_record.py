@@ -155,7 +155,7 @@ class _Files:
         self.credit: dict[str, list[_CreditLine]] = {}
         self.problems: list[Finding] = []
         self.is_complete = False
-        """Whether the run has ended, so that its files are whole."""
+        """True if the run has ended, so that its files are whole."""
 
     def count(self) -> int:
         return sum(content.count(b"\n") for file in self.trained for content in self._blocks(file))

@@ -69,7 +69,7 @@ class Gathered:
         self._lines = 0
         self.chains = 0
         self.tokens = self.logprobs = self.credit = False
-        """Whether some chain has token ids, log-probabilities, the trainer's values of its tokens."""
+        """True if some chain has token ids, log-probabilities, the trainer's values of its tokens."""
         self._unreal = Places()
         for one in saved():
             self._lines += 1
@@ -77,9 +77,9 @@ class Gathered:
                 self._note(one, item)
         modes = {bool(held_out) for held_out, _ in self._counts}
         self.alone = modes == {True}
-        """Whether all chains are of evaluations, and so are the run itself instead of a part beside its training."""
+        """True if all chains are of evaluations, which are then the run itself."""
         self.held_out = modes == {False, True}
-        """Whether there are evaluations beside training."""
+        """True if there are evaluations beside training."""
 
     @property
     def size(self) -> int:

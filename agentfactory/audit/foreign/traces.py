@@ -85,7 +85,7 @@ class Call(msgspec.Struct):
 
 
 class Trace(msgspec.Struct):
-    """What an agent of an episode did. `group_id` and `reward` are of prime-rl's first files with traces."""
+    """The turns of an agent in an episode. `group_id` and `reward` are of prime-rl's first files with traces."""
 
     id: str
     task: Task = msgspec.field(default_factory=Task)
@@ -297,7 +297,7 @@ def credit_of(trace: Trace) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Update:
-    """What prime-rl noted about a trace later. `streams`: (branch, name) -> a value for each token, or NaN."""
+    """Later notes of prime-rl on a trace. `streams`: (branch, name) -> a value for each token, or NaN."""
 
     info: dict[str, Any]
     streams: Mapping[tuple[int, str], np.ndarray]

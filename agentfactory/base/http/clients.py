@@ -9,6 +9,7 @@ import aiohttp
 from agentfactory.base.http.proxies import Proxy
 
 _PLAIN = {"Accept-Encoding": "identity"}
+_SHOWN = 200
 
 
 class AnswerError(aiohttp.ClientError):
@@ -33,9 +34,12 @@ def open_session(
 
 
 async def answer_within(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Return a response's body. Raise AnswerError if it has more than `most` bytes, or is compressed."""
+    """Return the body of a response to an `open_session`, or why there is none if it is a redirect. Raise AnswerError
+    if it has more than `most` bytes, or is compressed."""
+    if 300 <= response.status < 400 and (place := response.headers.get("Location")):
+        return f"it redirects to {place[:_SHOWN]}, which is not followed; fix: write that address".encode()
     if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
-        raise AnswerError(f"it answers in {coding}, although identity was requested")
+        raise AnswerError(f"it answers in {coding[:_SHOWN]}, although identity was requested")
     content = await content_of(response, most)
     if content is None:
         raise AnswerError(f"its answer has more than {most:,} bytes")
@@ -43,7 +47,8 @@ async def answer_within(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
-    """Return the body; if it has more than `most` bytes, None, or the first of them if `cut`."""
+    """Return the body, decompressed if the session does that; if it has more than `most` bytes, None, or the first of
+    them if `cut`."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.clients import content_of, open_session
+from agentfactory.base.http.clients import AnswerError, answer_within, open_session
 from agentfactory.base.http.loopback import is_http_address
 from agentfactory.base.http.proxies import proxy_for, through
 from agentfactory.base.http.server_keys import key_header, key_of_environment, pinned
@@ -79,13 +79,13 @@ class Server:
                 open_session(proxy, timeout=aiohttp.ClientTimeout(total=_OPEN_SECONDS)) as session,
                 session.get(self._at(path), headers=self._headers(), allow_redirects=False) as response,
             ):
-                content = await content_of(response, _DESCRIPTION_BYTES)
+                content = await answer_within(response, _DESCRIPTION_BYTES)
         except TimeoutError:
             raise self._silent(f"no answer within {_OPEN_SECONDS:g} s") from None
+        except AnswerError as error:
+            raise ServerFault(f"{self}{path}: {error}", _NO_SERVER) from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._silent(str(error) or repr(error)) from None
-        if content is None:
-            raise ServerFault(f"{self}{path} has more than {_DESCRIPTION_BYTES >> 20} MiB", _NO_SERVER)
         text = " ".join(content[: 4 * _SHOWN].decode("utf-8", "replace").split())[:_SHOWN]
         if response.status in (401, 403, 407):
             raise self._refused(response.status)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import aiohttp
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.http.clients import content_of, open_session
+from agentfactory.base.http.clients import AnswerError, answer_within, open_session
 from agentfactory.base.http.proxies import Proxy, proxy_for, through
 from agentfactory.base.http.retries import Retries, seconds_asked
 from agentfactory.base.messages import ToolInfrastructureError
@@ -262,14 +262,14 @@ class Engine(ABC):
             try:
                 async with self._send(request) as response:
                     if response.status == 200:
-                        if (content := await content_of(response, _ANSWER_BYTES)) is None:
-                            raise ValueError("too large")
-                        return json.loads(content)
+                        return json.loads(await answer_within(response, _ANSWER_BYTES))
                     self._check(response.status)
                     told = f"it answered with status {response.status}"
                     asked = seconds_asked(response.headers.get("Retry-After", ""))
             except TimeoutError:
                 told = f"no answer within {_ANSWER_SECONDS:g} s"
+            except AnswerError as error:
+                told = str(error)
             except (aiohttp.ClientError, OSError) as error:
                 told = f"no answer ({type(error).__name__}{through(self._proxy)})"
             except (ValueError, RecursionError):  # JSON, or its charset

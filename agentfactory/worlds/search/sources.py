@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.base.errors import SettingError, short
-from agentfactory.base.http.clients import content_of, open_session
+from agentfactory.base.http.clients import AnswerError, answer_within, open_session
 from agentfactory.base.http.loopback import is_http_address
 from agentfactory.base.http.proxies import proxy_for, through
 from agentfactory.base.http.retries import Retries, seconds_asked
@@ -99,11 +99,7 @@ class RetrievalClient:
                 async with self._session.post(
                     url, data=body, headers=key_header(url), allow_redirects=False
                 ) as response:
-                    content = await content_of(response, _ANSWER_BYTES)
-                    if content is None:
-                        mib = f"{_ANSWER_BYTES >> 20} MiB"
-                        raise ToolInfrastructureError(f"the retrieval server {self.url} answers with more than {mib}")
-                    text = content.decode("utf-8", "replace")
+                    text = (await answer_within(response, _ANSWER_BYTES)).decode("utf-8", "replace")
                     if response.status == 200:
                         return text
                     problem = f"status {response.status}: {text[:300]}"
@@ -112,6 +108,8 @@ class RetrievalClient:
                             f"the retrieval server {self.url} refuses: {problem}{through(self._proxy)}"
                         )
                     asked = seconds_asked(response.headers.get("Retry-After", ""))
+            except AnswerError as error:
+                raise ToolInfrastructureError(f"the retrieval server {self.url}: {error}") from None
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = str(error) or repr(error)
             delay = retries.delay(loop.time(), asked=asked)

@@ -86,7 +86,7 @@ async def test_a_failure_that_passes_is_tried_again() -> None:
         ({"result": [None]}, "answered with no passages"),
         ({"result": [[{"document": HAMLET, "score": 10**400}]]}, "answered with no passages .OverflowError"),
         (web.Response(text="[" * 200_000), "answered with no passages .RecursionError"),
-        (web.Response(body=bytes((64 << 20) + 1)), "answers with more than 64 MiB"),
+        (web.Response(body=bytes((64 << 20) + 1)), "more than 67,108,864 bytes"),
     ],
 )
 async def test_an_answer_without_passages_is_an_infrastructure_failure(answer: Any, told: str) -> None:

@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
+        """True if any request waits or runs."""
         return bool(self.running or self.waiting)
 
     @property
