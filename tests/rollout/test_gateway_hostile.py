@@ -6,7 +6,7 @@ import gzip
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ import pytest
 
 from agentfactory.base.http import connections
 from agentfactory.base.run_notices import notice_of
-from agentfactory.rollout.gateway import gateway_server as server
-from agentfactory.rollout.gateway import responses
+from agentfactory.rollout.gateway import request_bodies, responses
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ChainTools, FunctionAgent
 from agentfactory.rollout.gateway.request_options import Refusal
 from agentfactory.rollout.rewards import scoring
@@ -71,7 +70,7 @@ async def send(program: Program, path: str, key: str, body: bytes, *headers: str
 async def test_a_body_that_does_not_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(request_bodies, "BODY_SECONDS", 0.5)
     async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
         running = begin(chains)
         key = (await program.take())["key"]
@@ -153,41 +152,62 @@ async def test_a_stream_ends_with_its_chain(tmp_path: Path) -> None:
         assert (chain.turns, chain.rows) == (0, [])
 
 
-async def test_what_no_handler_sees_is_refused_as_clients_expect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_MOST_BYTES", 100_000)
-    async with elsewhere(tmp_path, [], rewards=[]) as (chains, program):
+async def test_bodies_of_all_chains_share_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_bodies, "TOGETHER_BYTES", 300_000)
+    async with elsewhere(tmp_path, [], rewards=[]) as (chains, program), AsyncExitStack() as stack:
+        running, sent = [], []
+        for name in ("c0", "c1", "c2", "c3"):
+            running.append(begin(chains, name))
+            sent.append(((await program.take())["key"], await stack.enter_async_context(connected(program))))
+        body = b"[" + b" " * 100_000 + b"]"
+        for key, (_, writer) in sent:
+            writer.write(head(CHAT, key, len(body)) + body[:-1])
+        key, (reader, writer) = sent[3]
+        writer.write(body[-1:])
+        with pytest.raises(TimeoutError):  # it waits for one of the others
+            await asyncio.wait_for(asyncio.shield(last := asyncio.create_task(answer(reader))), 0.5)
+        small = await send(program, CHAT, key, b"[]")
+        sent[0][1][1].write(body[-1:])
+        for status, refused in (small, await answer(sent[0][1][0]), await last):
+            assert (status, refused["error"]["message"]) == (400, "the request is not a JSON object")
+        for chain in running:
+            chain.cancel()
+
+
+async def test_what_no_handler_sees_is_refused_as_clients_expect(tmp_path: Path) -> None:
+    async with elsewhere(tmp_path, [], rewards=[], rollout={"max_total_tokens": 64, "max_tokens": 8}) as served:
+        chains, program = served
         running = begin(chains)
         key = (await program.take())["key"]
-        long = json.dumps({"messages": [{"role": "user", "content": "x" * 200_000}]}).encode()
+        long = json.dumps({"messages": [{"role": "user", "content": "x" * 2_000_000}]}).encode()
+        told = "context length is 64 tokens; the conversation leaves no room: a request may have 1,052,672 bytes"
         for path, body, status, text in (
-            (CHAT, long, 413, "more than 100000 bytes"),
-            (MESSAGES, long, 413, "more than 100000 bytes"),
+            (CHAT, long, 400, told),
+            (MESSAGES, long, 400, told),
             ("/v1/embeddings", b"{}", 404, "POST /v1/embeddings: Not Found"),
             ("/v1/models", b"{}", 405, "Method Not Allowed"),
         ):
-            told, answered = await send(program, path, key, body)
-            assert told == status
+            got, answered = await send(program, path, key, body)
+            assert got == status
             assert text in answered["error"]["message"]
         async with connected(program) as (reader, writer):
             writer.write(b"GARBAGE\r\n\r\n")
             status, answered = await answer(reader)
             assert (status, answered["error"]["type"]) == (400, "invalid_request_error")
         # as the SDKs read it
-        text = "x" * 200_000
+        text = "x" * 2_000_000
         async with openai.AsyncOpenAI(base_url=f"{program.url}/v1", api_key=key, max_retries=0) as client:
-            with pytest.raises(openai.APIStatusError, match="more than 100000 bytes") as refused:
+            with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
-            assert (refused.value.status_code, refused.value.code) == (413, "request_entity_too_large")
+            assert refused.value.code == "context_length_exceeded"
         async with anthropic.AsyncAnthropic(base_url=program.url, api_key=key, max_retries=0) as other:
-            with pytest.raises(anthropic.RequestTooLargeError, match="request_too_large"):
+            with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
                 await other.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": text}])
         running.cancel()
 
 
 async def test_broken_bodies_are_refused_and_the_chain_goes_on(tmp_path: Path) -> None:
-    async with elsewhere(tmp_path, ["a"], rewards=[]) as (chains, program):
+    async with elsewhere(tmp_path, ["a"], rewards=[], rollout={"max_total_tokens": 32768}) as (chains, program):
         running = begin(chains)
         key = (await program.take())["key"]
         asked = json.dumps(ASKED).encode()

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,8 @@ class GatewayChain:
         self.agent = agent
         self.judged = judged
         self.temperature = episode.sampling.temperature
+        self.most_bytes = turns.most_bytes
+        self.overflow = turns.overflow
         self.stored = Stored()
         self.refused = ""
         self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
@@ -166,6 +169,7 @@ class GatewayChain:
         room = self.turns.room(plan)
         self._taken += turn_request.choices
         longest = self.episode.setup.config.max_tokens
+        turn_request = replace(turn_request, messages=[])  # its images need not stay in memory for the turn
         return self._sample(turn_request, plan, min(room, longest, turn_request.max_tokens or longest))
 
     async def count(self, turn_request: TurnRequest) -> int:

@@ -1,7 +1,6 @@
 """The gateway's HTTP server, on a free loopback port of the rollout worker. A random key identifies the chain."""
 
 import asyncio
-import json
 import logging
 import secrets
 import socket
@@ -18,8 +17,8 @@ from aiohttp.typedefs import Handler
 from agentfactory.base.http import connections
 from agentfactory.rollout.gateway import anthropic_messages as messages
 from agentfactory.rollout.gateway import chat_completions, responses
+from agentfactory.rollout.gateway.request_bodies import RequestBodies
 from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key, wrong
-from agentfactory.rollout.text.parsers.values import MAX_DEPTH, check_depth, finite, no_constant
 
 logger = logging.getLogger(__name__)
 connections.log_few(logging.getLogger("aiohttp.server"))
@@ -28,17 +27,7 @@ PING_SECONDS = 10.0
 """Interval of keep-alive events in a stream: many clients give up on a silent one."""
 MOST_CONNECTIONS = 256
 """Maximum number of concurrent connections from one sandbox."""
-_MOST_BYTES = 1 << 28
-"""Maximum size of a request's body, large enough for many images."""
-_MOST_BODIES = 4
-"""Maximum number of bodies of a chain received concurrently; others wait, so that a hostile program cannot fill the
-memory."""
-_MOST_VALUES = 1 << 20
-_BETWEEN_VALUES = (b",", b"[", b"{")
-"""Bytes that a request may contain at most _MOST_VALUES times. Each starts a JSON value, which takes much more memory
-than its text; an image is a single value."""
-BODY_SECONDS = 120.0
-"""Time limit for receiving a body."""
+_PIECE_BYTES = 1 << 15
 
 
 class Api(Protocol):
@@ -75,6 +64,11 @@ class Asking(Protocol):
     stored: responses.Stored
     refused: str
     """The problem of the last refused request; "" if there was none."""
+    most_bytes: int
+    """Maximum size of a request's body."""
+
+    def overflow(self, problem: str) -> Refusal:
+        """Return the refusal of a conversation that does not fit the context."""
 
     async def count(self, turn_request: TurnRequest) -> int:
         """Return the number of tokens of a conversation. Raise Refusal if it cannot be rendered."""
@@ -103,6 +97,11 @@ class Endpoint:
 class _Connection(web.RequestHandler):
     """A connection that also answers malformed HTTP and internal errors with JSON."""
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # a body that waits for others takes this much memory, in each of thousands of connections, and not 256 KiB
+        transport.max_size = _PIECE_BYTES  # type: ignore[attr-defined]
+        super().connection_made(transport)
+
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
@@ -122,14 +121,14 @@ class Gateway:
         self._port = port
         self._routes = routes
         self._chains: dict[str, Asking] = {}
-        self._reading: dict[str, asyncio.Semaphore] = {}
+        self._bodies = RequestBodies()
         self._inside: dict[asyncio.Protocol, str] = {}
         """Connection from a sandbox -> the key of its chain."""
         self.url = ""
         """The server's address, once it is open."""
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_json])
+        app = web.Application(middlewares=[_in_json])
         app.add_routes([web.post(api.ROUTE, _handler(self, api)) for api in APIS])
         app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
@@ -160,6 +159,7 @@ class Gateway:
             loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]
             keepalive_timeout=connections.HEADER_SECONDS,
+            read_bufsize=_PIECE_BYTES // 2,
             auto_decompress=False,  # a short body could decompress to a huge one
         )
 
@@ -187,11 +187,11 @@ class Gateway:
         """Serve the requests of a chain; its key (by default a random one) expires with the context."""
         key = key or f"chain-{secrets.token_urlsafe(24)}"
         self._chains[key] = chain
-        self._reading[key] = asyncio.Semaphore(_MOST_BODIES)
         try:
-            yield Endpoint(f"{self.url}/v1", self.url, key)
+            with self._bodies.of_chain(key):
+                yield Endpoint(f"{self.url}/v1", self.url, key)
         finally:
-            del self._chains[key], self._reading[key]
+            del self._chains[key]
 
     def chain_of(self, request: web.Request) -> Asking:
         """Return the chain of a request's key. Raise Refusal if there is none."""
@@ -200,19 +200,19 @@ class Gateway:
             raise foreign_key()
         return self._chains[key]
 
-    async def hear(self, request: web.Request) -> tuple[Asking, dict[str, Any]]:
-        """Return the chain of a request's key, and the request's JSON object. Raise Refusal if either is invalid, or
-        the chain ends meanwhile."""
+    @asynccontextmanager
+    async def hearing(self, request: web.Request) -> AsyncIterator[tuple[Asking, dict[str, Any]]]:
+        """Provide the chain of a request's key, and the request's JSON object, which counts against the common limit
+        of bodies until the context ends. Raise Refusal if either is invalid, or the chain ends meanwhile."""
         chain = self.chain_of(request)
-        async with self._reading[key_of(request)]:
-            body = await _body_of(request)
-        if self.chain_of(request) is not chain:
-            raise foreign_key()
-        return chain, body
+        async with self._bodies.receiving(request, key_of(request), chain.most_bytes, chain.overflow) as body:
+            if self.chain_of(request) is not chain:
+                raise foreign_key()
+            yield chain, body
 
     async def _count(self, request: web.Request) -> web.Response:
-        chain, body = await self.hear(request)
-        return web.json_response({"input_tokens": await chain.count(_read(messages, body, chain))})
+        async with self.hearing(request) as (chain, body):
+            return web.json_response({"input_tokens": await chain.count(_read(messages, body, chain))})
 
     async def _models(self, request: web.Request) -> web.Response:
         self.chain_of(request)
@@ -229,10 +229,13 @@ def key_of(request: web.Request) -> str:
 
 def _handler(gateway: Gateway, api: Api) -> Any:
     async def handle(request: web.Request) -> web.StreamResponse:
-        chain, body = await gateway.hear(request)
+        chain = gateway.chain_of(request)
         try:
-            turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
-            sampling = await chain.admit(turn_request)
+            async with gateway.hearing(request) as (_, body):
+                turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
+                sampling = await chain.admit(turn_request)
+                # a turn may take minutes, for which its images need not stay in memory
+                turn_request, body = replace(turn_request, messages=[]), {}
             if turn_request.stream:
                 return await _stream(request, api, turn_request, sampling)
             return web.json_response(api.write(turn_request, await sampling))
@@ -241,31 +244,6 @@ def _handler(gateway: Gateway, api: Api) -> Any:
             raise
 
     return handle
-
-
-async def _body_of(request: web.Request) -> dict[str, Any]:
-    if encoding := request.headers.get("Content-Encoding", "").replace("identity", ""):
-        raise Refusal(415, _code(415), f"Content-Encoding: got {encoding}; send the body unencoded")
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            content = await request.read()
-    except TimeoutError:
-        text = f"the request's body did not arrive within {BODY_SECONDS:g} s"
-        raise Refusal(408, _code(408), text) from None
-    except web.RequestPayloadError as error:
-        raise wrong(f"the request's body cannot be read: {error}") from None
-    if sum(map(content.count, _BETWEEN_VALUES)) > _MOST_VALUES:
-        raise Refusal(413, _code(413), f"the request has more than {_MOST_VALUES} JSON values")
-    try:
-        body = json.loads(content, parse_float=finite, parse_constant=no_constant)
-        check_depth(body)
-    except RecursionError:
-        raise wrong(f"the request is nested more than {MAX_DEPTH} levels deep") from None
-    except ValueError as error:
-        raise wrong(f"the request is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise wrong("the request is not a JSON object")
-    return body
 
 
 @web.middleware
@@ -280,8 +258,6 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         return response
     except web.HTTPException as refused:
         text = f"{request.method} {request.path}: {refused.reason}"
-        if refused.status == 413:
-            text = f"the request's body has more than {_MOST_BYTES} bytes"
         return _refused(request, Refusal(refused.status, _code(refused.status), text))
 
 

@@ -149,10 +149,10 @@ class OutsideAgent(ClientAgent):
         return taken
 
     async def _hear(self, request: web.Request) -> tuple[_Taken, dict[str, Any]]:
-        """As Gateway.hear, for a chain that a program runs."""
+        """As Gateway.hearing, for a chain that a program runs."""
         self._of(request)
-        _, body = await self._gateway.hear(request)
-        return self._of(request), body
+        async with self._gateway.hearing(request) as (_, body):
+            return self._of(request), body
 
     async def _call(self, request: web.Request) -> web.Response:
         taken, body = await self._hear(request)

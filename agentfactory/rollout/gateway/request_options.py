@@ -51,6 +51,12 @@ class Refusal(Exception):
         self.code = code
 
 
+def too_long(longest: int, problem: str) -> Refusal:
+    """Return the refusal of a conversation that does not fit `longest` tokens, in words that clients recognize."""
+    limit = f"This model's maximum context length is {longest} tokens"
+    return Refusal(400, "context_length_exceeded", f"{limit}; the conversation leaves no room: {problem}")
+
+
 @dataclass(frozen=True)
 class TurnRequest:
     """A request for the next turn of a conversation. `unmet` are parameters that are not applied, with their values."""

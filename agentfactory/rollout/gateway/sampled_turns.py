@@ -10,7 +10,8 @@ from typing import Any
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.chains.opening_prompt import MOST_CHARACTERS
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
-from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, assistant, wrong
+from agentfactory.rollout.gateway.request_bodies import most_bytes
+from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, assistant, too_long, wrong
 from agentfactory.rollout.gateway.turn_tree import ChainTree, Delivered, Node, Plan, content_text
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import Completion
@@ -50,6 +51,8 @@ class RequestedTurns:
         self._images = renderer.images
         self._sampler = sampler
         self._longest = longest
+        self.most_bytes = most_bytes(longest, renderer.images)
+        """Maximum size of a request's body."""
         self._requested = 0
         """Number of turns requested so far, including failed ones: each has its own seed."""
         self.calls = 0
@@ -71,7 +74,7 @@ class RequestedTurns:
             given = [*turn_request.messages, *(spec.to_openai() for spec in turn_request.specs)]
             # rendering a hundred megabytes would block all chains of the process
             if (characters := _characters(given)) > MOST_CHARACTERS * self._longest:
-                raise self._overflow(f"{characters} characters")
+                raise self.overflow(f"{characters} characters")
             messages = await self._images.take_messages(turn_request.messages)
             return self.tree.plan(messages, turn_request.specs, turn_request.session)
         except (RenderError, TypeError, ValueError, RecursionError) as error:
@@ -80,7 +83,7 @@ class RequestedTurns:
     def room(self, plan: Plan) -> int:
         """Return the maximum number of tokens of the turn. Raise Refusal if no token is left."""
         if (room := self._longest - len(plan.ids)) < 1:
-            raise self._overflow(f"{len(plan.ids)} tokens")
+            raise self.overflow(f"{len(plan.ids)} tokens")
         return room
 
     async def sample(self, turn_request: TurnRequest, plan: Plan, sampling: Sampling, most: int) -> list[SampledTurn]:
@@ -96,7 +99,7 @@ class RequestedTurns:
         try:
             completions = await asyncio.gather(*(complete() for _ in range(turn_request.choices)))
         except ContextOverflowError as error:
-            raise self._overflow(str(error)) from error
+            raise self.overflow(str(error)) from error
         self._note_unmatched(plan)
         turns = [self._take(turn_request, plan, completion) for completion in completions]
         turn_request.remember([turn.reply for turn in turns])
@@ -135,10 +138,10 @@ class RequestedTurns:
         at, stop = found
         return completion.beginning(tokens_of(at + len(stop), ids, self._renderer.decode)), stop
 
-    def _overflow(self, problem: str) -> Refusal:
+    def overflow(self, problem: str) -> Refusal:
+        """Return the refusal of a conversation that does not fit the context."""
         self.last = StopReason.CONTEXT_OVERFLOW
-        limit = f"This model's maximum context length is {self._longest} tokens"
-        return Refusal(400, "context_length_exceeded", f"{limit}; the conversation leaves no room: {problem}")
+        return too_long(self._longest, problem)
 
     def _note_unmatched(self, plan: Plan) -> None:
         self.counts["gateway/spliced_turns"] += plan.spliced

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
@@ -14,7 +15,8 @@ from agentfactory.rollout.chains.load_agent import check_native
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
-from agentfactory.rollout.gateway.request_options import Reply, TurnRequest, wrong
+from agentfactory.rollout.gateway.request_bodies import most_bytes
+from agentfactory.rollout.gateway.request_options import Reply, TurnRequest, too_long, wrong
 from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan, print_of
@@ -36,6 +38,8 @@ class ChatService:
         self.temperature = config.temperature
         self.stored = Stored()
         self.refused = ""
+        self.most_bytes = most_bytes(config.max_total_tokens, renderer.images)
+        self.overflow = partial(too_long, config.max_total_tokens)
         self._config = config
         self._renderer = renderer
         self._sampler = sampler
@@ -50,7 +54,7 @@ class ChatService:
         conversation.check(turn_request)
         plan = await conversation.plan(turn_request)
         most = min(conversation.room(plan), turn_request.max_tokens or self._config.max_tokens)
-        return self._sample(conversation, turn_request, plan, most)
+        return self._sample(conversation, replace(turn_request, messages=[]), plan, most)
 
     async def count(self, turn_request: TurnRequest) -> int:
         return len((await self._conversation(turn_request).plan(turn_request)).ids)
