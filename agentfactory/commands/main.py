@@ -292,10 +292,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _run_module(options: argparse.Namespace) -> int | None:
     """Run a command by the function `run` of its module; a registered command brings its own."""
+    from agentfactory.launching.progress import tell_information
+
     module = _MODULES.get(options.command)
     run = options.run if module is None else importlib.import_module(f"agentfactory.{module}").run
     try:
-        status: int | None = run(options, _say)
+        with tell_information(partial(print, file=sys.stderr)):
+            status: int | None = run(options, _say)
         return status
     except KeyboardInterrupt as error:
         if hasattr(options, "goes_on"):

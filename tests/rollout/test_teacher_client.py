@@ -20,7 +20,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.launching.reach_early import check_teacher_answers
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
-from agentfactory.rollout.inference import teacher_client
+from agentfactory.rollout.inference import stalls, teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE
 from agentfactory.rollout.inference.teacher_client import TeacherClient, _grades, open_teachers
@@ -47,6 +47,7 @@ class Teacher(Server):
         self.refusal: tuple[int, str] | None = None
         self.key: str | None = None
         self.mute = False
+        self.is_silent = False
 
     def cards(self) -> list[dict[str, Any]]:
         return [self.card]
@@ -73,6 +74,8 @@ class Teacher(Server):
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.is_silent:
+            await asyncio.sleep(60)
         self.asked.append(body)
         if self.refusal is not None:
             return web.Response(status=self.refusal[0], text=self.refusal[1])
@@ -390,3 +393,17 @@ async def test_a_policy_that_an_earlier_stage_makes_is_no_reason_to_refuse_the_s
             await client.check()
     with pytest.raises(SettingError, match=r"teacher\.url: no server answers at"):
         await asyncio.to_thread(check_teacher_answers, recipe)
+
+
+@pytest.mark.parametrize("held", ["is_paused", None])
+async def test_a_silent_server_is_given_up_whatever_it_reports(
+    model: Path, monkeypatch: pytest.MonkeyPatch, held: str | None
+) -> None:
+    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.2)
+    async with teaching(model) as (teacher, client):
+        await client.check()
+        teacher.held, teacher.page = held, lambda: "" if held is None else teacher.idle_page()
+        teacher.is_silent = True
+        async with asyncio.timeout(30):
+            with pytest.raises(ServerUnreachableError, match="gave no token for 1 s; fix: start it again"):
+                await client.grade(chain(two_turns()))

@@ -37,13 +37,18 @@ async def answer_within(response: aiohttp.ClientResponse, most: int) -> bytes:
     """Return the body of a response to an `open_session`, or why there is none if it is a redirect. Raise AnswerError
     if it has more than `most` bytes, or is compressed."""
     if 300 <= response.status < 400 and (place := response.headers.get("Location")):
-        return f"it redirects to {place[:_SHOWN]}, which is not followed; fix: write that address".encode()
+        return f"it {redirected(place)}".encode()
     if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
         raise AnswerError(f"it answers in {coding[:_SHOWN]}, although identity was requested")
     content = await content_of(response, most)
     if content is None:
         raise AnswerError(f"its answer has more than {most:,} bytes")
     return content
+
+
+def redirected(place: str) -> str:
+    """Describe a redirect to an address."""
+    return f"redirects to {place[:_SHOWN]}, which is not followed; fix: write that address"
 
 
 async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:

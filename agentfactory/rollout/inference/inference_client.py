@@ -102,7 +102,9 @@ class InferenceClient:
         self.connection = Connection(api_key_env, proxy, section)
         self._section = section
         self.recovery = Recovery(self.connection, self._router, retry_seconds)
-        self._stalls = StallWatch(self.connection, retry_seconds)
+        # a run's trainer pauses its own server, and resumes it; nobody does that for a teacher's
+        self._is_own = section == "server"
+        self._stalls = StallWatch(self.connection, retry_seconds, patient=self._is_own)
         self._sent: dict[tuple[str, int | None], SentImages] = {}
         """Server and replica -> images that it holds."""
 
@@ -207,7 +209,8 @@ class InferenceClient:
                     self._sent_to(url, replica.rank).note(images.spans)
                     if completion and (fault := images.fault(_decoded(text).get("prompt_token_ids"))):
                         raise InferenceError(fault)
-            if (status == 503 or (status == 200 and completion is None)) and await self.recovery.held_back(url):
+            unanswered = status == 503 or (status == 200 and completion is None)
+            if unanswered and self._is_own and await self.recovery.held_back(url):
                 # waiting is not a failure, however long it took
                 retries = Retries(self._limit)
                 continue

@@ -57,9 +57,11 @@ class Stall:
 class StallWatch:
     """A watchdog of the requests to all replicas. A replica that computes tokens is not stalled, however slow."""
 
-    def __init__(self, connection: Connection, limit: float) -> None:
-        """Requests to a replica that is not paused or asleep are given up after `limit` seconds without progress."""
+    def __init__(self, connection: Connection, limit: float, patient: bool) -> None:
+        """Requests are given up after `limit` seconds without progress; with `patient`, those to a replica that is
+        paused or asleep, or does not report its progress, are not."""
         self._connection = connection
+        self._patient = patient
         self._limit = limit
         self._stalls: defaultdict[str, dict[Replica, Stall]] = defaultdict(dict)
         self._task: asyncio.Task[None] | None = None
@@ -117,7 +119,7 @@ class StallWatch:
             waiting = "1 request waits" if count == 1 else f"{count} requests wait"
             text = f"{name} has given no token for {quiet:.0f} s: {waiting}, {reason}"
             notify(logger, f"{name} gives no token", text)
-        if reason not in (None, _HELD) and quiet >= self._limit:
+        if quiet >= self._limit and not (self._patient and reason in (None, _HELD)):
             for deadline in stall.deadlines:
                 deadline.reschedule(asyncio.get_running_loop().time())
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.clients import AnswerError, answer_within, open_session
+from agentfactory.base.http.clients import AnswerError, answer_within, open_session, redirected
 from agentfactory.base.http.loopback import is_http_address
 from agentfactory.base.http.proxies import proxy_for, through
 from agentfactory.base.http.server_keys import key_header, key_of_environment, pinned
@@ -105,9 +105,13 @@ class Server:
         from websockets.asyncio.client import connect
         from websockets.exceptions import InvalidStatus, WebSocketException
 
+        class Direct(connect):
+            def process_redirect(self, exc: Exception) -> Exception:
+                return exc  # another server would get the session
+
         proxy = proxy_for(self.url)
         try:
-            socket = await connect(
+            socket = await Direct(
                 self._at("/ws").replace("http", "ws", 1),
                 additional_headers=self._headers(),
                 proxy=None if proxy is None else proxy.url,
@@ -122,6 +126,8 @@ class Server:
             status = error.response.status_code
             if status in (401, 403, 407):
                 raise self._refused(status) from None
+            if 300 <= status < 400 and (place := error.response.headers.get("Location")):
+                raise ServerFault(f"{self}/ws {redirected(place)}", _NO_SERVER) from None
             raise ServerFault(f"{self}/ws is no WebSocket (status {status})", _NO_SERVER) from None
         except TimeoutError:
             raise self._silent(f"no WebSocket within {_OPEN_SECONDS:g} s") from None
