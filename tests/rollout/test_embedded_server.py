@@ -332,7 +332,7 @@ async def test_error_answers(client: Client) -> None:
     for ids in ([1.5], ["a"], [[1], [1, 2]], [True], None, [2**70]):
         assert "token_ids: must be a list of integers" in await client.generate(ids, status=400)  # type: ignore[arg-type]
     refused = [("top_p", 0.9), ("top_k", 5), ("guided", 1), ("temperature", -1), ("temperature", "hot"), ("seed", "x")]
-    refused += [("temperature", 1e-320)]
+    refused += [("temperature", 1e-320), ("logit_bias", {"3": 1e300})]
     refused += [("max_tokens", 0), ("logprobs", 2), ("stop_token_ids", "x"), ("logprob_token_ids", [VOCABULARY])]
     biases: list[Any] = [[1], {str(VOCABULARY): 1.0}, {"word": 1.0}, {"3": "much"}]
     for name, value in [*refused, *(("logit_bias", bias) for bias in biases)]:

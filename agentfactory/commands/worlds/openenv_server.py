@@ -30,6 +30,7 @@ from agentfactory.base.user_code.extras import check_extra
 from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening_prompt import add_text, opening_messages
 from agentfactory.rollout.data import Task
+from agentfactory.rollout.text.parsers.values import whole_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 
@@ -166,9 +167,9 @@ class Session:
                 reward, observation["metadata"] = verdict.reward, verdict.metrics
         return {"observation": observation, "reward": reward, "done": done}
 
-    async def answer(self, message: Any) -> dict[str, Any] | None:
+    async def answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """Return the answer to a message; None if it ends the session."""
-        kind = message.get("type") if isinstance(message, dict) else None
+        kind = message.get("type")
         try:
             match kind:
                 case "reset":
@@ -179,7 +180,7 @@ class Session:
                     return {"type": "state", "data": self._episode}
                 case "close":
                     return None
-            return _error("UNKNOWN_TYPE", f"Unknown message type: {kind}")
+            return _error("UNKNOWN_TYPE", f"Unknown message type: {kind!r:.200}")
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False, include_input=False)
             told = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults)
@@ -203,17 +204,18 @@ def make_app(world: ServedWorld) -> Starlette:
         await socket.accept()
         found = Session(world)
         try:
-            while True:
-                try:
-                    message = json.loads(await socket.receive_text())
-                except ValueError as error:
-                    answer: dict[str, Any] | None = _error("INVALID_JSON", f"Invalid JSON: {error}")
+            while (received := await socket.receive())["type"] == "websocket.receive":
+                text = received.get("text")
+                message, problem = (None, "the frame is binary") if text is None else whole_object(text.strip())
+                if message is None:
+                    answer: dict[str, Any] | None = _error("INVALID_JSON", f"Invalid JSON: {problem}")
                 else:
                     answer = await found.answer(message)
                 if answer is None:
                     await socket.close()
                     return
-                await socket.send_text(json.dumps(answer, ensure_ascii=False))
+                # escaped, because results of tools may contain lone surrogates
+                await socket.send_text(json.dumps(answer))
         except WebSocketDisconnect:
             pass
         finally:

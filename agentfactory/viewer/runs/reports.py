@@ -88,5 +88,5 @@ def _worst(run: Run) -> str | None:
         return None
     if report is None:
         return None
-    found = {one.get("severity") for one in _list(report, "findings") if isinstance(one, dict)}
+    found = [one.get("severity") for one in _list(report, "findings") if isinstance(one, dict)]
     return next((str(level) for level in Severity if level in found), "none")

@@ -169,11 +169,13 @@ def _scored(token: int, logprob: float) -> Json:
 def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
     try:
         bias = {int(token): added for token, added in (value or {}).items()}
-        valid = all(0 <= token < vocab_size and is_finite_number(added) for token, added in bias.items())
-    except (AttributeError, ValueError):
+        # beyond, float32 overflows
+        valid = all(0 <= token < vocab_size and is_finite_number(b) and abs(b) <= 1e30 for token, b in bias.items())
+    except (AttributeError, ValueError, OverflowError):
         valid = False
     if not valid:
-        raise ApiError(400, f"sampling_params.logit_bias: must map tokens from 0 to {vocab_size - 1} to finite numbers")
+        told = f"must map tokens from 0 to {vocab_size - 1} to numbers from -1e30 to 1e30"
+        raise ApiError(400, f"sampling_params.logit_bias: {told}")
     return bias
 
 
