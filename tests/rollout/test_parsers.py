@@ -455,16 +455,6 @@ def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> Non
     ]
 
 
-def test_native_formats_leave_the_tools_to_the_template() -> None:
-    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic"):
-        parser = load_parser(name)
-        assert parser.instructions(SPECS) is None
-        assert parser.complaint("No.") == [{"role": "tool", "content": "No."}]
-        assert parser.answers([ToolCall("call_0", "look", {})], [ToolResult("a wall")]) == [
-            {"role": "tool", "name": "look", "tool_call_id": "call_0", "content": "a wall"}
-        ]
-
-
 def test_tools_that_a_format_cannot_call_are_refused() -> None:
     with pytest.raises(ValueError, match=r"code_block needs one tool with a parameter `code`.*has none among search"):
         load_parser("code_block").instructions(SPECS[:1])
@@ -516,13 +506,6 @@ def test_what_is_written_is_read_back(name: str) -> None:
         assert (found.content, found.calls, found.error) == ("", calls, None), written
 
     check()
-
-
-@settings(max_examples=100, deadline=None)
-@given(text.filter(lambda code: "`" not in code and "\r" not in code))
-def test_code_is_read_back(code: str) -> None:
-    parser = load_parser("code_block")
-    assert parser.parse(parser.write([("python", {"code": code})], SPECS), SPECS).calls == [("python", {"code": code})]
 
 
 # --- arbitrary text --------------------------------------------------------------------------------------------------
@@ -649,28 +632,3 @@ def test_examples_of_the_documentation(name: str) -> None:
         assert (called, arguments) == ("python", {"code": "print(sum(range(10)))"})
     else:
         assert (called, arguments) == ("search", {"query": "rain"} if name == "tags" else {"query": "rain", "limit": 3})
-
-
-def test_references_that_name_no_parser(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.parser: unknown: 'xml' is not prebuilt \(hermes, .*FILE\.py:NAME"):
-        load_parser("xml")
-    (tmp_path / "mine.py").write_text("class Mine: pass\n")
-    with pytest.raises(ValueError, match=r"mine\.py:Mine is no class derived from agentfactory\.Parser"):
-        load_parser("mine.py:Mine", tmp_path)
-    with pytest.raises(ValueError, match=r"rollout\.parser: .*there is no file"):
-        load_parser("none.py:Mine", tmp_path)
-
-
-def test_calls_of_phi4_may_be_without_their_list() -> None:
-    calls = [("search", {"query": "rain"}), ("look", {})]
-    text = "".join(
-        "<|tool_call|>" + json.dumps({"name": name, "arguments": given}) + "<|/tool_call|>" for name, given in calls
-    )
-    assert load_parser("phi4").parse(text, []).calls == calls
-    # the others were trained with a list
-    lone = '{"name": "search", "arguments": {"query": "rain"}}'
-    for name, written in (("granite", f"<|tool_call|>{lone}"), ("nemotron", f"<TOOLCALL>{lone}</TOOLCALL>")):
-        found = load_parser(name).parse(written, [])
-        assert not found.calls
-        assert found.error is not None
-        assert "expected a JSON list of calls" in found.error

@@ -18,7 +18,7 @@ import torch
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference import http_server
 from agentfactory.rollout.inference import server_command_line as serving
-from agentfactory.rollout.inference.http_transport import ContextOverflowError, missing_routes, refusal
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, refusal
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.sglang import __main__ as front_main
 from agentfactory.rollout.inference.sglang.front import read_load
@@ -34,7 +34,7 @@ from agentfactory.rollout.inference.weight_digest import ON_CPU, ON_GPU, UNKNOWN
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.content_proof import Content
-from agentfactory.trainers.sync.nccl_sync import NcclSync, group_for, packed
+from agentfactory.trainers.sync.nccl_sync import NcclSync, packed
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.rollout.test_server_contract import make_model
 from tests.server_process import serve, sglang_stand_in
@@ -232,11 +232,6 @@ def test_both_ends_cut_the_stream_of_weights_alike() -> None:
         assert theirs == [buffer.numel() for buffer in packed(iter(weights.items()), most)]
 
 
-def test_weights_that_would_not_be_aligned_are_named() -> None:
-    with pytest.raises(ApiError, match=r"norm \(float32\) would begin at byte 6"):
-        list(cut(["bias", "norm"], ["bfloat16", "float32"], [[3], [1]], 100))
-
-
 @pytest.mark.parametrize(
     ("on_gpu", "ranks", "function"), [(False, 1, "sglang_cpu"), (True, 1, "sglang_gpu"), (True, 2, UNKNOWN)]
 )
@@ -330,14 +325,6 @@ async def test_a_server_that_cannot_train_is_refused_by_its_setting() -> None:
             await attach(Recorded({**good, path: answered}))
 
 
-async def test_an_address_that_accepts_and_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.rollout.inference.sglang.upstream._ANSWERS_WITHIN", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        async with Sglang(f"http://127.0.0.1:{silent.getsockname()[1]}") as sglang:
-            with pytest.raises(SettingError, match=r"attach: http://\S+ accepts connections, but has not answered"):
-                await attach(sglang)
-
-
 def test_the_load_is_read_from_sglangs_metrics() -> None:
     queued, running, tokens, usage = API["metrics"]
     lines = [f"# HELP {running} x", f'{running}{{a="b"}} 3.0', f'{queued}{{a="b"}} 2.0', f'{usage}{{a="b"}} 0.5']
@@ -379,18 +366,6 @@ def test_adapters_are_refused() -> None:
     recipe = TrainRecipe.model_validate({"model": {"path": "m"}, "server": {"engine": "sglang"}, "train": {"steps": 1}})
     with pytest.raises(SettingError, match="serves no adapters here; fix: `agentfactory export` the adapter merged"):
         serving.server_command(recipe, {"a": Path("a")})
-
-
-def test_sglang_itself_at_server_url_is_named() -> None:
-    told = missing_routes("http://gpu-1:30000", list(API["routes"]), ["/inference/v1/generate"])
-    assert told is not None
-    assert told[0] == "server http://gpu-1:30000 is SGLang itself"
-    assert "server.options.attach=http://gpu-1:30000" in told[1]
-
-
-def test_servers_of_two_kinds_join_no_group() -> None:
-    with pytest.raises(SyncError, match="different kinds of group"):
-        group_for([{"world_size": 1}, {"world_size": 1, "process_group": "gloo"}])
 
 
 # ---- with the stand-in
