@@ -233,9 +233,7 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     picture(0).save(stored)
     image = {"type": "image_url", "url": "data:image/png;base64,AAAA"}
     cases: list[tuple[Any, str]] = [
-        ("x", r"content_parts\[0\]: only"),
         ({**image, "type": "video_url"}, "only"),
-        ({**image, "uuid": 5}, "uuid: 5 is not"),
         ({**image, "url": None}, "Cache miss for image at index 0"),
         *(({**image, "url": url}, "must be a data: URL") for url in ("https://example.org/a.png", str(stored))),
         ({**image, "url": "data:image/png;base64,!"}, "is not base64"),
@@ -244,8 +242,6 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     for content_part, problem in cases:
         with pytest.raises(ValueError, match=problem):
             await images.receive([content_part])
-    with pytest.raises(ValueError, match="must be a list"):
-        await images.receive("x")
     with pytest.raises(ValueError, match="at most 200 times the other"):
         await images.receive([part(Image.new("RGB", (1, 300)))])
     pad = images.vision.image_token_id

@@ -65,7 +65,7 @@ async def send(program: Program, path: str, key: str, body: bytes, *headers: str
         return await answer(reader)
 
 
-@pytest.mark.parametrize("path", [CHAT, f"{MESSAGES}/count_tokens", "/reward"])
+@pytest.mark.parametrize("path", [CHAT, "/reward"])
 async def test_a_body_that_does_not_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -92,22 +92,11 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
         assert (await running).outcome is Outcome.COMPLETED
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [(CHAT, ASKED), ("/tools", {"name": "note", "arguments": {"text": "x"}}), ("/reward", {"reward": 7})],
-)
+@pytest.mark.parametrize(("path", "body"), [(CHAT, ASKED), ("/reward", {"reward": 7})])
 async def test_a_request_that_is_complete_after_its_chain_changes_nothing(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    source = """
-from agentfactory import tool
-
-@tool
-def note(text: str) -> str:
-    '''Take a note.'''
-    raise AssertionError("the chain is over")
-"""
-    async with elsewhere(tmp_path, ["a", "b"], rewards=[], source=source) as (chains, program):
+    async with elsewhere(tmp_path, ["a", "b"], rewards=[]) as (chains, program):
         running = begin(chains)
         key, late = (await program.take())["key"], json.dumps(body).encode()
         async with connected(program) as (reader, writer):

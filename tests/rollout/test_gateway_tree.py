@@ -270,6 +270,21 @@ def test_dropped_turns_a_summary_and_sub_agents_are_branches(appending: Renderer
     assert order != sorted(order)
 
 
+def test_going_back_branches_where_the_histories_part(appending: Renderer) -> None:
+    policy = policy_of(appending)
+    first = policy.answer([user("a")], "one")
+    history = [user("a"), first.message, user("b")]
+    policy.answer(history, "two")
+    edited = policy.answer([user("a"), first.message, user("c")], "three")
+    again = policy.answer(history, "two, again")
+    assert len(policy.tree.rows) == 3
+    for sample in (edited, again):
+        shared = [*first.plan.ids, *first.completion.token_ids]
+        assert sample.plan.ids[: len(shared)] == shared
+        assert not any(policy.tree.rows[sample.node.row].mask[: len(shared)])
+    policy.check()
+
+
 def contains(ids: list[int], part: list[int]) -> bool:
     return any(ids[at : at + len(part)] == part for at in range(len(ids)))
 

@@ -157,13 +157,11 @@ def changed(place: int, **fields: Any) -> Callable[[Scores], Scores]:
 
 SPOILED: dict[str, tuple[Callable[[Scores], Any], str]] = {
     "not a number": (changed(3, logprob=float("nan")), "sent nan as a log-probability"),
-    "infinite": (changed(3, logprob=float("-inf")), "sent -inf as a log-probability"),
     "positive": (changed(3, logprob=0.5), "sent 0.5 as a log-probability"),
     "text": (changed(3, logprob="low"), "other prompt_logprobs than vLLM's"),
     "none": (lambda scores: None, "sent no prompt_logprobs for 7 tokens"),
     "short": (lambda scores: scores[:-1], "sent 6 prompt_logprobs for 7 tokens"),
     "another token": (lambda scores: [*scores[:2], {"3": {"logprob": -1.0}}, *scores[3:]], "other ids: token 2 is 7"),
-    "no entry": (lambda scores: [*scores[:2], None, *scores[3:]], "other prompt_logprobs than vLLM's"),
     "a list": (lambda scores: [*scores[:3], ["8"], *scores[4:]], "other prompt_logprobs than vLLM's"),
 }
 
@@ -239,7 +237,6 @@ async def test_groups_of_an_earlier_attempt_are_graded_again(model: Path) -> Non
 UNFIT: dict[str, tuple[Callable[[Teacher], Any], str]] = {
     "short": (lambda t: t.card.update(max_model_len=LONGEST), "reads 64 tokens, .* fix: start it with .* at least 65"),
     "elsewhere": (lambda t: t.card.update(root="/nowhere/else"), "cannot be checked; fix: put its tokenizer files"),
-    "unnamed": (lambda t: t.card.update(root=None), "cannot be checked; fix: put its tokenizer files"),
     "few logprobs": (
         lambda t: setattr(
             t, "refusal", (400, "Requested prompt logprobs of 64, which is greater than max allowed: 20")
@@ -247,10 +244,6 @@ UNFIT: dict[str, tuple[Callable[[Teacher], Any], str]] = {
         "fix: start vLLM with --max-logprobs 64",
     ),
     "vLLM": (lambda t: t.routes.remove(GENERATE), "lacks /inference/v1/generate; fix: start vLLM .* with"),
-    "SGLang": (
-        lambda t: setattr(t, "routes", ["/update_weights_from_disk"]),
-        "is SGLang itself; fix: serve it by vLLM .* without a path such as /v1",
-    ),
     "key": (lambda t: setattr(t, "key", "s3cret"), r"requires its key, .* set teacher\.api_key_env"),
     "mute": (lambda t: setattr(t, "mute", True), r"has not answered within 0\.5 s"),
 }

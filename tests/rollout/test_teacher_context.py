@@ -214,7 +214,6 @@ async def test_a_function_that_fails_ends_its_chain_and_one_that_always_fails_th
     [
         ("wants", "wants has a parameter 'answer'; fix: take any of trajectory, task, trajectories, by these names"),
         ("Hint", "Hint is not a function but a type"),
-        ("missing", "defines no missing"),
     ],
 )
 def test_functions_that_cannot_be_called_are_refused(tmp_path: Path, name: str, problem: str) -> None:
