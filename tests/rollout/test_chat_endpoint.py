@@ -1,6 +1,5 @@
 """A chat endpoint in the policy's place: the same tools, rewards and limits, whatever it answers."""
 
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, base_url, look_at
+from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, look_at
 from agentfactory.rollout.chains.endpoint_chain import open_chat_runner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
@@ -178,7 +177,6 @@ async def test_limits_and_what_cannot_go_on_are_outcomes(tmp_path: Path) -> None
 
 
 async def test_an_answer_that_is_none_ends_its_chain(tmp_path: Path) -> None:
-    call = said("", ("put", '{"thing": "book"}'))
     for broken in (
         {"usage": [1]},
         {"usage": {"completion_tokens": "5"}},
@@ -189,12 +187,6 @@ async def test_an_answer_that_is_none_ends_its_chain(tmp_path: Path) -> None:
         chain = await played(tmp_path, {**said("so"), **broken})
         assert chain.outcome is Outcome.INFERENCE_ERROR
         assert "the endpoint's answer is not a chat completion" in str(chain.error)
-    # an invalid id counts as no id
-    for identity in (["q"], 5, "", None):
-        call["message"]["tool_calls"][0]["id"] = identity
-        chain = await played(tmp_path, call, said("so"))
-        assert (chain.outcome, chain.reward) == (Outcome.COMPLETED, 1.0)
-        assert chain.messages[1]["tool_calls"][0]["id"] == "call_0"
 
 
 async def test_of_parts_the_text_is_taken(tmp_path: Path) -> None:
@@ -254,29 +246,6 @@ async def test_models_that_reason(tmp_path: Path) -> None:
     assert (chain.outcome, chain.reward, chain.metrics["sampled_tokens"]) == (Outcome.MAX_TOKENS, 0.0, 50)
 
 
-@pytest.mark.parametrize(
-    ("status", "problem"),
-    [
-        (400, "Your input exceeds the context window of this model. Please adjust your input and try again."),
-        (400, "prompt is too long: 208310 tokens > 200000 maximum"),
-        (400, "request (4390 tokens) exceeds the available context size (4096 tokens), try increasing it"),
-        (500, "Context size has been exceeded."),
-    ],
-)
-async def test_a_conversation_that_is_too_long(tmp_path: Path, status: int, problem: str) -> None:
-    chain = await played(tmp_path, (status, problem))
-    assert chain.outcome is Outcome.CONTEXT_OVERFLOW
-
-
-@pytest.mark.slow
-async def test_an_endpoint_is_left_alone_for_as_long_as_it_asks(tmp_path: Path) -> None:
-    for retry_after, least in (("1", 1.0), ("soon", 0.0)):
-        begun = time.monotonic()
-        chain = await played(tmp_path, (429, "slow down", {"Retry-After": retry_after}), said("so"))
-        assert chain.outcome is Outcome.COMPLETED
-        assert time.monotonic() - begun > least
-
-
 SPENT = (429, "You exceeded your current quota, please check your plan (code: insufficient_quota).")
 NO_CHOICE = (400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
 
@@ -287,9 +256,7 @@ NO_CHOICE = (400, '"auto" tool choice requires --enable-auto-tool-choice and --t
         (SPENT, None, r"429 .*; fix: buy more credit"),
         ((500, "tools param requires --jinja flag"), None, r"llama\.cpp with --jinja"),
         (NO_CHOICE, None, "--url: .* answered 400 .* vLLM with"),
-        ({**said("hello"), "message": "hello"}, None, "--url: .* not a chat completion"),
         (NO_CHOICE, ({"id": "a"}, {"id": "b"}), "--model: .*lists a, b"),
-        (NO_CHOICE, ("a",), "--model: .*returned no list of models"),
     ],
 )
 async def test_what_would_fail_every_chain_is_told_at_once(tmp_path: Path, answer: Any, models: Any, told: str) -> None:
@@ -297,19 +264,6 @@ async def test_what_would_fail_every_chain_is_told_at_once(tmp_path: Path, answe
     with serve_chat(always(answer), **listed) as server, pytest.raises(ChatEndpointError, match=told):
         await play(recipe(tmp_path), tmp_path, server.url)
     assert len(server.requests) == (models is None)
-
-
-async def test_spent_credit_in_the_middle_of_an_evaluation_ends_a_chain(tmp_path: Path) -> None:
-    chain = await played(tmp_path, SPENT)
-    assert chain.outcome is Outcome.INFERENCE_ERROR
-    assert "insufficient_quota" in str(chain.error)
-
-
-async def test_result_tokens_are_those_of_the_policy(tmp_path: Path, warm_start: Path) -> None:
-    call = said("", ("put", '{"thing": "book", "count": 60}'))
-    sections = {"model": {"path": str(warm_start)}, "limits": {"result_tokens": 30}, "rollout": {"max_turns": 2}}
-    chain = await played(tmp_path, call, said("so"), **sections)
-    assert "tokens left out ...]" in next(m["content"] for m in chain.messages if m["role"] == "tool")
 
 
 async def test_an_endpoint_that_needs_a_key_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,21 +289,6 @@ async def test_an_endpoint_that_needs_a_key_or_is_not_there(tmp_path: Path, monk
 async def test_what_needs_token_ids_is_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ChatEndpointError, match=said):
         await play(recipe(tmp_path, **sections), tmp_path, "http://127.0.0.1:9")
-
-
-async def test_fields_of_requests_are_the_users(tmp_path: Path) -> None:
-    fields = {"max_tokens": None, "max_completion_tokens": 77, "reasoning_effort": "low"}
-    given = {"data": {"path": str(tmp_path / "tasks.jsonl")}, "request": fields}
-    with serve_chat(script(said("so"))) as server:
-        await play(recipe(tmp_path, eval=given), tmp_path, server.url)
-    for request in server.requests:
-        assert {name: request.get(name) for name in fields} == fields
-        assert "max_tokens" not in request
-
-
-def test_addresses() -> None:
-    assert base_url("http://localhost:8000") == base_url("http://localhost:8000/v1/") == "http://localhost:8000/v1"
-    assert base_url("https://openrouter.ai/api/v1") == "https://openrouter.ai/api/v1"
 
 
 def test_the_same_model_gives_the_same_figures_by_messages_and_by_token_ids(

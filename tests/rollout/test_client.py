@@ -32,8 +32,6 @@ from tests.waiting import until
 PROMPT = [1, 2, 3]
 SAMPLING = {"max_tokens": 4}
 Answer = Callable[[], Awaitable[web.Response] | web.Response]
-DROPPED = web.Response()
-"""Script entry: break the connection instead of answering."""
 
 
 def turn(version: str = "0", reason: str = "stop", **more: Any) -> web.Response:
@@ -83,10 +81,7 @@ class Server:
         self.asked_replicas.append(request.headers.get(REPLICA_HEADER))
         answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         made = answer()
-        response = made if isinstance(made, web.Response) else await made
-        if response is DROPPED and request.transport is not None:
-            request.transport.abort()
-        return response
+        return made if isinstance(made, web.Response) else await made
 
     def idle_page(self) -> str:
         page = write_load(Load(0, 0, 0.0))
@@ -162,32 +157,6 @@ async def test_a_chain_names_its_replica_where_there_are_several() -> None:
         assert all(by_chain[(*prompt,)] == rank for prompt, rank in zip(two.prompts, two.asked_replicas, strict=True))
 
 
-async def test_a_server_that_comes_back_is_asked_for_its_replicas() -> None:
-    server = Server()
-    async with connected(server) as client:
-        await client.check_routes()
-        await ask(client)
-        await server.stop()
-        turn_under_way = asyncio.create_task(ask(client))
-        await asyncio.sleep(0.1)
-        server.replicas = 2
-        await server.start()
-        await turn_under_way
-        await ask(client, "another", [9])
-    assert server.asked_replicas[0] is None
-    assert server.asked_replicas[1:] == ["0", "1"]
-
-
-async def test_a_server_that_does_not_report_its_load_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server()
-    server.replicas = 0
-    async with connected(server) as client:
-        await client.check_routes()
-        await ask(client)
-    assert server.asked_replicas == [None]
-    assert "does not report its load" in caplog.text
-
-
 @pytest.mark.parametrize(
     "fault", [refuse(500), refuse(429), refuse(503), lambda: turn(reason="abort")], ids=["500", "429", "503", "abort"]
 )
@@ -212,11 +181,10 @@ async def test_a_permanent_refusal_is_not_tried_again(status: int, text: str, ki
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [refuse(503), lambda: turn(reason="abort")], ids=["refused", "aborted"])
 @pytest.mark.parametrize("state", ["is_paused", "is_sleeping"])
-async def test_what_holds_requests_back_is_waited_for_beyond_the_limit(cut: Answer, state: str) -> None:
+async def test_what_holds_requests_back_is_waited_for_beyond_the_limit(state: str) -> None:
     # before and after it, a turn has the usual time for retries
-    server = Server(refuse(500), cut, refuse(500), turn)
+    server = Server(refuse(500), lambda: turn(reason="abort"), refuse(500), turn)
     server.held = state
     async with connected(server, retry_seconds=1.0) as client:
         asking = asyncio.create_task(ask(client))
@@ -367,12 +335,6 @@ async def test_routes_are_checked_on_every_server_and_the_switch_is_named() -> N
     async with connected(good, bad) as client:
         with pytest.raises(ServerUnreachableError, match=rf"{bad.url} lacks {GENERATE}; .*--enable-scale-out"):
             await client.check_routes()
-        await bad.stop()
-        started = time.monotonic()
-        with pytest.raises(ServerUnreachableError, match=f"no server answers at {bad.url}: .*; fix: start it"):
-            await client.check_routes()
-        assert time.monotonic() - started < 2, "a wrong address is told at once"
-        await bad.start()
 
 
 def answered(*values: Any, **more: Any) -> str:
@@ -383,14 +345,14 @@ def answered(*values: Any, **more: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        *((answered(logprob=value), "as the log-probability of token 7") for value in (math.nan, math.inf, -math.inf)),
-        *((answered(logprob=value), "as the log-probability of token 7") for value in (-1e39, None, "-1.0", True, 0.5)),
-        *((answered(value), "as a token id") for value in (-1, 1.5, "7", None, True)),
-        *((answered(ends=ends), "as the weight version of 1") for ends in ((0, 99), (-1, 1), ("0", 1), (1, 0))),
+        *(
+            (answered(logprob=value), "as the log-probability of token 7")
+            for value in (math.nan, -math.inf, -1e39, 0.5)
+        ),
+        *((answered(value), "as a token id") for value in (-1, 1.5, True)),
+        *((answered(ends=ends), "as the weight version of 1") for ends in ((0, 99), (-1, 1), (1, 0))),
         (answered(version=0), "as the weight version of 1 tokens"),
         ("<html>", "is not JSON"),
-        ("\ufffd", "the server's response"),
-        ("null", "the server's response is not a completion"),
         ("[]", "the server's response is not a completion"),
         ('{"choices": [{"finish_reason": "stop", "token_ids": null}]}', "is not a completion"),
     ],
@@ -409,18 +371,3 @@ async def test_a_row_that_grows_is_encoded_once_and_sent_whole() -> None:
         assert server.prompts == [[1, 151_643], [1, 151_643, 2], [1, 151_643, 2], [1, 151_643, 2, 0, 33]]
         with pytest.raises(ValueError, match="the row must not shrink: it had 5 tokens, and now has 1"):
             await client.generate([1], "base", {}, chain="c", encoded=encoded)
-
-
-async def test_such_an_answer_fails_the_request_alone() -> None:
-    async with connected(Server(lambda: web.Response(body=b"\xff\xfe"), turn)) as client:
-        with pytest.raises(InferenceError, match="is not JSON"):
-            await ask(client)
-        assert (await ask(client)).logprobs == [-1.0]
-
-
-async def test_a_server_that_is_healthy_and_drops_every_turn_is_given_up() -> None:
-    server = Server(lambda: DROPPED)
-    async with connected(server, retry_seconds=1.0) as client:
-        with pytest.raises(ServerUnreachableError, match="no server completed a request for 1 s"):
-            await ask(client)
-    assert len(server.prompts) < 15, "with backoff"

@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.device_memory import Evictable
-from agentfactory.rollout.inference.embedded.engine import PREFILL_TOKENS, Engine
+from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
-from agentfactory.rollout.inference.embedded.step_plan import Planner, attend
 from tests.engine_runs import check, decode, finish, make_adapter, random_prompts
-from tests.text_families import tiny_network
 
 pytestmark = pytest.mark.numbers
 
@@ -32,36 +29,6 @@ SIZES: dict[str, Any] = {
 def qwen3(**changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 16, **changes}))
-
-
-WINDOW = 8
-
-
-@pytest.mark.slow
-def test_long_prompts_come_in_chunks_beside_short_ones() -> None:
-    engine = Engine(qwen3(), max_model_len=2 * PREFILL_TOKENS + 500, max_num_seqs=40)
-    model = qwen3().eval()
-    for request in decode(engine, random_prompts(*range(1, 70), 700, PREFILL_TOKENS, 2 * PREFILL_TOKENS + 99)):
-        check(model, request)
-
-
-def test_sparse_slots_are_copied_out() -> None:
-    engine = Engine(qwen3(), max_model_len=256, max_num_seqs=32)
-    first = decode(engine, random_prompts(*range(40, 72)))
-    # two conversations continue in slots far apart
-    later = decode(engine, [np.array([*first[i].prompt, *first[i].tokens, 5, 6]) for i in (0, 31)])
-    assert abs(later[0].slot - later[1].slot) > 10
-    for request in later:
-        check(qwen3().eval(), request)
-
-
-@pytest.mark.slow
-def test_large_batches_of_wide_layers() -> None:
-    """Wide enough for the oneDNN path."""
-    shape = {"hidden_size": 128, "intermediate_size": 384, "initializer_range": 0.05}
-    engine = Engine(qwen3(**shape), max_model_len=512, max_num_seqs=40)
-    for request in decode(engine, random_prompts(*range(1, 80))):
-        check(qwen3(**shape).eval(), request)
 
 
 def test_what_is_not_a_number_spoils_no_later_sequence() -> None:
@@ -84,38 +51,6 @@ def test_models_that_it_cannot_decode_are_refused() -> None:
         Engine(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, layer_types=["linear_attention"] * 2)), **sizes)
     with pytest.raises(MemoryError, match="lower max_num_seqs"):
         Engine(qwen3(), max_model_len=2**16, max_num_seqs=2**12)
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 21])
-def test_attention_equals_transformers_in_float64(tokens: int) -> None:
-    """The last `tokens` of 30 attend in a slot between other slots."""
-    torch.manual_seed(0)
-    kv, ratio, width, known = 2, 3, 8, 30
-    planner = Planner(kv * ratio, kv, 48, torch.float64, torch.device("cpu"), WINDOW)
-    cache = torch.randn(2, 3, kv, 48, width, dtype=torch.float64)
-    query = torch.randn(1, kv * ratio, tokens, width, dtype=torch.float64)
-    module = torch.nn.Module()
-    module.num_key_value_groups, module.sinks = ratio, torch.randn(kv * ratio, dtype=torch.float64)
-    position = np.arange(known - tokens, known)
-    plan = planner.plan(np.array([1]), position[:1], np.array([tokens]), position)
-    places, own = torch.arange(known), torch.from_numpy(position)[:, None]
-    for windowed in (False, True):
-        hidden = (places > own) | (places <= own - WINDOW) if windowed else places > own
-        mask = torch.zeros(1, 1, tokens, known, dtype=torch.float64).masked_fill(hidden, float("-inf"))
-        expected, _ = eager_attention_forward(module, query, *cache[:, 1:2, :, :known], mask, 0.3)
-        found = attend(plan, cache, query, 0.3, windowed, module.sinks)
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
-
-
-def test_a_window_that_is_not_kept_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = Planner.masks
-
-    def without_window(planner: Planner, visible: torch.Tensor, keys: int, times: int = 1) -> tuple[Any, Any]:
-        return (masks(planner, visible, keys, times)[0],) * 2
-
-    monkeypatch.setattr(Planner, "masks", without_window)
-    with pytest.raises(UnsupportedModel, match="differ by"):
-        Engine(tiny_network("gpt_oss"), max_model_len=64, max_num_seqs=2)
 
 
 def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:

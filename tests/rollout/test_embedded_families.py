@@ -9,7 +9,6 @@ import torch
 
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request, UnsupportedModel
-from agentfactory.rollout.inference.embedded.start_check import Proof
 from tests.engine_runs import finish
 from tests.text_families import FAMILIES, ROTATED, rows_of_many_lengths, scores_alone, tiny_network
 
@@ -93,17 +92,3 @@ def test_positions_that_depend_on_the_longest_sequence_of_a_pass(kind: str) -> N
 def test_a_table_of_positions_must_be_long_enough() -> None:
     with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel has no position 128: lower server.max_model_len"):
         Engine(tiny_network("gpt2"), max_model_len=129, max_num_seqs=4)
-
-
-@pytest.mark.parametrize(("fault", "kind"), [(ZeroDivisionError(), UnsupportedModel), (MemoryError(), MemoryError)])
-def test_only_faults_of_the_model_refuse_it(
-    fault: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise fault
-
-    monkeypatch.setattr(Proof, "check", fail)
-    with pytest.raises(kind) as caught:
-        Engine(tiny_network("llama"), max_model_len=128, max_num_seqs=4)
-    if kind is UnsupportedModel:
-        assert "LlamaForCausalLM fails in a first decoding: ZeroDivisionError" in str(caught.value)

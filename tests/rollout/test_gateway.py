@@ -1,10 +1,8 @@
 """Agents on OpenAI's real SDKs through the gateway: their answers, and the trained rows."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -14,7 +12,6 @@ from openai import AsyncOpenAI
 from agentfactory.rollout.gateway.client_agents import ChainTools, FunctionAgent
 from agentfactory.rollout.gateway.gateway_server import Endpoint
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
-from tests.chat_tokenizers import trl_template
 from tests.scripted_chains import Scripted, scripted_chains
 
 # the SDK looks at the machine by `uname`
@@ -137,24 +134,6 @@ async def test_several_choices_are_each_trained_once(tmp_path: Path) -> None:
     assert [row.mask.count(1) > 0 for row in trajectory.rows] == [True] * 3
 
 
-async def test_reasoning_is_delivered_and_need_not_come_back(tmp_path: Path) -> None:
-    async def run(client: AsyncOpenAI) -> None:
-        messages: list[Any] = [{"role": "user", "content": "go"}]
-        message = (await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])).choices[0].message
-        assert message.reasoning_content == "Tea?"  # type: ignore[attr-defined]
-        assert message.tool_calls is not None
-        call = message.tool_calls[0]
-        replayed = {"role": "assistant", "tool_calls": [call.model_dump()]}
-        messages += [replayed, {"role": "tool", "tool_call_id": call.id, "content": "noted"}]
-        await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
-
-    template = trl_template("qwen3_training")
-    texts = [f"<think>\nTea?\n</think>\n\n{CALL}", "<think>\n\n</think>\n\ndone"]
-    trajectory, _ = await play(tmp_path, texts, run, template=template)
-    assert trajectory.error is None
-    assert len(trajectory.rows) == 1
-
-
 async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once(tmp_path: Path) -> None:
     huge = "x" * 10_000_000
     nested = '{"a":' * 900 + "1" + "}" * 900
@@ -181,28 +160,6 @@ async def test_requests_that_would_keep_other_chains_waiting_are_refused_at_once
     assert (chains.server.requests, trajectory.error) == ([], None)
 
 
-async def test_few_requests_of_a_chain_are_received_at_a_time(tmp_path: Path) -> None:
-    async def run(endpoint: Endpoint) -> None:
-        async def send(body: bytes, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(endpoint.url).port)
-            head = f"Host: x\r\nAuthorization: Bearer {endpoint.key}\r\nContent-Length: {length}\r\n\r\n"
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + head.encode() + body)
-            await writer.drain()
-            return reader, writer
-
-        slow = [await send(b"{", 1000) for _ in range(4)]
-        reader, writer = await send(b"{}", 2)
-        answer = asyncio.create_task(reader.readline())
-        assert not (await asyncio.wait([answer], timeout=0.5))[0]
-        slow[0][1].close()
-        assert b" 400 " in await answer
-        for _, one in (*slow[1:], (reader, writer)):
-            one.close()
-
-    trajectory, _ = await play(tmp_path, [], run)
-    assert (trajectory.error or "").startswith("the agent ended without a turn; its last request was refused: messages")
-
-
 async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run(client: AsyncOpenAI) -> None:
         messages: list[Any] = [{"role": "user", "content": "go"}]
@@ -220,22 +177,6 @@ async def test_sampling_is_the_recipes_and_a_person_is_told(tmp_path: Path, capl
     assert trajectory.metrics["gateway/unmet_parameters"] == 4
     for name in ("temperature=0", "top_p=0.9", "tool_choice=required", "seed=3"):
         assert f"an agent requests {name}, which is not applied" in caplog.text
-
-
-async def test_turns_that_were_not_sampled_are_context_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def run(client: AsyncOpenAI) -> None:
-        messages: list[Any] = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I never said so."}]
-        messages.append({"role": "user", "content": "really?"})
-        answer = await client.chat.completions.create(model="m", messages=messages)
-        messages += [answer.choices[0].message, {"role": "user", "content": "sure?"}]
-        await client.chat.completions.create(model="m", messages=messages)
-
-    trajectory, _ = await play(tmp_path, ["one", "two"], run)
-    assert trajectory.metrics["gateway/unmatched_turns"] == 1
-    assert (len(trajectory.rows), trajectory.turns) == (1, 2)
-    assert "was not sampled: 'I never said so.'" in caplog.text
 
 
 async def test_a_chain_ends_when_its_turns_are_taken(tmp_path: Path) -> None:
@@ -311,11 +252,6 @@ async def test_the_recipes_tools_are_the_agents_to_call(tmp_path: Path) -> None:
     assert trajectory.metrics["tool/note/calls"] == trajectory.metrics["tool_calls"] == 2
     assert trajectory.metrics["tool_errors/invalid_arguments"] == 1
     assert len(trajectory.rows) == 1
-
-    limited, _ = await play(
-        tmp_path, [call, call, call], run, limits={"calls": 1, "on_breach": {"calls": {"action": "stop"}}}
-    )
-    assert limited.stop_reason is StopReason.CALLS
 
 
 async def test_a_key_gives_nothing_of_another_chain(tmp_path: Path) -> None:

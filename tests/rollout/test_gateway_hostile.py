@@ -6,7 +6,7 @@ import gzip
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,10 @@ import anthropic
 import openai
 import pytest
 
-from agentfactory.base.http import connections
 from agentfactory.base.run_notices import notice_of
 from agentfactory.rollout.gateway import request_bodies, responses
 from agentfactory.rollout.gateway.client_agents import ChainEnded, ChainTools, FunctionAgent
 from agentfactory.rollout.gateway.request_options import Refusal
-from agentfactory.rollout.rewards import scoring
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.rollout.workers.worker_socket import encode
 from tests.rollout.test_gateway_outside import TOKEN, Program, begin, elsewhere
@@ -66,7 +64,7 @@ async def send(program: Program, path: str, key: str, body: bytes, *headers: str
         return await answer(reader)
 
 
-@pytest.mark.parametrize("path", [CHAT, f"{MESSAGES}/count_tokens", "/reward"])
+@pytest.mark.parametrize("path", [CHAT, "/reward"])
 async def test_a_body_that_does_not_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -93,37 +91,11 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
         assert (await running).outcome is Outcome.COMPLETED
 
 
-async def test_a_connection_whose_header_does_not_come_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
-    async with elsewhere(tmp_path, []) as (_, program), connected(program) as (reader, writer):
-        writer.write(b"POST /tasks HTTP/1.1\r\n")
-        ended = asyncio.create_task(reader.read())
-        async with asyncio.timeout(30):
-            while not ended.done():
-                writer.write(b"x: y\r\n")
-                await asyncio.sleep(0.05)
-        with suppress(ConnectionError):  # it was closed while we wrote
-            assert await ended == b""
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [(CHAT, ASKED), ("/tools", {"name": "note", "arguments": {"text": "x"}}), ("/reward", {"reward": 7})],
-)
+@pytest.mark.parametrize(("path", "body"), [(CHAT, ASKED), ("/reward", {"reward": 7})])
 async def test_a_request_that_is_complete_after_its_chain_changes_nothing(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    source = """
-from agentfactory import tool
-
-@tool
-def note(text: str) -> str:
-    '''Take a note.'''
-    raise AssertionError("the chain is over")
-"""
-    async with elsewhere(tmp_path, ["a", "b"], rewards=[], source=source) as (chains, program):
+    async with elsewhere(tmp_path, ["a", "b"], rewards=[]) as (chains, program):
         running = begin(chains)
         key, late = (await program.take())["key"], json.dumps(body).encode()
         async with connected(program) as (reader, writer):
@@ -252,27 +224,6 @@ async def test_lone_surrogates_of_a_program_reach_the_person_and_the_files(
     for notice in told:
         assert "no ? plan" in notice.text
         assert b"no ? plan" in encode("notice", **asdict(notice))
-
-
-async def test_names_of_metrics_that_change_with_the_chain_are_bounded_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(scoring, "MOST_NAMES", 3)
-    found = []
-    async with elsewhere(tmp_path, ["a"] * 5, rewards=[]) as (chains, program):
-        for number in range(5):
-            running = begin(chains, f"{number}.0")
-            key = (await program.take())["key"]
-            await program.ask(key)
-            report = {"reward": 0.5, "success": 1.0, f"acc_{number}": 1.0}
-            assert (await program.post("/reward", key, reward=report))[0] == 200
-            chain = await running
-            assert chain.metrics["success"] == 1.0
-            found += [name for name in chain.metrics if name.startswith("acc_")]
-    assert found == ["acc_0", "acc_1"]
-    told = [notice for record in caplog.records if (notice := notice_of(record))]
-    assert [notice.topic for notice in told] == ["names of metrics"] * 3
-    assert "new ones are dropped (acc_2)" in told[0].text
 
 
 def test_answers_that_are_kept_for_later_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

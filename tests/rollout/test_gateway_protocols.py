@@ -1,7 +1,6 @@
 """Agents on Anthropic's SDK and OpenAI's Responses API, through the gateway."""
 
 import json
-from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +90,6 @@ async def test_anthropic_stop_sequences_limits_and_counts(tmp_path: Path) -> Non
     assert trajectory.error is None
     assert len(trajectory.rows) == 1
     assert trajectory.metrics["gateway/unmet_parameters"] == 1
-
-
-async def test_an_image_of_anthropics_form_reaches_the_template_as_text_if_the_model_is_blind(tmp_path: Path) -> None:
-    image = {"type": "base64", "media_type": "image/png", "data": b64encode(b"x").decode()}
-
-    async def run(anthropic: AsyncAnthropic) -> None:
-        content: Any = [{"type": "image", "source": image}, {"type": "text", "text": "see"}]
-        await anthropic.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": content}])
-
-    trajectory, chains = await play(tmp_path, ["ok"], run)
-    assert trajectory.error is None
-    assert "[image/png image]\nsee" in chains.sent()[0]
 
 
 @pytest.mark.parametrize("way", ["replayed", "stored", "streamed"])

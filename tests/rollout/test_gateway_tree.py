@@ -3,7 +3,6 @@ once, in its original context."""
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from agentfactory.rollout.gateway.turn_tree import (
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.text.load_renderer import make_renderer
 from agentfactory.rollout.text.renderer import Parsed, Renderer
-from agentfactory.rollout.token_row import Row, Span
+from agentfactory.rollout.token_row import Span
 from tests.chat_tokenizers import STRIPS_REASONING, make_tokenizer, trl_template
 
 SPECS = [ToolSpec("move", "Move.", {"type": "object", "properties": {"to": {"type": "string"}}})]
@@ -105,12 +104,6 @@ class Policy:
             assert len(row.turn_spans()) == len(row.versions)
 
 
-@pytest.fixture(scope="module", params=["appends", "rewrites"])
-def renderer(request: pytest.FixtureRequest) -> Renderer:
-    template = trl_template("qwen2_5") if request.param == "appends" else STRIPS_REASONING
-    return make_renderer(make_tokenizer(template))
-
-
 @pytest.fixture(scope="module")
 def appending() -> Renderer:
     return make_renderer(make_tokenizer(trl_template("qwen2_5")))
@@ -146,21 +139,6 @@ def reserialised(message: Message) -> Message:
 
 def spaced(message: Message) -> Message:
     return {**message, "content": f"\n{message['content']}  ".replace(" ", "  ")}
-
-
-@pytest.mark.parametrize("change", [lambda message: message, reserialised, spaced])
-def test_an_agent_that_only_appends_has_one_row(renderer: Renderer, change: Callable[[Message], Message]) -> None:
-    policy = policy_of(renderer)
-    history = [{"role": "system", "content": "Go."}, user("Find it.")]
-    for turn in range(5):
-        # a template that rewrites history keeps a row only if it writes the turn as it was sampled
-        words = "" if renderer.behaviour.rewrites else f"I go {turn}. "
-        said = policy.answer(history, f"{words}{call(f'north {turn}')}").message
-        history += [change(said), *result(said, "ok")]
-    policy.answer(history, "There.")
-    policy.check()
-    assert len(policy.tree.rows) == 1
-    assert len(policy.tree.rows[0].turn_spans()) == 6
 
 
 def test_numbers_are_compared_by_value_and_ids_tell_equal_turns_apart(appending: Renderer) -> None:
@@ -307,14 +285,6 @@ def test_going_back_branches_where_the_histories_part(appending: Renderer) -> No
     policy.check()
 
 
-def test_other_tools_are_another_conversation(appending: Renderer) -> None:
-    policy = policy_of(appending)
-    said = policy.answer([user("a")], "one").message
-    policy.answer([user("a"), said, user("b")], "two", [ToolSpec("stay", "Stay.", {"type": "object"})])
-    policy.check()
-    assert len(policy.tree.rows) == 2
-
-
 def contains(ids: list[int], part: list[int]) -> bool:
     return any(ids[at : at + len(part)] == part for at in range(len(ids)))
 
@@ -441,13 +411,3 @@ def test_agents_under_a_template_that_rewrites_history() -> None:
             history.append(policy.answer(history, f"<think>hm {turn}</think>Answer {turn}.").message)
         policy.check()
         assert len(policy.tree.rows) == 4, "each question makes the template drop the reasoning before it"
-
-
-def test_rows_that_end_are_left_alone(appending: Renderer) -> None:
-    """Planning changes nothing: a request that fails leaves no trace."""
-    policy = policy_of(appending)
-    said = policy.answer([user("a")], "one").message
-    before = [Row(**vars(row)) for row in policy.tree.rows]
-    policy.tree.plan([user("a"), said, user("b")], SPECS)
-    policy.tree.plan([user("z")], SPECS)
-    assert policy.tree.rows == before

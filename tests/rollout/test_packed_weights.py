@@ -9,10 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentfactory.placement.server_memory import meta_network
 from agentfactory.rollout.inference.embedded import packed_linear
 from agentfactory.rollout.inference.embedded.engine import Engine
-from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights, second_copies
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate, checksums
 from tests.engine_runs import check, decode
@@ -61,13 +59,6 @@ def test_a_large_weight_is_kept_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_digests_are_those_of_plain_weights(tied: bool) -> None:
-    model = network(tie_word_embeddings=tied)
-    sample(Engine(model, max_model_len=64, max_num_seqs=8), 8)
-    assert checksums(model) == checksums(network(tie_word_embeddings=tied))
-
-
-@pytest.mark.parametrize("tied", [False, True])
 def test_an_update_is_used_and_proven(tmp_path: Path, tied: bool) -> None:
     model, new = network(tie_word_embeddings=tied), network(1, tie_word_embeddings=tied)
     engine = Engine(model, max_model_len=64, max_num_seqs=8)
@@ -84,26 +75,9 @@ def test_an_update_is_used_and_proven(tmp_path: Path, tied: bool) -> None:
     assert checksums(model) == checksums(rounded)
 
 
-def test_weights_of_two_modules_stay_in_place() -> None:
-    model = network(tie_word_embeddings=True)
-    sample(Engine(model, max_model_len=64, max_num_seqs=8), 8)
-    assert model.lm_head.weight.device.type == "cpu"
-    weights = ServedWeights(model)
-    assert ["model.embed_tokens.weight", "lm_head.weight"] in weights.tied
-
-
 def test_sleep_keeps_weights_that_exist_once() -> None:
     model = network()
     engine = Engine(model, max_model_len=64, max_num_seqs=8)
     engine.sleep()
     engine.wake(weights=True, cache=True)
     assert_exact(sample(engine, 8), network())
-
-
-def test_the_plan_counts_second_copies_only() -> None:
-    config = Qwen3Config(**CONFIG)
-    small = 2 * 256 * (256 + 2 * 32 + 256) * 4  # queries, keys, values, outputs of two layers
-    assert second_copies(meta_network(config, torch.float32), 8) == small
-    tied = Qwen3Config(**{**CONFIG, "tie_word_embeddings": True})
-    assert second_copies(meta_network(tied, torch.float32), 8) == small + 1024 * 256 * 4
-    assert second_copies(meta_network(tied, torch.float32), 3) == small

@@ -83,7 +83,6 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("look", {}), ("f", {"a": 1})],
             "I go.\nSo be it.",
         ),
-        ('<tool_call>{"name": "f", "arguments": {}, "id": 7}</tool_call>', [("f", {})], ""),
         (
             '<tool_call>{"name":"f","arguments":{"deep":[[{"x":null}],-1.5e3],"s":"</tool_call>\\ud83d\\ude00"}}</tool_call>',
             [("f", {"deep": [[{"x": None}], -1500.0], "s": "</tool_call>😀"})],
@@ -96,7 +95,6 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("move", {"to": "north", "by": 2, "far": False})],
             "I go.",
         ),
-        (xml("look"), LOOK, ""),
         (xml("add", a="1", b="None"), [("add", {"a": 1, "b": None})], ""),
         (xml("python", code="\nx = '</parameter>'\n\n\n"), [("python", {"code": "x = '</parameter>'\n\n"})], ""),
         # nothing is known of these: their values stay text
@@ -116,7 +114,6 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("move", {"to": "north", "by": -2, "far": True})],
             "I go.\nNow.",
         ),
-        ("<|python_start|>[add(a=1.5e2, b=None)]<|python_end|>", [("add", {"a": 150.0, "b": None})], ""),
         (
             '[put(items=["a", \'b\'], where={"x": [true, null, (1, .5)]},)]',
             [("put", {"items": ["a", "b"], "where": {"x": [True, None, [1, 0.5]]}})],
@@ -140,7 +137,6 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             [("put", {"items": ["a", None], "where": {"x": True}})],
             "I go.",
         ),
-        (seed("python", code="\nx\n"), [("python", {"code": "\nx\n"})], ""),
     ],
     "apertus": [
         # the closing token may be the end-of-turn token, which the text does not include
@@ -169,13 +165,10 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
             "I go.",
         ),
         ('<|python_tag|>{"a": 1}["a"]', [("python", {"code": '{"a": 1}["a"]'})], ""),
-        ('<function=look>{"a": "<|python_tag|>"}</function>', [("look", {"a": "<|python_tag|>"})], ""),
     ],
     "react": [
         ('Thought: rain?\nAction: search\nAction Input: {"query": "rain"}', RAIN, "rain?"),
         ("Action: search\nAction Input: rain in May\n", [("search", {"query": "rain in May"})], ""),
-        ("Action: look\nAction Input: {}", LOOK, ""),
-        ("Action: move\nAction Input: north", [("move", {"to": "north"})], ""),
         ("Action: python\nAction Input:\nfor i in []:\n    i", [("python", {"code": "for i in []:\n    i"})], ""),
     ],
     "json": [
@@ -189,14 +182,11 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
         # as templates show it whose braces are doubled by mistake
         ('{{"name": "move", "arguments": {"to": "n"}}}', [("move", {"to": "n"})], ""),
         ('{{"name": "move", "arguments": {"to": "n"}} ok', [("move", {"to": "n"})], "ok"),
-        ('{"arguments": {"to": "n"}, "name": "move"}', [("move", {"to": "n"})], ""),
         (
             '{"type": "function", "function": {"name": "fly", "arguments": {}}}',
             [("fly", {})],
             '{"type": "function", "function":\n}',
         ),
-        ('{"name": "look"}', LOOK, ""),
-        ('```python\nx\n```\n{"name": "look", "arguments": {}}', LOOK, "```python\nx\n```"),
     ],
     "code_block": [
         ("I count.\n```python\nprint(1)\n```\nThen.", [("python", {"code": "print(1)"})], "I count.\nThen."),
@@ -208,7 +198,6 @@ READ: dict[str, list[tuple[str, list[Call], str]]] = {
         ("<think>?</think><search> rain </search>", RAIN, "<think>?</think>"),
         ('<move>{"to": "north", "by": 2}</move>', [("move", {"to": "north", "by": 2})], ""),
         ("<move>north</move>\n<look></look>", [("move", {"to": "north"}), ("look", {})], ""),
-        ('<add>{"a": 1, "b": 2}</add>', [("add", {"a": 1, "b": 2})], ""),
         ('<search>{"a": 1}</search>', [("search", {"query": '{"a": 1}'})], ""),
     ],
 }
@@ -251,7 +240,6 @@ def test_final_answers() -> None:
 ARGUMENTS = {
     "{}": "not valid JSON",
     '"{}"}': '"arguments" must be a JSON object, not a string',
-    "[1]}": '"arguments" must be a JSON object, not an array',
     '{"x": NaN}}': "NaN is not JSON",
     '{"x": 1e999}}': "too large",
     '{"x": 1, "x": 2}}': "the key 'x' is given twice",
@@ -264,12 +252,8 @@ ARGUMENTS = {
 BODIES = {
     "": "not valid JSON",
     "move north": "not valid JSON",
-    "{'name': 'f'}": "not valid JSON",
-    '["f"]': "expected a JSON object, not an array",
-    "null": "expected a JSON object, not null",
     '{"arguments": {}}': '"name" is missing',
     '{"name": 3, "arguments": {}}': '"name" must be a non-empty string',
-    '{"name": "", "arguments": {}}': '"name" must be a non-empty string',
     '{"name": "f", "parameters": {}}': '"arguments" is missing, but there is "parameters"',
     '{"name": "f", "name": "g", "arguments": {}}': "the key 'name' is given twice",
     '{"name": "look"}</tool_call><tool_call>oops': "Malformed tool call 2: not valid JSON",
@@ -284,36 +268,26 @@ REFUSED = {
     ],
     "qwen3_coder": [
         ("<tool_call>", "no <function=name> after <tool_call>"),
-        ('<tool_call>{"name": "f"}</tool_call>', "no <function=name> after <tool_call>"),
-        ("<tool_call><function=></function></tool_call>", "no <function=name> after <tool_call>"),
         ("<tool_call><function=look></tool_call>", "no </function> after the parameters of look"),
         ("<tool_call><function=look></function>", "no </tool_call> after </function>"),
         ("<tool_call><function=f><parameter=a>1</function></tool_call>", "no </parameter> after the value of a"),
         (xml("f", a="1</parameter><parameter=a>1"), "the parameter a is given twice"),
-        ("<function=look></function></tool_call>", "</tool_call> without <tool_call>"),
         ("<function=look></function>", "<function= without <tool_call>"),
     ],
     "llama3_json": [
         ('{"name": "look", "parameters": {}', "not valid JSON"),
-        ('{"name": "", "parameters": {}}', '"name" must be a non-empty string'),
         ('I go. {"name": "look", "parameters": {}}', "nothing beside it"),
-        ('{"name": "look", "parameters": {}} I went.', "nothing beside it"),
         ("<|python_tag|>print(1)", "not valid JSON"),
     ],
     "pythonic": [
         ("[look(]", "each argument of look has to be given as name=value"),
-        ("[move('north')]", "each argument of move has to be given as name=value"),
         ("[look()", "expected ',' at the end"),
         ("[look()] I went.", "nothing beside it"),
         ("[look(a=1, a=2)]", "the argument a of look is given twice"),
         ("[look(a=b)]", "expected a string at 'b)]'"),
-        ("[look(a=1+1)]", "expected ',' at '+1)]'"),
-        ("[look(a=f'x')]", "expected a string at"),
-        ("[look(a=1e999)]", "is no number, or too large"),
         ("[look(a=0x1G)]", "is no number, or too large"),
         (f"[look(a={'9' * 5000})]", "is no number, or too large"),
         ("[look(a='\\ud83d')]", "an escape that is no character"),
-        ("[look(a={1: 2})]", "expected a string at '1: 2})]'"),
         (f"[look(a={'[' * 5000})]", "nested too deeply"),
         ("<|tool_call_start|>[look()]", "no <|tool_call_end|> after the list"),
         ("[look()]<|tool_call_end|>", "<|tool_call_end|> without <|tool_call_start|>"),
@@ -322,7 +296,6 @@ REFUSED = {
     "seed_oss": [("<seed:tool_call>", "no <function=name> after <seed:tool_call>")],
     "apertus": [
         ('<|tools_prefix|>[{"name": "look", "arguments": {}}]', "the tool's name as its only key, not 2 keys"),
-        ('<|tools_prefix|>["look"]', "the tool's name as its only key, not a string"),
         ('<|tools_prefix|>[{"look": 1}]', "the arguments of look must be a JSON object, not a number"),
         ('<|tools_prefix|>[{"look": {}}] I went.', "no <|tools_suffix|> after the list of calls"),
     ],
@@ -342,23 +315,16 @@ REFUSED = {
     ],
     "react": [
         ("I wonder.", "neither an Action nor a Final Answer"),
-        ("Action: look", "end with one Action and its Action Input"),
-        ("Action Input: {}", "end with one Action and its Action Input"),
         ("Action: look\nAction Input: {}\nThought: and?", "end with one Action and its Action Input"),
         ("Action: look\nAction Input: {}\n" * 2, "end with one Action and its Action Input"),
         ("Action: look\nAction Input: {}\nObservation: a wall", "those come from the tools"),
         ("Action: look\nAction Input: {}\nFinal Answer: 3", "an Action and a Final Answer"),
         ("Action:\nAction Input: {}", "the name of one tool"),
         ("Action: add\nAction Input: 3", "Action Input of add: expected a JSON object"),
-        ('Action: add\nAction Input: {"a": 1', "Action Input of add: not valid JSON"),
-        ('Action: add\nAction Input: {"a": 1} ok', "text follows the JSON object"),
-        ("Action: fly\nAction Input: high", "Action Input of fly: expected a JSON object"),
     ],
     "json": [
         ('{"name": "look", "arguments": {}}\n[result of look]\na wall', "results come from the tools"),
-        ('{"name": "look", "arguments": {', "not valid JSON"),
         ('```json\n{"name": "look", "arguments": {}\n```', "not valid JSON"),
-        ('{"name": "look", "arguments": "{}"}', '"arguments" must be a JSON object, not a string'),
         ('{"name": "look", "arguments": {"a": 1, "a": 2}}', "the key 'a' is given twice"),
         ('{"name": "look", "arguments": {}} {"name": "look", "arguments": {]}', "not valid JSON"),
     ],
@@ -366,12 +332,10 @@ REFUSED = {
     "tags": [
         ("I wonder.", "neither a call nor an <answer>"),
         ("<search>rain", "no </search> after <search>"),
-        ("rain</search>", "</search> without <search>"),
         ("<answer>3", "no </answer>"),
         ("<search>rain</search><information>It rains.</information>", "results come from the tools"),
         ("<search>rain</search><answer>3</answer>", "a call and an <answer>"),
         ("<add>3</add>", "<add>: expected a JSON object with a, b"),
-        ('<add>{"a": 1</add>', "<add>: not valid JSON"),
         ("<look>north</look>", "<look>: expected a JSON object with no arguments"),
     ],
 }
@@ -419,8 +383,7 @@ def test_types_of_text_are_the_schemas() -> None:
     kept = [
         *(("side", "left"), ("count", "three"), ("either", "x3"), ("text_first", "3"), ("maybe", "nothing")),
         *(("anything", "{a"), ("flag", "1"), ("real", "1e999"), ("real", "true"), ("side", "['left']")),
-        *(("list", "{'a': 1}"), ("list", "['a'"), ("list", "('a', 'b')"), ("list", "[('a',)]"), ("list", "[{1, 2}]")),
-        *(("list", "[open('x')]"), ("list", "[1e999]"), ("object", "{'a': 1, 'a': 2}"), ("object", "{1: 'a'}")),
+        *(("list", "['a'"), ("list", "[('a',)]"), ("list", "[open('x')]"), ("object", "{'a': 1, 'a': 2}")),
         *(("list", "[" * 5000 + "]" * 5000 + "'"), ("list", f"['{'a' * MAX_LITERAL}']")),
     ]
     cases += [(key, text, text) for key, text in kept]
@@ -453,16 +416,6 @@ def test_text_formats_tell_of_tools_results_and_errors_in_user_messages() -> Non
     assert load_parser("tags").answers(calls, [ToolResult("a"), ToolResult("b")]) == [
         {"role": "user", "content": "<information>a</information>\n<information>b</information>"}
     ]
-
-
-def test_native_formats_leave_the_tools_to_the_template() -> None:
-    for name in ("hermes", "qwen3_coder", "llama3_json", "pythonic"):
-        parser = load_parser(name)
-        assert parser.instructions(SPECS) is None
-        assert parser.complaint("No.") == [{"role": "tool", "content": "No."}]
-        assert parser.answers([ToolCall("call_0", "look", {})], [ToolResult("a wall")]) == [
-            {"role": "tool", "name": "look", "tool_call_id": "call_0", "content": "a wall"}
-        ]
 
 
 def test_tools_that_a_format_cannot_call_are_refused() -> None:
@@ -516,13 +469,6 @@ def test_what_is_written_is_read_back(name: str) -> None:
         assert (found.content, found.calls, found.error) == ("", calls, None), written
 
     check()
-
-
-@settings(max_examples=100, deadline=None)
-@given(text.filter(lambda code: "`" not in code and "\r" not in code))
-def test_code_is_read_back(code: str) -> None:
-    parser = load_parser("code_block")
-    assert parser.parse(parser.write([("python", {"code": code})], SPECS), SPECS).calls == [("python", {"code": code})]
 
 
 # --- arbitrary text --------------------------------------------------------------------------------------------------
@@ -649,28 +595,3 @@ def test_examples_of_the_documentation(name: str) -> None:
         assert (called, arguments) == ("python", {"code": "print(sum(range(10)))"})
     else:
         assert (called, arguments) == ("search", {"query": "rain"} if name == "tags" else {"query": "rain", "limit": 3})
-
-
-def test_references_that_name_no_parser(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.parser: unknown: 'xml' is not prebuilt \(hermes, .*FILE\.py:NAME"):
-        load_parser("xml")
-    (tmp_path / "mine.py").write_text("class Mine: pass\n")
-    with pytest.raises(ValueError, match=r"mine\.py:Mine is no class derived from agentfactory\.Parser"):
-        load_parser("mine.py:Mine", tmp_path)
-    with pytest.raises(ValueError, match=r"rollout\.parser: .*there is no file"):
-        load_parser("none.py:Mine", tmp_path)
-
-
-def test_calls_of_phi4_may_be_without_their_list() -> None:
-    calls = [("search", {"query": "rain"}), ("look", {})]
-    text = "".join(
-        "<|tool_call|>" + json.dumps({"name": name, "arguments": given}) + "<|/tool_call|>" for name, given in calls
-    )
-    assert load_parser("phi4").parse(text, []).calls == calls
-    # the others were trained with a list
-    lone = '{"name": "search", "arguments": {"query": "rain"}}'
-    for name, written in (("granite", f"<|tool_call|>{lone}"), ("nemotron", f"<TOOLCALL>{lone}</TOOLCALL>")):
-        found = load_parser(name).parse(written, [])
-        assert not found.calls
-        assert found.error is not None
-        assert "expected a JSON list of calls" in found.error

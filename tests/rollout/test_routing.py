@@ -28,15 +28,6 @@ def test_new_prompts_go_where_the_load_is_least() -> None:
     assert [send(router, f"d{i}") for i in range(2)] == [B, B]
 
 
-def test_chains_that_are_in_tools_are_spread_too() -> None:
-    router = Router([A, B])
-    homes = []
-    for number in range(6):
-        homes.append(send(router, f"c{number}"))
-        router.load[Replica(homes[-1])] -= 1
-    assert homes == [A, B] * 3
-
-
 def test_a_chain_stays_where_its_prefix_is_however_busy() -> None:
     router = Router([A, B])
     assert send(router, "chain") == A
@@ -68,20 +59,6 @@ def test_a_lost_server_gets_nothing_and_comes_back_only_when_proven() -> None:
     assert send(router, "chain") == B, "its prefix is there now"
 
 
-def test_silence_is_counted_from_the_last_servers_loss() -> None:
-    router = Router([A, B])
-    router.lost(A, now=1.0)
-    router.lost(B, now=7.0)
-    router.lost(A, now=9.0)
-    assert router.silent_since == 7.0
-    assert router.choose("c", "p") is None
-    router.answers(B, ServerState.UNPROVEN)
-    assert router.silent_since is None, "a server that waits for its weights is not silence"
-    assert router.choose("c", "p") is None
-    router.lost(B, now=20.0)
-    assert router.silent_since == 20.0
-
-
 def test_what_failed_is_avoided_while_there_is_another() -> None:
     router = Router([A, B])
     assert send(router, "chain") == A
@@ -104,19 +81,6 @@ def test_a_chain_stays_at_one_of_the_replicas_behind_an_address() -> None:
     assert group == {homes["c1"]}, "a group shares its prompt, at the idle replica"
 
 
-def test_replicas_of_several_servers_are_served_and_lost_together() -> None:
-    router = Router([A, B])
-    router.has_replicas(A, 2)
-    router.has_replicas(B, 2)
-    assert {send_to_replica(router, f"c{i}") for i in range(4)} == {Replica(u, r) for u in (A, B) for r in (0, 1)}
-    home = send_to_replica(router, "chain")
-    router.lost(home.url, now=1.0)
-    assert send_to_replica(router, "chain").url != home.url
-    router.has_replicas(home.url, 1)
-    router.answers(home.url, ServerState.SERVING)
-    assert send_to_replica(router, "new") == Replica(home.url), "it came back with one"
-
-
 def test_memory_is_bounded() -> None:
     router = Router([A, B])
     for i in range(REMEMBERED + 10):
@@ -134,9 +98,3 @@ def test_delays_double_up_to_a_longest_and_end_at_the_limit() -> None:
     assert max(delays) == LONGEST_DELAY
     assert now == 160.0, "the last try is at the limit, not before and not after"
     assert retries.failing_since == 100.0
-
-
-def test_jitter_keeps_between_half_and_the_whole() -> None:
-    drawn = [Retries.pause(3) for _ in range(200)]
-    assert 0.5 * 4 * FIRST_DELAY <= min(drawn) < max(drawn) <= 4 * FIRST_DELAY
-    assert len(set(drawn)) > 100

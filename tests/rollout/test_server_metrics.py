@@ -29,12 +29,6 @@ def test_each_replica_has_its_own_load() -> None:
     assert combined(loads) == Load(1, 7, 0.25, prompt_tokens=70, generation_tokens=11, cached_tokens=17)
 
 
-def test_replicas_are_in_the_order_of_their_ranks() -> None:
-    names = [line.split("{")[0] for line in VLLM_PAGE.splitlines() if 'engine="1"' in line]
-    ranks = [f'{name}{{engine="{rank}"}} {rank}\n' for name in names for rank in (10, 2, 0, 1, 9, 3, 4, 5, 6, 7, 8)]
-    assert [load.running for load in parse_loads("".join(ranks))] == [*range(11)]
-
-
 def test_a_page_is_read_as_it_is_written() -> None:
     load = Load(2, 3, 0.5, 40, 7, 11)
     assert parse_loads(write_load(load)) == [load]

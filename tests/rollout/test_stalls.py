@@ -1,13 +1,9 @@
 """Detection of servers that accept requests but produce no tokens."""
 
 import asyncio
-import logging
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import repeat
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +13,6 @@ from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.inference.server_metrics import Load, write_load
 from agentfactory.rollout.inference.stalls import Stall
 from tests.rollout.test_client import Server, connected, hang
-from tests.rollout.test_embedded_server import Running
-from tests.rollout.test_server_contract import make_model
-from tests.waiting import until
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 4}
 
@@ -66,27 +59,6 @@ async def test_a_server_that_computes_nothing_is_told_of_and_given_up(caplog: py
     assert told[0].endswith("1 request waits, and it computes none")
 
 
-async def test_a_replica_that_computes_nothing_is_noticed_beside_one_that_does(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    computed = iter(range(10**6))
-
-    def page() -> str:
-        lines = write_load(Load(0, 1, 0.0, 7, next(computed))), write_load(Load(0, 1, 0.0, 7, 7))
-        return "".join(text.replace(" ", f'{{engine="{rank}"}} ') for rank, text in enumerate(lines))
-
-    async with silent(page, 1.0) as (server, client):
-        await client.recovery.count_replicas(server.url)
-        turns = [asyncio.create_task(client.generate([n], "policy", SAMPLING, chain=f"c{n}")) for n in range(2)]
-        await until(lambda: any(turn.done() for turn in turns))
-        for turn in turns:
-            turn.cancel()
-        await asyncio.gather(*turns, return_exceptions=True)
-    told = [text for text in caplog.messages if "has given no token" in text]
-    assert told
-    assert [text for text in told if f"server {server.url}, replica 1, has given" not in text] == []
-
-
 @pytest.mark.parametrize(
     ("counts", "paused", "told"),
     [
@@ -107,23 +79,3 @@ async def test_a_turn_that_is_not_given_up(
             await asyncio.wait_for(client.generate([1], "policy", SAMPLING), 1.5)
     assert ("no token" in caplog.text) == (told is not None)
     assert told is None or told in caplog.text
-
-
-@pytest.mark.processes
-async def test_a_stopped_process_is_told_of_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    server = Running(make_model(tmp_path / "model", tied=True), "--max-model-len", "64", "--max-num-seqs", "4")
-    async with InferenceClient(server.url) as client:
-        await client.generate([1, 2], "policy", SAMPLING)
-        os.kill(server.process.pid, signal.SIGSTOP)
-        try:
-            turns = [asyncio.create_task(client.generate([1, n], "policy", SAMPLING)) for n in range(3)]
-            await until(lambda: "has given no token" in caplog.text)
-        finally:
-            os.kill(server.process.pid, signal.SIGCONT)
-        await asyncio.gather(*turns)
-        await until(lambda: "gives tokens again" in caplog.text)
-    told = [text for text in caplog.messages if "has given no token" in text]
-    assert len(told) == 1
-    assert told[0].endswith("3 requests wait, and it does not answer")
-    server.stop()

@@ -4,11 +4,9 @@ True scores, by real engines: tests/trainers/test_served_teachers.py and test_se
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,12 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.base.errors import SettingError
-from agentfactory.launching.reach_early import check_teacher_answers
 from agentfactory.rollout.config.server import TeacherServer
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference import stalls, teacher_client
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import GENERATE
-from agentfactory.rollout.inference.teacher_client import TeacherClient, _grades, open_teachers
+from agentfactory.rollout.inference.teacher_client import TeacherClient, _grades
 from agentfactory.rollout.token_row import ImageSpan, Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from tests.chat_tokenizers import make_tokenizer
@@ -163,13 +160,11 @@ def changed(place: int, **fields: Any) -> Callable[[Scores], Scores]:
 
 SPOILED: dict[str, tuple[Callable[[Scores], Any], str]] = {
     "not a number": (changed(3, logprob=float("nan")), "sent nan as a log-probability"),
-    "infinite": (changed(3, logprob=float("-inf")), "sent -inf as a log-probability"),
     "positive": (changed(3, logprob=0.5), "sent 0.5 as a log-probability"),
     "text": (changed(3, logprob="low"), "other prompt_logprobs than vLLM's"),
     "none": (lambda scores: None, "sent no prompt_logprobs for 7 tokens"),
     "short": (lambda scores: scores[:-1], "sent 6 prompt_logprobs for 7 tokens"),
     "another token": (lambda scores: [*scores[:2], {"3": {"logprob": -1.0}}, *scores[3:]], "other ids: token 2 is 7"),
-    "no entry": (lambda scores: [*scores[:2], None, *scores[3:]], "other prompt_logprobs than vLLM's"),
     "a list": (lambda scores: [*scores[:3], ["8"], *scores[4:]], "other prompt_logprobs than vLLM's"),
 }
 
@@ -180,15 +175,6 @@ def test_answers_that_no_teacher_can_give_are_refused(model: Path, case: str) ->
     ids = two_turns().token_ids[:7]
     with pytest.raises(InferenceError, match=reason):
         _grades(spoil(Teacher(model).scores(ids, 0)), ids, np.array([3, 4, 6]), None)
-
-
-@pytest.mark.parametrize("token", [str(1 << 40), "-5", "1" * 5000])
-def test_ids_that_no_vocabulary_has_are_refused(model: Path, token: str) -> None:
-    ids = two_turns().token_ids[:7]
-    scores = Teacher(model).scores(ids, 3)
-    scores[4] = {**scores[4], token: {"logprob": -0.01, "rank": 1}}
-    with pytest.raises(InferenceError, match="other prompt_logprobs than vLLM's"):
-        _grades(scores, ids, np.array([3, 4, 6]), 3)
 
 
 async def test_such_an_answer_fails_the_chain_and_the_check(model: Path) -> None:
@@ -254,7 +240,6 @@ async def test_groups_of_an_earlier_attempt_are_graded_again(model: Path) -> Non
 UNFIT: dict[str, tuple[Callable[[Teacher], Any], str]] = {
     "short": (lambda t: t.card.update(max_model_len=LONGEST), "reads 64 tokens, .* fix: start it with .* at least 65"),
     "elsewhere": (lambda t: t.card.update(root="/nowhere/else"), "cannot be checked; fix: put its tokenizer files"),
-    "unnamed": (lambda t: t.card.update(root=None), "cannot be checked; fix: put its tokenizer files"),
     "few logprobs": (
         lambda t: setattr(
             t, "refusal", (400, "Requested prompt logprobs of 64, which is greater than max allowed: 20")
@@ -262,10 +247,6 @@ UNFIT: dict[str, tuple[Callable[[Teacher], Any], str]] = {
         "fix: start vLLM with --max-logprobs 64",
     ),
     "vLLM": (lambda t: t.routes.remove(GENERATE), "lacks /inference/v1/generate; fix: start vLLM .* with"),
-    "SGLang": (
-        lambda t: setattr(t, "routes", ["/update_weights_from_disk"]),
-        "is SGLang itself; fix: serve it by vLLM .* without a path such as /v1",
-    ),
     "key": (lambda t: setattr(t, "key", "s3cret"), r"requires its key, .* set teacher\.api_key_env"),
     "mute": (lambda t: setattr(t, "mute", True), r"has not answered within 0\.5 s"),
 }
@@ -348,51 +329,6 @@ async def test_faults_of_single_chains_that_no_retry_heals_end_the_run(model: Pa
         teacher.refusal = (400, "This model's maximum context length is 5 tokens")
         with pytest.raises(SettingError, match=r"teacher\.url: a chain of 7 tokens does not fit into its context"):
             await client.grade(chain(two_turns()))
-
-
-async def test_a_server_that_dies_is_waited_for_and_then_named(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "agentfactory")
-    async with teaching(model) as (teacher, client):
-        await client.check()
-        await teacher.stop()
-        back = asyncio.create_task(client.grade(chain(two_turns())))
-        await asyncio.sleep(0.2)
-        await teacher.start()
-        assert await back == 7
-        assert "is lost" in caplog.text
-        await teacher.stop()
-        with pytest.raises(ServerUnreachableError, match=r"teacher\.url: no server answers at .* fix: start it again"):
-            await client.grade(chain(two_turns()))
-
-
-def recipe_of(model: Path, longest: int, **sources: int) -> Any:
-    """A recipe with the limit of its chains, and the limits of its sources."""
-    parts = [SimpleNamespace(name=name, recipe=recipe_of(model, limit)) for name, limit in sources.items()]
-    rollout, server = SimpleNamespace(max_total_tokens=longest), SimpleNamespace(retry_seconds=1.0)
-    return SimpleNamespace(model=SimpleNamespace(path=str(model)), rollout=rollout, server=server, parts=lambda: parts)
-
-
-async def test_a_teacher_needs_room_for_the_chains_of_its_sources(model: Path) -> None:
-    async with teaching(model) as (teacher, _):
-        server, recipe = TeacherServer(teacher.url), recipe_of(model, 10 * LONGEST, short=LONGEST, long=10 * LONGEST)
-        teacher.card["max_model_len"] = 2 * LONGEST
-        async with open_teachers({"short": server}, recipe) as clients:
-            await clients["short"].check()
-        async with open_teachers({"short": server, "long": server}, recipe) as clients:
-            with pytest.raises(SettingError, match=rf"a chain may have rollout\.max_total_tokens={10 * LONGEST}"):
-                await clients["short"].check()
-
-
-async def test_a_policy_that_an_earlier_stage_makes_is_no_reason_to_refuse_the_server(tmp_path: Path) -> None:
-    async with teaching(tmp_path / "not-yet") as (teacher, client):
-        recipe = recipe_of(tmp_path / "not-yet", LONGEST)
-        recipe.teacher_servers = {"": TeacherServer(teacher.url)}
-        await asyncio.to_thread(check_teacher_answers, recipe)
-        assert not teacher.asked
-        with pytest.raises(SettingError, match=r"not-yet has no tokenizer"):
-            await client.check()
-    with pytest.raises(SettingError, match=r"teacher\.url: no server answers at"):
-        await asyncio.to_thread(check_teacher_answers, recipe)
 
 
 @pytest.mark.parametrize("held", ["is_paused", None])

@@ -7,21 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner, RolloutStoppedError
-from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.groups.group_files import append_group, read_groups
 from agentfactory.rollout.groups.teacher_context import FIELD, TeacherContext, check_answers, load_context, with_text
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import training_row
 from tests.model_families import FAMILIES, Family, renderer_of
-from tests.rollout.images.test_seeing_chains import look, picture
 from tests.scripted_chains import scripted_chains
-from tests.seeing_chains import seeing
-from tests.vision_models import make_vision_model
 
 SUMS = """
 from agentfactory import reward, tool
@@ -219,7 +214,6 @@ async def test_a_function_that_fails_ends_its_chain_and_one_that_always_fails_th
     [
         ("wants", "wants has a parameter 'answer'; fix: take any of trajectory, task, trajectories, by these names"),
         ("Hint", "Hint is not a function but a type"),
-        ("missing", "defines no missing"),
     ],
 )
 def test_functions_that_cannot_be_called_are_refused(tmp_path: Path, name: str, problem: str) -> None:
@@ -241,18 +235,6 @@ def test_text_follows_the_users_last_message() -> None:
         with_text([{"role": "system", "content": "a"}], "c")
 
 
-async def test_the_opening_may_contain_turns(tmp_path: Path) -> None:
-    async with playing(QWEN, tmp_path) as (runner, _):
-        shots = [{"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2"))]
-        task = {"messages": [*shots, {"role": "user", "content": "1+2?"}], "answer": "3"}
-        chain = await runner.run("c0", task, Sampling("policy", 1.0, seed=""))
-        await TeacherContext("answer", runner, [TASK], tmp_path).add_to([chain], {"answer": "3"})
-        text = added_to(runner, chain) or ""
-        assert text.strip() == "The answer of this task is: 3\n\nNow solve the task yourself."
-        whole = runner.renderer.tokenizer.decode(chain.rows[0].teacher_prompt)
-        assert whole.index("1+2?") < whole.index(text.strip())
-
-
 async def test_groups_keep_the_prompts_in_their_files(tmp_path: Path) -> None:
     async with playing(QWEN, tmp_path) as (runner, chains):
         chains[2].metrics["success"] = 0.0
@@ -264,21 +246,3 @@ async def test_groups_keep_the_prompts_in_their_files(tmp_path: Path) -> None:
             own = chain.rows[0].teacher_prompt
             assert (one.rows[0].teacher_prompt is None) == (own is None)
             assert own is None or one.rows[0].teacher_prompt.tolist() == own
-
-
-@pytest.mark.extended
-async def test_images_stay_where_the_teachers_prompt_has_them(tmp_path: Path) -> None:
-    model = make_vision_model(tmp_path / "model", "qwen2_5_vl")
-    async with seeing(str(model), tmp_path, [look(200, 100), "done"]) as chains:
-        chain = await chains.run(images=[picture(0, (300, 200))], question="What is <image> here?")
-        chain.reward = 0.0
-        await TeacherContext("answer", chains.runner, [TASK], tmp_path).add_to([chain], TASK)
-    made = training_row(chain.rows[0])
-    assert made is not None
-    assert made.in_context is not None
-    vision = chains.renderer.images.vision
-    inside = [place for image in made.in_context.images for place in range(image.offset, image.offset + image.length)]
-    assert inside == np.flatnonzero(made.in_context.token_ids == vision.image_token_id).tolist()
-    assert len(made.in_context.images) == len(made.images) == 2
-    assert made.in_context.images[1].offset > made.images[1].offset
-    assert [image.digest for image in made.in_context.images] == [image.digest for image in made.images]

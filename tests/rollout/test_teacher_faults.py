@@ -1,20 +1,16 @@
 """A teacher's server in running training, by real engines: it dies, comes back, moves, and has other weights."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Activity
-from tests.forked import TRAINER, Forked
-from tests.rollout.test_faults import BATCH, MEMBERS, STEPS, Run, Server, check_whole, servers, training
+from tests.rollout.test_faults import BATCH, STEPS, Run, Server, check_whole, servers, training
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
@@ -75,50 +71,6 @@ async def test_a_killed_teacher_comes_back_and_every_trained_chain_is_graded(
     assert not any("seconds/teacher" in entry for entry in run.metrics())
 
 
-@pytest.mark.long
-async def test_a_teacher_that_is_gone_ends_the_run_which_resumes_at_its_new_address(
-    tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
-) -> None:
-    for name in ("first", "second", "third"):
-        (tmp_path / name).mkdir()
-    with servers(tmp_path, warm_start) as (policy,):
-        with (
-            servers(tmp_path / "first", strong, max_model_len=513) as (teacher,),
-            distilling(tmp_path, warm_start, tasks, policy, teacher.url) as run,
-        ):
-            await run.steps(2)
-            killed = time.monotonic()
-            teacher.kill()
-            assert await run.end() == 1
-            assert time.monotonic() - killed < 20
-        last = run.said().strip().splitlines()[-1]
-        assert f"teacher.url: no server answers at {teacher.url} for 4 s" in last
-        assert "resume the run" in last
-        before = list(read_groups(run.output / "trajectories" / "train.jsonl"))
-
-        def resume(name: str, url: str) -> Forked:
-            arguments = [str(tmp_path / "recipe.yaml"), f"output={run.output}", f"teacher.url={url}", "--resume"]
-            return Forked(TRAINER, *arguments, log=tmp_path / name / "train.log")
-
-        with servers(tmp_path / "second", warm_start, max_model_len=513) as (other,):
-            resumed = resume("second", other.url)
-            assert resumed.wait() == 1
-            last = resumed.log.read_text().strip().splitlines()[-1]
-            assert f"teacher.url: {other.url} has other weights than when the run began" in last
-        with servers(tmp_path / "third", strong, max_model_len=513) as (moved,):
-            resumed = resume("third", moved.url)
-            assert resumed.wait() == 0, resumed.log.read_text()
-    assert [entry["step"] for entry in run.metrics()] == list(range(1, STEPS + 1))
-    trained = (run.output / "trajectories" / "acknowledged.txt").read_text().split()
-    assert len(trained) == len(set(trained)) == STEPS * BATCH
-    # what was graded before is not asked again
-    after = {group.id: group for group in run.groups()}
-    for group in (group for group in before if group.id in trained):
-        for mine, theirs in zip(group.trajectories, after[group.id].trajectories, strict=True):
-            for row, again in zip(mine.rows, theirs.rows, strict=True):
-                assert np.array_equal(row.teacher_logprobs, again.teacher_logprobs)
-
-
 async def test_each_source_is_graded_by_its_own_teacher(
     tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
 ) -> None:
@@ -146,27 +98,3 @@ async def test_each_source_is_graded_by_its_own_teacher(
                 logprobs = network(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
             expected = logprobs[torch.from_numpy(row.graded()) - 1]
             torch.testing.assert_close(torch.tensor([*row.teacher_logprobs]), expected, atol=1e-3, rtol=0)  # type: ignore[misc]
-
-
-async def test_other_weights_at_the_same_address_end_the_run(
-    tmp_path: Path, warm_start: Path, strong: Path, tasks: Path
-) -> None:
-    (tmp_path / "teacher").mkdir()
-    with (
-        servers(tmp_path, warm_start) as (policy,),
-        servers(tmp_path / "teacher", strong, supervised=True, max_model_len=513) as (teacher,),
-    ):
-        more = {"server": {"retry_seconds": 60}}
-        with distilling(tmp_path, warm_start, tasks, policy, teacher.url, steps=500, **more) as run:
-            await run.steps(2)
-            teacher._model = warm_start
-            teacher.kill()
-            assert await run.end() == 1
-        assert f"teacher.url: {teacher.url} has other weights than when the run began" in run.said()
-        groups = {group.id: group for group in run.groups()}
-        assert (run.output / "trajectories" / "teacher.json").exists()
-        # nothing that they graded was trained: it ends before the next batch
-        trained = (run.output / "trajectories" / "acknowledged.txt").read_text().split()
-        assert len(trained) % BATCH == 0
-        assert set(trained) <= groups.keys()
-        assert all(len(group.trajectories) == MEMBERS for group in groups.values())
