@@ -1,6 +1,5 @@
 """Rounded weights: equal to torch's own fake quantisation, and a server that computes with them."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,12 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
-from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
 from tests.engine_runs import make_adapter
-from tests.forked import ENGINE, Forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
 
@@ -81,12 +78,6 @@ def test_weights_of_0_stay_so_and_bfloat16_is_rounded_once() -> None:
     assert (weight != expected.bfloat16()).float().mean() < 1e-3
 
 
-def test_a_model_that_would_be_rounded_in_part_is_refused() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64))
-    with pytest.raises(UnsupportedModel, match=r"linear modules only, and h\.0\.attn\.c_attn\.weight"):
-        quantize(model, "int8")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model and a non-trivial adapter for it."""
@@ -133,21 +124,3 @@ def test_full_weights_are_refused_with_the_fix(server: ServerControl) -> None:
     for path in ("/init_weight_transfer_engine", "/start_weight_update"):
         with pytest.raises(SyncError, match=r"\(--quantization int4\).*train an adapter \(model\.lora\.rank\)"):
             server.post(path, {})
-
-
-@pytest.mark.parametrize(
-    ("flags", "stored", "said"),
-    [
-        ([], "awq", "which is quantised (awq); use engine: vllm"),
-        (["--quantization", "fp8"], None, "invalid choice: 'fp8' (choose from"),
-    ],
-)
-def test_what_it_does_not_do_is_said(
-    folder: Path, tmp_path: Path, flags: list[str], stored: str | None, said: str
-) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": stored, "bits": 4} if stored else {}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    engine = Forked(ENGINE, str(tmp_path), "--port", "0", *flags, log=tmp_path / "log")
-    assert engine.wait() == 2
-    assert said in engine.log.read_text()
