@@ -93,3 +93,14 @@ def test_the_code_that_holds_up_a_worker_is_named_and_ended(
     begin = f"the rollout worker was killed: {words}, for longer than rollout.timeout_seconds=0.5; fix: "
     assert str(died.value).startswith(begin)
     assert f"has sent no message for 0.5 s: {words}; fix: " in caplog.messages[-1]
+
+
+def test_a_process_that_shows_no_stacks_is_left_alone() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        reader, writer = os.pipe2(os.O_NONBLOCK)
+        inside = Inside(other.pid, reader)
+        assert inside.place() is None
+        assert other.poll() is None
+        other.kill()
+        inside.close()
+        os.close(writer)

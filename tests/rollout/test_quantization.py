@@ -8,9 +8,10 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
+from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
 from tests.engine_runs import make_adapter
@@ -76,6 +77,12 @@ def test_weights_of_0_stay_so_and_bfloat16_is_rounded_once() -> None:
     weight = exact.model.layers[1].self_attn.q_proj.weight
     expected = rounded(make_model().bfloat16().model.layers[1].self_attn.q_proj.weight.detach().float(), "int8")
     assert (weight != expected.bfloat16()).float().mean() < 1e-3
+
+
+def test_a_model_that_would_be_rounded_in_part_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64))
+    with pytest.raises(UnsupportedModel, match=r"linear modules only, and h\.0\.attn\.c_attn\.weight"):
+        quantize(model, "int8")
 
 
 @pytest.fixture(scope="module")

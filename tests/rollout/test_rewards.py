@@ -276,6 +276,15 @@ async def test_blocking_rewards_of_many_chains_run_side_by_side() -> None:
     assert [one.reward for one in scored] == [1.0] * 20
 
 
+async def test_two_rewards_may_not_give_one_metric() -> None:
+    @reward
+    def lenient(prediction: str) -> dict:
+        return {"reward": 1.0, "success": 1.0}
+
+    with pytest.raises(ValueError, match="exact and lenient both have the metric 'success'"):
+        await Rewards([exact, lenient]).score(TRAJECTORY, {"answer": "4"}, None)
+
+
 async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards]) -> None:
     rewards = load({"reward": "mine.py:Counting", "options": {"start": 5}})
     async with rewards:

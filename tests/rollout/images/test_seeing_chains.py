@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 from aiohttp import web
 from PIL import Image
+from transformers import Qwen3Config
 
 from agentfactory.base.errors import SettingError
+from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.parts import image_urls
+from agentfactory.rollout.inference.inference_client import InferenceClient
+from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.tools.images.coordinates import Coordinates
+from agentfactory.tools.sessions.toolset import open_toolset
 from tests.scripted_chains import call
 from tests.seeing_chains import seeing
 from tests.seeing_server import SeeingServer
@@ -140,6 +145,13 @@ async def test_a_server_that_has_forgotten_images_gets_them_again(model, tmp_pat
     assert chains.servers[0].sent == [first.digest, first.digest, second.digest]
 
 
+async def test_each_server_gets_the_images(model, tmp_path):
+    async with seeing(model, tmp_path, ["done"] * 8, servers=2) as chains:
+        ran = [await chains.run(f"c{n}", images=[picture(1)], question=f"go {n}") for n in range(8)]
+        chains.check(*ran)
+    assert all(len(server.sent) == 1 for server in chains.servers)
+
+
 class Resizing(SeeingServer):
     """A server that expands images to another number of tokens."""
 
@@ -199,6 +211,19 @@ async def test_tasks_with_images_are_small_and_usable(model, tmp_path):
     assert len({task["messages"][0]["content"][0]["image_url"]["url"] for task in tasks}) == 1
     for task in tasks:
         assert np.array_equal(np.asarray(Image.open(task["images"][0])), np.asarray(image))
+
+
+async def test_a_model_that_reads_text_refuses_rows_with_images(tmp_path):
+    from agentfactory.rollout.text.load_renderer import make_renderer
+    from tests.chat_tokenizers import make_tokenizer, trl_template
+
+    Qwen3Config().save_pretrained(tmp_path / "text")
+    recipe = RolloutRecipe.model_validate({"model": {"path": str(tmp_path / "text")}})
+    async with InferenceClient("http://127.0.0.1:1") as client, open_toolset(recipe, tmp_path) as toolset:
+        renderer = make_renderer(make_tokenizer(trl_template("qwen2_5")), tools=False)
+        runner = ChainRunner(recipe, renderer, client, toolset, Rewards([]))
+        with pytest.raises(SettingError, match=r"eval.data: its rows have images, but .*text accepts only text"):
+            await runner.check([{"question": "q", "images": [picture(0)]}], "eval.data")
 
 
 def test_supervised_rows_have_the_images_as_context(model, tmp_path):
