@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -329,3 +331,15 @@ def test_a_loaded_tokenizer_neither_truncates_nor_pads(model_folder: Path) -> No
     tokenizer = load_tokenizer(str(model_folder))
     assert tokenizer.backend_tokenizer.truncation is None
     assert len(tokenizer.backend_tokenizer.encode("The treasure lies in the north.").ids) > 4
+
+
+@pytest.mark.processes
+def test_a_worker_renders_without_torch(model_folder: Path) -> None:
+    code = (
+        "import sys; from agentfactory.rollout.text.load_renderer import load_renderer\n"
+        "from agentfactory.rollout.config import ModelConfig\n"
+        f"r = load_renderer(ModelConfig(path={str(model_folder)!r}), 'hermes');"
+        "assert r.open([{'role': 'user', 'content': 'hi'}], []); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
