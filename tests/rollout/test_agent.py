@@ -1,6 +1,5 @@
 """A user's own agent in training, and turns with a forced prefix: rows match the server's requests to the token."""
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -67,25 +66,6 @@ async def test_a_turn_may_be_sampled_in_pieces(tmp_path: Path) -> None:
     assert all(trajectory.rows[0].mask[last[1] : last[2]])
 
 
-class BestOfTwo(AgentHooks):
-    async def generate(self, turn: Turn) -> Completion:
-        candidates = await asyncio.gather(turn.sample(), turn.sample())
-        return max(candidates, key=lambda completion: len(completion.token_ids))
-
-
-async def test_an_agent_may_choose_among_samples(tmp_path: Path) -> None:
-    texts = ["no", CALL, "done and done", "done"]
-    fields = {"server": {"engine": "embedded"}}
-    async with scripted_chains(tmp_path, texts, agent=BestOfTwo(), **fields) as chains:
-        trajectory = await chains.run()
-        chains.check(trajectory, dropped=2)
-        seeds = [request["sampling_params"]["seed"] for request in chains.server.requests]
-    assert len(set(seeds)) == 4, "two samples of one turn are two"
-    assert [m["content"] for m in trajectory.messages if m["role"] == "assistant"][1] == "done and done"
-    assert trajectory.turns == 2
-    assert trajectory.metrics["sampled_tokens"] == sum(map(sum, (row.mask for row in trajectory.rows)))
-
-
 class Shouts(AgentHooks):
     def parse(self, turn: Turn, completion: Completion) -> Parsed:
         text = turn.parse(completion).message["content"]
@@ -99,33 +79,6 @@ async def test_an_agent_may_read_turns_in_its_own_way(tmp_path: Path) -> None:
         trajectory = await chains.run()
         chains.check(trajectory)
     assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["noted tea", "noted milk"]
-
-
-class Remembers(AgentHooks):
-    """An agent that modifies the ids passed to it, which are its own copy."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[list[int], list[int]]] = []
-
-    async def generate(self, turn: Turn) -> Completion:
-        before = turn.token_ids
-        turn.token_ids.clear()
-        self.seen.append((before, []))
-        return await turn.sample()
-
-    def parse(self, turn: Turn, completion: Completion) -> Parsed:
-        self.seen[-1] = (self.seen[-1][0], turn.token_ids)
-        return turn.parse(completion)
-
-
-async def test_the_prompt_of_a_turn_is_the_same_before_and_after_it(tmp_path: Path) -> None:
-    agent = Remembers()
-    async with scripted_chains(tmp_path, [CALL, "done"], agent=agent) as chains:
-        trajectory = await chains.run()
-        chains.check(trajectory)
-    row = trajectory.rows[0]
-    starts = [start for start, _ in row.turn_spans()]
-    assert agent.seen == [(row.token_ids[:start], row.token_ids[:start]) for start in starts]
 
 
 class Fails(AgentHooks):
@@ -164,17 +117,6 @@ async def test_an_agent_that_fails_is_named_and_never_a_reward(tmp_path: Path, w
         trajectory = await chains.run()
     assert (trajectory.outcome, trajectory.reward, trajectory.stop_reason) == (Outcome.INFERENCE_ERROR, None, None)
     assert (trajectory.error or "").startswith(error)
-
-
-async def test_a_bug_of_our_own_is_no_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with scripted_chains(tmp_path, ["done"]) as chains:
-
-        def broken(*_: Any, **__: Any) -> Parsed:
-            raise RuntimeError("a bug")
-
-        monkeypatch.setattr(chains.runner.renderer, "parse", broken)
-        with pytest.raises(RuntimeError, match="a bug"):
-            await chains.run()
 
 
 AGENTS = """

@@ -5,17 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcp import MCPError
 
 from agentfactory.rollout.groups.group_files import append_group, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.mcp_servers.own_server import OwnServer, build_server
-from agentfactory.tools.tool import tool
 from tests.scripted_chains import call, scripted_chains
 
 WALK = '''
-import asyncio
 from agentfactory import Environment, reward, tool
 
 
@@ -30,12 +25,6 @@ class Walk(Environment):
         """Go some steps."""
         self.here += steps
         return f"at {self.here}"
-
-    @tool
-    async def rest(self, seconds: float) -> str:
-        """Stay."""
-        await asyncio.sleep(seconds)
-        return "rested"
 
     @tool
     def jump(self) -> str:
@@ -116,12 +105,6 @@ async def test_calls_of_one_turn_leave_the_state_of_the_last(tmp_path: Path) -> 
     assert chain.anchors == ['[0, "here"]', '[2, "here"]']
 
 
-async def test_a_call_that_times_out_leaves_an_unknown_state(tmp_path: Path) -> None:
-    server = {"walk": {"module": "notes.py:Walk", "timeout_seconds": 0.05}}
-    chain = await play(tmp_path, [call("rest", seconds=0.5), "done"], tools=[], mcp_servers=server)
-    assert chain.anchors == ['[0, "here"]', None]
-
-
 async def test_several_environments_have_a_state_together(tmp_path: Path) -> None:
     tools = ["notes.py:Walk", "notes.py:Weather"]
     texts = [call("go", steps=1), call("go", steps=-5), "done"]
@@ -142,15 +125,6 @@ async def test_any_server_can_give_anchors(tmp_path: Path) -> None:
     assert chain.anchors == [None, None, '{"taken": 1}', '{"taken": 1}', '{"taken": 2}']
 
 
-async def test_a_summary_is_no_turn_of_a_state(tmp_path: Path) -> None:
-    context = {"policy": "summarize", "options": {"max_tokens": 260, "keep_turns": 1}}
-    texts = [call("go", steps=1), call("go", steps=1), "so far so good", "done"]
-    chain = await play(tmp_path, texts, rollout={"context": context, "max_turns": 12, "max_total_tokens": 4000})
-    assert chain.outcome is Outcome.COMPLETED
-    assert chain.turns == len(chain.anchors) == 4
-    assert chain.anchors.count(None) == 1
-
-
 def test_groups_keep_them(tmp_path: Path) -> None:
     with_anchors = Trajectory("a", [], [], Outcome.COMPLETED, 1.0, turns=2, anchors=["[1, 2]", None])
     group = Group("g", {}, [with_anchors, Trajectory("b", [], [], Outcome.COMPLETED, 0.0)])
@@ -167,47 +141,3 @@ def test_groups_keep_them(tmp_path: Path) -> None:
     (tmp_path / "wrong.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match="chain a has 2 turns and 1 anchors"):
         list(read_groups(tmp_path / "wrong.jsonl"))
-
-
-# refused anchors
-
-
-class Broken(Environment):
-    """An anchor that JSON cannot hold."""
-
-    def reset(self, **task: Any) -> None:
-        pass
-
-    @tool
-    def look(self) -> str:
-        """Look."""
-        return "nothing"
-
-    def anchor(self) -> Any:
-        return {1, 2}
-
-
-class Waiting(Environment):
-    async def anchor(self) -> Any:  # type: ignore[override]
-        return 1
-
-
-class Shown(Environment):
-    @tool
-    def anchor(self) -> str:
-        """Drop the anchor."""
-        return "splash"
-
-
-async def test_an_anchor_that_fails_is_no_mistake_of_the_model() -> None:
-    server = build_server([Broken])
-    assert isinstance(server, OwnServer)
-    async with server.lifespan(server):
-        with pytest.raises(MCPError, match=r"Broken.anchor\(\) returned .*: .*set.*; fix: return text, numbers"):
-            await server.call("reset", {}, "a")
-
-
-@pytest.mark.parametrize(("environment", "words"), [(Waiting, "make it a plain method"), (Shown, "take @tool off it")])
-def test_anchors_that_cannot_be_asked_for(environment: type[Environment], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        build_server([environment])

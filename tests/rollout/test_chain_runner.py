@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.rollout.trajectory import Outcome, StopReason
+from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
 from tests.scripted_chains import Scripted, call, scripted_chains
 
@@ -50,8 +50,6 @@ class Diary(Environment):
         return "/".join(self.pages)
 
     def reward(self):
-        if self.pages[0] == "judged by turn":
-            return {"reward": 0.0, "turn_rewards": [1.0, 0.0]}
         return {"reward": len(self.pages) / 10, "pages": len(self.pages)}
 
 
@@ -129,15 +127,6 @@ async def test_failures_are_typed_and_never_a_reward(tmp_path: Path) -> None:
     assert (trajectory.outcome, trajectory.reward) == (Outcome.INFERENCE_ERROR, None)
 
 
-async def test_turns_are_rewarded_by_themselves(tmp_path: Path) -> None:
-    turns = [call("write", text="a"), "done"] * 2
-    async with diary(tmp_path, turns) as chains:
-        trajectory = await chains.run(word="judged by turn")
-        assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [1.0, 0.0])
-        assert "turn_rewards" not in trajectory.metrics
-        assert (await chains.run()).turn_rewards is None
-
-
 async def test_a_turn_that_says_nothing_ends_the_chain_and_is_a_turn(tmp_path: Path) -> None:
     def then_nothing(prompt: str) -> str | list[int]:
         return call("write", text="a") if prompt.count("<|im_start|>assistant") == 1 else []
@@ -188,20 +177,6 @@ async def test_a_chain_records_where_its_time_went(tmp_path: Path) -> None:
     assert wait.end - wait.start >= 0.01
     for before, after in pairwise(trajectory.timeline):
         assert 0 <= before.start <= before.end <= after.end <= trajectory.seconds + 1e-4
-
-
-@pytest.mark.processes
-async def test_a_chain_records_its_wait_for_an_instance(tmp_path: Path) -> None:
-    serve = {"command": sys.executable, "args": ["-m", "agentfactory.tools.serve", "notes.py:Diary"]}
-    servers = {"diary": {**serve, "isolation": "process", "pool": {"capacity": 1}}}
-    turns = [call("write", text="a"), "done"] * 2
-    async with diary(tmp_path, turns, tools=[], mcp_servers=servers) as chains:
-        one, other = await chains.run_all([{"question": "go"}] * 2)
-    first, second = sorted((one, other), key=lambda chain: chain.seconds)
-    wait = next(stretch for stretch in second.timeline if stretch.activity == "wait")
-    assert (wait.name, wait.turn) == ("diary", None)
-    # the second one waited until the first was judged; they did not begin at quite the same moment
-    assert wait.end - wait.start > 0.9 * first.timeline[-1].end
 
 
 def hunt(text: str) -> str:
@@ -270,87 +245,3 @@ async def test_chains_never_see_each_others_state(tmp_path: Path, transport: str
         answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
         pages = [f"start {i}", *(f"chain {i} page {turn}" for turn in (0, 2, 4))]
         assert answers[1::2] == ["/".join(pages[:n]) for n in (2, 3, 4)]
-
-
-GALLERY = """
-from typing import Any
-
-from agentfactory import Environment, finish, tool
-from PIL import Image
-
-
-class Gallery(Environment):
-    def reset(self, question: str):
-        self.seen = 0
-        return [Image.new("RGB", (2, 2), "red"), "What is this?"]
-
-    @tool
-    def look(self) -> str:
-        \"\"\"Look.\"\"\"
-        self.seen += 1
-        return "red"
-
-    @tool
-    def leave(self, why: str) -> Any:
-        \"\"\"Leave.\"\"\"
-        return finish(f"left: {why}")
-
-    def reward(self):
-        return self.seen
-"""
-
-
-async def test_a_tool_ends_the_chain_and_an_environment_opens_it_with_an_image(tmp_path: Path) -> None:
-    (tmp_path / "gallery.py").write_text(GALLERY)
-    texts = [call("look"), call("look") + call("leave", why="bored") + call("look"), "never said"]
-    fields = {"tools": ["gallery.py:Gallery"], "rewards": []}
-    async with scripted_chains(tmp_path, texts, **fields) as chains:
-        trajectory = await chains.run()
-        chains.check(trajectory)
-        assert "[image/png image]\nWhat is this?" in chains.sent()[0], "a template of text says what it leaves out"
-    assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.COMPLETED, StopReason.FINISH)
-    assert trajectory.turns == 2
-    opening = trajectory.messages[1]["content"]
-    assert [part["type"] for part in opening] == ["image_url", "text"]
-    answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
-    assert answers == ["red", "red", "left: bored", "red"], "the calls beside it are made"
-    assert trajectory.reward == 3
-    metrics = trajectory.metrics
-    assert (metrics["tool/look/calls"], metrics["tool/leave/calls"], metrics["tool/leave/errors"]) == (3, 1, 0)
-    assert metrics["tool/look/seconds"] > 0
-    assert {name for name in metrics if name.startswith("stop/")} == {f"stop/{reason}" for reason in StopReason}
-    assert [name for name in metrics if name.startswith("stop/") and metrics[name]] == ["stop/finish"]
-
-
-@pytest.mark.parametrize(
-    ("parser", "prefix", "texts", "told"),
-    [
-        (
-            "react",
-            "Thought: ",
-            ["I.\nAction: note\nAction Input: tea", "No.", "So.\nFinal Answer: tea"],
-            "Observation:",
-        ),
-        ("tags", "<think>", ["hm</think><note>tea</note>", "hm</think>", "</think><answer>tea</answer>"], "<"),
-    ],
-)
-async def test_text_formats_act_to_the_token(
-    tmp_path: Path, parser: str, prefix: str, texts: list[str], told: str
-) -> None:
-    # a call, text without any call of the format, and an answer
-    fields = {"rollout": {"parser": parser, "assistant_prefix": prefix, "system_prompt": "Be brief."}}
-    async with scripted_chains(tmp_path, texts, **fields) as chains:
-        trajectory = await chains.run()
-        chains.check(trajectory)
-        assert all(sent.endswith(prefix) for sent in chains.sent())
-    assert trajectory.outcome is Outcome.COMPLETED, trajectory.error
-    assert trajectory.turns == len(trajectory.turn_spans()) == 3
-    system, _, said, answer, *_ = trajectory.messages
-    assert system["content"].startswith("Be brief.")
-    assert "note" in system["content"], "the format tells of the tools"
-    assert said["content"].startswith(prefix)
-    assert answer["role"] == "user"
-    assert answer["content"].startswith(told)
-    assert "noted tea" in answer["content"]
-    assert trajectory.metrics["tool_errors/malformed_call"] == 1
-    assert trajectory.metrics["tool/note/calls"] == 1

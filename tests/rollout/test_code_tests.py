@@ -8,7 +8,7 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.rewards import Rewards
-from agentfactory.rollout.rewards.code_tests import CodeTests, code_of, read_tests, same_text, same_value
+from agentfactory.rollout.rewards.code_tests import CodeTests, code_of, same_text, same_value
 
 ADD = "def add(a, b):\n    return a + b\n"
 CALLS = [{"function": "add", "args": [1, 2], "output": 3}, {"function": "add", "args": [[1], [2]], "output": [1, 2]}]
@@ -142,11 +142,6 @@ def test_tests_that_cannot_be_judged_are_told_before_the_run(tests: Any, message
         rewards.check({"tests": tests})
     with pytest.raises(SettingError, match="needs the field 'tests'"):
         rewards.check({"question": "q"})
-
-
-def test_columns_of_a_parquet_file_have_all_keys() -> None:
-    read = read_tests([{"input": "1", "output": "1", "function": None}, {"input": None, "function": "f", "output": 1}])
-    assert [type(test).__name__ for test in read] == ["ProgramTest", "CallTest"]
 
 
 def test_what_counts_as_the_same() -> None:

@@ -43,18 +43,6 @@ async def test_places_grow_and_shrink_while_they_are_held() -> None:
             event.set()
 
 
-async def test_a_smaller_limit_holds_for_free_places_too() -> None:
-    places = Places(5)
-    places.resize(2)
-    release = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(4):
-            tasks.create_task(hold(places, [], release))
-        await settle()
-        assert places.taken == 2
-        release.set()
-
-
 def test_the_limit_grows_while_it_is_reached_and_the_server_has_room() -> None:
     idle = Load(waiting=0, running=4, cache=0.2)
     assert next_limit(16, 8, idle, alive=10) == 16, "nobody needs more"
@@ -63,14 +51,3 @@ def test_the_limit_grows_while_it_is_reached_and_the_server_has_room() -> None:
     assert next_limit(25, 8, Load(waiting=0, running=16, cache=0.95), alive=20) == 16
     assert next_limit(25, 8, Load(waiting=0, running=16, cache=0.9), alive=20) == 25, "the cache has room"
     assert [next_limit(limit, 8, Load(9, 9, 0.9), alive=16) for limit in (16, 12, 9)] == [12, 9, 8], "one step at least"
-
-
-def test_the_limit_settles_where_the_server_is_just_full() -> None:
-    """A server that decodes 32 requests concurrently, and chains that spend a quarter of their time in it."""
-    limit, seen = 32, []
-    for _ in range(100):
-        wanted = limit / 4
-        limit = next_limit(limit, 8, Load(max(0.0, wanted - 32), min(wanted, 32), 0.5), limit)
-        seen.append(limit)
-    assert min(seen[30:]) >= 100
-    assert max(seen[30:]) <= 136

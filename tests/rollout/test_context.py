@@ -5,46 +5,15 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.messages import Message
-from agentfactory.rollout.chains.context import Context, check_context, is_long
+from agentfactory.rollout.chains.context import check_context, is_long
 from agentfactory.rollout.config import RolloutConfig
-from agentfactory.rollout.trajectory import Outcome, Trajectory
+from agentfactory.rollout.trajectory import Outcome
 from tests.chat_tokenizers import STRIPS_REASONING
-from tests.scripted_chains import Scripted, scripted_chains
+from tests.scripted_chains import scripted_chains
 
 
 def call(text: str) -> str:
     return f'<tool_call>\n{{"name": "note", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
-
-
-def message(role: str, content: Any) -> Message:
-    return {"role": role, "content": content}
-
-
-def conversation() -> Context:
-    context = Context([message("system", "s"), message("user", "task")])
-    for number in range(3):
-        context.say(message("assistant", f"turn {number}"))
-        context.hear([message("tool", f"answer {number}")])
-    return context
-
-
-def test_the_last_turns_stand_behind_what_opened_the_chain() -> None:
-    context = conversation()
-    assert len(context.messages) == 8
-    assert [m["content"] for m in context.last_turns(1).messages] == ["s", "task", "turn 2", "answer 2"]
-    assert context.last_turns(3).messages == context.last_turns(9).messages == context.messages
-    summarized = context.last_turns(0, "all is well")
-    assert [m["content"] for m in summarized.messages] == ["s", "task\n\nSummary of the work so far:\nall is well"]
-    again = summarized.last_turns(0, "still well")
-    assert again.messages[-1]["content"].count("Summary") == 1, "a summary takes the place of the one before"
-    assert context.opening[-1]["content"] == "task"
-
-
-def test_a_summary_is_added_to_an_image() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    context = Context([message("user", [image])]).last_turns(0, "seen")
-    assert context.messages == [message("user", [image, {"type": "text", "text": "Summary of the work so far:\nseen"}])]
 
 
 def test_when_a_policy_acts() -> None:
@@ -99,12 +68,6 @@ async def test_truncate_leaves_old_turns_out_of_a_new_row(tmp_path: Path, templa
     assert all("go" in text for text in sent), "the task is always there"
 
 
-async def summarized(chains: Scripted) -> Trajectory:
-    trajectory = await chains.run()
-    chains.check(trajectory)
-    return trajectory
-
-
 @TEMPLATES
 @pytest.mark.parametrize("keep", [0, 1])
 async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, template: str | None, keep: int) -> None:
@@ -114,7 +77,8 @@ async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, tem
     context = {"policy": "summarize", "options": {"max_tokens": limit, "keep_turns": keep, "prompt": "Sum up!"}}
     fields = {"rollout": {"max_turns": 9, "max_total_tokens": limit + 300, "context": context}}
     async with scripted_chains(tmp_path, texts, template=template, **fields) as chains:
-        trajectory = await summarized(chains)
+        trajectory = await chains.run()
+        chains.check(trajectory)
         sent = chains.sent()
     assert trajectory.outcome is Outcome.COMPLETED
     assert "Sum up!" in sent[3]
@@ -130,18 +94,6 @@ async def test_summarize_goes_on_from_the_models_own_summary(tmp_path: Path, tem
     assert all(trajectory.rows[row].mask[start:end])
     roles = "".join(m["role"][0] for m in trajectory.messages if m["role"] != "system")
     assert roles == "uatatatuaata", "the record holds question and summary where they were said"
-
-
-async def test_a_chain_does_not_summarize_for_ever(tmp_path: Path) -> None:
-    limit = (await prompt_lengths(tmp_path, ["done"]))[0] + 1
-    texts = [call("one"), "so far", call("two"), "so far", call("three"), call("four")]
-    context = {"policy": "summarize", "options": {"max_tokens": limit, "keep_turns": 0}}
-    fields = {"rollout": {"max_turns": 5, "max_total_tokens": limit + 500, "context": context}}
-    async with scripted_chains(tmp_path, texts, **fields) as chains:
-        trajectory = await summarized(chains)
-    assert trajectory.outcome is Outcome.MAX_TURNS
-    assert trajectory.turns == len(trajectory.turn_spans()) == 5
-    assert trajectory.messages[-1]["role"] == "tool", "the last turn is no summary"
 
 
 async def test_what_no_policy_can_shorten_overflows(tmp_path: Path) -> None:

@@ -43,13 +43,6 @@ def test_only_solved_and_hopeless_tasks_are_passed_over_and_come_at_times() -> N
     assert not any(made.passes_over(position, HOPELESS) for position in range(100)), "there is hope again"
 
 
-def test_the_bounds_count_as_solved_and_hopeless() -> None:
-    made = Curriculum(CurriculumConfig(visit=0.01), seed=0)
-    for row, rate in enumerate([0.95, 0.05, 0.375]):
-        made.observe(row, [rate])
-    assert [made.passes_over(0, row) for row in range(3)] == [True, True, False]
-
-
 def test_it_follows_from_seed_and_observations_alone() -> None:
     def choices(seed: int) -> list[bool]:
         draw, made = random.Random(3), Curriculum(CurriculumConfig(), seed)

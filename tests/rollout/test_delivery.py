@@ -15,24 +15,20 @@ import numpy as np
 import pytest
 
 from agentfactory.base.processes.supervised import Inside
-from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.rollout.data import Place, Share
 from agentfactory.rollout.groups.group_files import encode_group
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.rollout.workers import worker_pool as workers
 from agentfactory.rollout.workers import worker_socket
 from agentfactory.rollout.workers.worker_pool import RolloutWorkers
 from agentfactory.rollout.workers.worker_socket import (
     Delivered,
     Messages,
-    Ready,
     WorkerDiedError,
     WorkerProcess,
     encode,
     encode_delivered,
 )
-from tests.waiting import wait_for
 
 
 def worker(*batches: list[str], may_be_short: bool = False, trained: tuple[str, ...] = ()) -> WorkerProcess:
@@ -68,16 +64,6 @@ def together(*ends: WorkerProcess) -> RolloutWorkers:
 def delivered(group: Group, *chains: str) -> bytes:
     """The message of a group in which these chains count."""
     return b"".join(encode_delivered(Delivered(encode_group(group), list(chains))))
-
-
-def names(batch: tuple[list[Group], dict[str, float]]) -> list[str]:
-    return [group.id for group in batch[0]]
-
-
-def test_batches_in_their_order() -> None:
-    end = worker(["g000001", "g000000"], ["g000002", "g000003-1"], trained=("g000004",))
-    assert names(end.take_batch(2)) == ["g000001", "g000000"]
-    assert names(end.take_batch(2)) == ["g000002", "g000003-1"]
 
 
 def test_a_group_is_taken_once_over_all_attempts_of_a_run() -> None:
@@ -154,15 +140,6 @@ def test_a_batch_is_made_of_equal_shares_and_a_waiting_worker_is_answered() -> N
         playing.join()
 
 
-def test_notices_may_come_before_a_worker_is_ready(caplog: pytest.LogCaptureFixture) -> None:
-    end = worker()
-    with connected(end) as (theirs,):
-        theirs.sendall(encode("notice", topic="key", text="server a has no key", see="docs/servers.md", times=1))
-        theirs.sendall(encode("ready", renderer={"choice": "append"}, chat_template="{{ messages }}"))
-        assert end.wait_until_ready() == Ready({"choice": "append"}, "{{ messages }}")
-    assert caplog.messages == ["server a has no key; see docs/servers.md"]
-
-
 def test_shares_take_every_position_once() -> None:
     shares = [Share(number, 3) for number in range(3)]
     assert [[position for position in range(7) if position in share] for share in shares] == [[0, 3, 6], [1, 4], [2, 5]]
@@ -178,44 +155,6 @@ def test_the_death_of_one_worker_ends_the_wait_for_all() -> None:
         other.close()
         with pytest.raises(WorkerDiedError, match="killed by signal 9"):
             together(first, second).next_batch(2)
-
-
-def test_the_workers_notices_are_told_where_a_person_sees_them(caplog: pytest.LogCaptureFixture) -> None:
-    end = worker()
-    text = "held-out tasks, sampled: 8 of 8 chains ended as reward_error"
-    # as many as can accumulate during an update
-    sent = encode("notice", topic="held-out tasks, sampled", text=text, see="", times=2) * 2000
-    with connected(end) as (theirs,):
-        sending = threading.Thread(
-            target=theirs.sendall, args=[sent + encode("evaluation", figures={"sampled/failed": 1.0})]
-        )
-        sending.start()
-        assert together(end).evaluate() == {"eval/sampled/failed": 1.0}
-        sending.join()
-    assert caplog.messages == [f"{text}; see logs/worker.log"] * 2000
-    assert notice_of(caplog.records[0]) == Notice("held-out tasks, sampled", text, "logs/worker.log", 2)
-
-
-def test_a_worker_that_stands_still_is_told_of_beside_one_that_speaks(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "STALL_SECONDS", 0.3)
-    first, second = worker(), worker()
-    second.log_file = Path("logs/worker-1.log")
-    with connected(first, second) as (one, other):
-        receiving = threading.Thread(target=together(first, second).next_batch, args=[0])
-        receiving.start()
-
-        def told() -> bool:
-            one.sendall(encode("alive"))
-            return bool(caplog.messages)
-
-        wait_for(told)
-        for socket_ in (one, other):
-            socket_.sendall(encode("alive") + encode("batch", figures={}))
-        receiving.join()
-    text = "the rollout worker has sent no message for 0.3 s: its process is stopped, or code blocks its event loop"
-    assert caplog.messages == [f"{text}; see logs/worker-1.log"]
 
 
 @pytest.mark.processes

@@ -3,9 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import sys
-
-import pytest
 
 from agentfactory.rollout.workers.event_loop import event_loop
 
@@ -38,16 +35,3 @@ def test_sockets_that_are_ready_together_are_served_in_turn_and_timers_between()
     assert max(len(served.split()) for served in rounds) <= 2
     first = order.index("0")
     assert len([name for name in order[first:] if name == "0"]) <= 2, "no socket is served twice before the others"
-
-
-@pytest.mark.processes
-def test_a_child_process_and_a_thread_are_heard() -> None:
-    async def run() -> tuple[bytes, int]:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "print('hello')", stdout=asyncio.subprocess.PIPE
-        )
-        said, _ = await child.communicate()
-        return said, await asyncio.to_thread(lambda: 7)
-
-    with asyncio.Runner(loop_factory=event_loop) as runner:
-        assert runner.run(asyncio.wait_for(run(), 30)) == (b"hello\n", 7)

@@ -61,15 +61,6 @@ def test_ids_are_those_of_tokenizers(name: str, text: str) -> None:
     assert FAST[name].fast
 
 
-def test_a_tokenizer_that_fastokens_does_not_know_encodes_itself(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁a", -2.0)], unk_id=0))
-    with caplog.at_level(logging.INFO, "agentfactory.rollout.text.encoding"):
-        encoding = FastEncoding(tokenizer)
-    assert not encoding.fast
-    assert "does not support this tokenizer" in caplog.text
-    assert encoding.encode("aa") == tokenizer.encode("aa").ids
-
-
 def other_ids(tokenizer: Tokenizer) -> Any:
     """fastokens with another vocabulary: two letters have changed places."""
     saved = json.loads(tokenizer.to_str())
@@ -102,15 +93,3 @@ def test_other_ids_are_found_among_later_texts_and_never_used_again(
     assert [ids == expected for ids in found] == [False] * 4 + [True] * 3
     assert not encoding.fast
     assert "from now on, tokenizers encodes" in caplog.text
-
-
-def test_a_text_beyond_the_limits_of_an_expression_is_left_to_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_level(QWEN.replace(r"(?!\S)", r"(?!\S|q)"))
-    encoding = FastEncoding(tokenizer)
-    assert encoding.fast
-    limited = fastokens.Tokenizer.from_json_str(tokenizer.to_str(), pcre2_match_limit=1)
-    with pytest.raises(ValueError, match="match limit exceeded"):
-        limited.encode("a    b", add_special_tokens=False)
-    monkeypatch.setattr(encoding, "_fast", limited)
-    assert encoding.encode("a    b") == tokenizer.encode("a    b").ids
-    assert encoding.fast

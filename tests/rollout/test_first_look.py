@@ -26,7 +26,6 @@ from agentfactory.rollout.evaluation.first_look import (
 )
 from agentfactory.rollout.evaluation.rules import ENOUGH_CHAINS
 from agentfactory.rollout.text.parsers import PARSERS, load_parser
-from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Activity, Group, Outcome, Stretch, Trajectory
 from tests.scripted_chains import scripted_chains
 
@@ -35,8 +34,6 @@ CALCULATE = ToolSpec(
     "Compute.",
     {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
 )
-RUN = ToolSpec("run", "Run code.", {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]})
-CALL_OF_HERMES = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
 BARE = '{"name": "calculate", "arguments": {"expression": "1 + 2"}}'
 
 
@@ -84,23 +81,6 @@ def test_every_format_is_recognised_by_what_it_writes(name: str) -> None:
     assert format_name(load_parser(name)) == name
 
 
-def test_a_format_in_plain_text_comes_before_one_that_needs_another_template() -> None:
-    text = "<calculate>1 + 2</calculate>"
-    assert next(iter(formats_that_read([text], [CALCULATE]))) == "tags"
-    # a program is a call only if a tool runs code
-    program = "```python\nprint(1)\n```"
-    assert formats_that_read([program], [CALCULATE]) == {}
-    assert formats_that_read([program], [RUN]) == {"code_block": 1}
-
-
-def test_json_that_calls_no_offered_tool_is_no_call() -> None:
-    other = chain('{"name": "Ada", "arguments": {"born": 1815}}', 1.0)
-    look = look_at(groups(other, chain(BARE, tool_calls=1)), offer())
-    assert (look.formats, look.named) == ({}, 0)
-    # nor is a word that happens to be a tool's name
-    assert look_at(groups(chain("Let me calculate it.")), offer()).named == 0
-
-
 def test_the_words_say_what_happened() -> None:
     chains = [
         chain("", 1.0, tool_calls=1),
@@ -130,20 +110,6 @@ def test_the_words_say_what_happened() -> None:
     assert describe(look_at([], offer())) == ["0 chains of 0 tasks"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "step"),
-    [
-        (Schedule(chains=512, steps=1, at_once=256, most=256), "about 4.0 s"),
-        # fewer ran than may: more at a time may be as fast, or share the server's speed
-        (Schedule(chains=512, steps=1, at_once=8, most=256), "4.0 s to 2 min"),
-        (Schedule(chains=4, steps=1, at_once=4, most=256), "about 2.0 s"),
-    ],
-)
-def test_a_steps_time_follows_from_the_chains_at_a_time(schedule: Schedule, step: str) -> None:
-    (line,) = [text for text in describe(look_at(groups(chain("3")), offer()), schedule) if text.startswith("time")]
-    assert f" in {step}, and the run" in line
-
-
 def test_advice_on_rewards_that_are_all_equal() -> None:
     nothing = told(look_at(groups(*[chain("3", 0.0)] * 8), offer()))["equal rewards"]
     assert nothing.startswith("the rewards of all 8 chains in 2 groups are 0: such groups teach nothing; fix: easier")
@@ -167,23 +133,9 @@ def test_advice_on_rewards_that_are_all_equal() -> None:
     assert "is not known, because each task has one chain" in "\n".join(describe(look_at(alone, offer())))
 
 
-def test_smaller_groups_than_those_of_training_judge_no_group() -> None:
-    chains = [chain("", 1.0, tool_calls=1), chain("", 0.0, tool_calls=1)]
-    pairs = look_at(groups(*[chains[0]] * 2, *[chains[1]] * 2, size=2), offer())
-    assert told(pairs) == {}
-    assert "rewards: mean 0.5, from 0 to 1; they differ in 0 of 2 groups of 2; training compares 4" in describe(pairs)
-    assert "equal rewards" in told(look_at(groups(*[chains[1]] * 4, size=2), offer()))
-
-
 def test_a_turn_is_shown_without_the_control_characters_of_a_terminal() -> None:
     look = look_at(groups(chain("Café\n\x1b[2J\x00\u202e\udc80 \x9b")), offer())
     assert look.shown == [r"(reward 0) Café\n\x1b[2J\x00\u202e\udc80 \x9b"]
-
-
-def test_a_sample_may_be_larger_than_the_data() -> None:
-    twice = groups(*[chain("3")] * 4) * 2
-    assert describe(look_at(twice, offer()))[0] == "8 chains of 1 task"
-    assert told(look_at(twice, offer()))["equal rewards"].startswith("the rewards of all 8 chains in 2 groups are 0")
 
 
 def test_failed_chains_are_no_evidence_against_the_model() -> None:
@@ -195,28 +147,6 @@ def test_failed_chains_are_no_evidence_against_the_model() -> None:
         one.metrics, one.seconds = {"sampled_tokens": 0.0}, 0.0
     look = look_at(groups(*dead, *[chain("", 0.0, tool_calls=1)] * 4), offer())
     assert (look.tokens, look.seconds) == (20, 2.0)
-
-
-def test_an_agent_with_its_own_loop_may_call_without_the_recipes_format() -> None:
-    own, written = Offer(offer().config, (CALCULATE,), load_parser("hermes"), own_loop=True), CALL_OF_HERMES
-    # the first request offered no tools, or the agent calls them itself
-    calling = [chain(written, 0.0), chain(BARE, 1.0)]
-    for one in calling:
-        one.metrics["tool_calls"] = 1
-    assert told(look_at(groups(*calling), own)) == {}
-    never = look_at(groups(chain(written, 0.0), chain(written, 1.0)), own)
-    assert (never.read, never.formats) == (2, {})
-    assert told(never)["tool calls"] == (
-        "no chain of 2 in 1 group called a tool, though calculate is offered; hermes reads a call in 2 of 2 first "
-        "turns, but none was made; fix: offer the recipe's tools in each request of rollout.agent, and make the calls "
-        "that come back"
-    )
-    # such an agent takes neither rollout.parser=json nor rollout.system_prompt
-    for text in (BARE, "3", '"calculate"'):
-        cut = chain("so", outcome="max_tokens", truncated_turns=1)
-        advice = " ".join(told(look_at(groups(chain(text), cut), own)).values())
-        assert "rollout.parser" not in advice
-        assert "system_prompt" not in advice
 
 
 def test_advice_on_cut_turns_and_on_too_few_calls() -> None:
@@ -233,14 +163,6 @@ def test_advice_on_cut_turns_and_on_too_few_calls() -> None:
     assert "tool calls" not in told(look_at(groups(*[chain("3")] * 4), offer(specs=())))
 
 
-def test_calls_of_tools_that_do_not_exist_are_no_calls() -> None:
-    invented = [chain("", tool_calls=2, **{"tool_errors/unknown_tool": 2}) for _ in range(4)]
-    look = look_at(groups(*invented), offer())
-    assert look.called == 0
-    assert "; 8 calls named a tool that does not exist; fix: " in told(look)["tool calls"]
-    assert look_at(groups(chain("", tool_calls=3, **{"tool_errors/unknown_tool": 2})), offer()).called == 1
-
-
 def test_advice_on_malformed_calls() -> None:
     wrong = [chain("<tool_call>") for _ in range(3)]
     for one in wrong:
@@ -254,14 +176,6 @@ def test_advice_on_malformed_calls() -> None:
         one.metrics["truncated_turns"] = 1.0
     cut = told(look_at(groups(*wrong, chain("", tool_calls=1)), offer()))
     assert ("malformed turns" in cut, "cut turns" in cut) == (False, True)
-
-
-def test_the_first_turn_of_a_text_format_is_read_again() -> None:
-    texts = ["Action: calculate\nAction Input: 1 + 2", "Final Answer: 3"]
-    look = look_at(groups(*map(chain, texts)), offer("react"))
-    assert (look.read, look.first_turns, look.formats) == (1, 2, {})
-    invented = look_at(groups(chain("Action: compute\nAction Input: 1 + 2")), offer("react"))
-    assert (invented.read, invented.formats) == (0, {})
 
 
 async def test_chains_as_they_run(tmp_path: Path) -> None:
@@ -308,43 +222,6 @@ def test_no_call_in_many_groups_is_told_once() -> None:
 )
 def test_no_alarm(given: list[Group], used: Offer) -> None:
     assert alarmed(given, Alarms(used, 2)) == []
-
-
-# 5 batches, and as many groups as have 64 chains
-@pytest.mark.parametrize(
-    ("treatment", "batch", "expected"), [("refill", 4, [20]), ("drop", 4, [20]), ("drop", 1, [16]), ("keep", 4, [])]
-)
-def test_equal_rewards_are_told_where_no_step_would_show_them(treatment: str, batch: int, expected: list[int]) -> None:
-    equal = groups(*[chain("", 0.0, tool_calls=1)] * 4 * 40)
-    assert [number for number, _ in alarmed(equal, Alarms(offer(equal_rewards=treatment), batch))] == expected
-
-
-@pytest.mark.parametrize(
-    ("tokens", "logprob", "expected"), [([7] * 4, -5.0, [16]), ([7, 7, 7, 8], -5.0, []), ([7] * 4, -0.1, [])]
-)
-def test_chains_that_are_all_the_same_are_told_unless_they_were_certain(
-    tokens: list[int], logprob: float, expected: list[int]
-) -> None:
-    chains = [chain("", float(token % 2), tool_calls=1) for token in tokens]
-    for one, token in zip(chains, tokens, strict=True):
-        one.rows = [Row([1, token], [0, 1], [0.0, logprob])]
-    given = alarmed(groups(*chains * 40), Alarms(offer(), 2))
-    assert [number for number, one in given if one.topic == "equal samples"] == expected
-
-
-@pytest.mark.parametrize(("seconds", "number"), [(1.5, 1), (0.9, 0)])
-def test_waits_for_processes_are_told_with_the_setting(seconds: float, number: int) -> None:
-    chains = [chain("", tool_calls=1) for _ in range(ENOUGH_CHAINS)]
-    for one in chains:
-        one.timeline = [Stretch(Activity.WAIT, 0.0, seconds, name="pad")]
-    why = {"pad": ("each chain starts a process of its own", "mcp_servers.pad.isolation: shared")}
-    used = replace(offer(), why_wait=why)
-    assert "waits for pad" not in told(look_at(groups(*chains)[:-1], used))
-    given = alarmed(groups(*chains) * 2, Alarms(used, 2))
-    assert [str(one) for _, one in given] == [
-        "chains spend 75% of their time waiting for a process of tool server pad (1.5 s each): each chain starts a "
-        "process of its own; fix: mcp_servers.pad.isolation: shared"
-    ] * number
 
 
 def test_each_source_is_looked_at_once() -> None:

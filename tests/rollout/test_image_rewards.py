@@ -80,26 +80,15 @@ async def test_a_row_states_its_box_once_for_all_coordinates(tmp_path: Path, coo
         assert middle["reward"] == (share > 0.3)
 
 
-async def test_the_best_of_several_boxes_counts(tmp_path: Path) -> None:
-    Image.new("RGB", (100, 100)).save(tmp_path / "a.png")
-    row = {"images": [str(tmp_path / "a.png")], "box": [[0, 0, 10, 10], [50, 50, 60, 60]]}
-    assert (await judged("box_iou", "[50, 50, 60, 60]", row, ModelView()))["iou"] == 1
-    assert (await judged("box_iou", "nothing", row, ModelView())) == {"reward": 0, "iou": 0, "success": 0}
-    assert (await judged("box_iou", "[60, 60, 50, 50]", row, ModelView()))["iou"] == 0
-    assert (await judged("point_in_box", "(55, 51)", row, ModelView()))["success"] == 1
-
-
 @pytest.mark.parametrize(
     ("name", "row", "problem"),
     [
-        ("box_iou", {"images": ["a"]}, "needs the field 'box'"),
         ("box_iou", {"images": ["a"], "box": [0, 0, 5]}, r"needs \[left, top, right, bottom\] in the field 'box'"),
         ("box_iou", {"images": ["a"], "box": [5, 0, 5, 9]}, r"not \[5, 0, 5, 9\]"),
         ("box_iou", {"images": ["a"], "box": [0, 0, 5, 10**400]}, r"needs \[left, top, right, bottom\]"),
         ("point_in_box", {"images": [], "box": [0, 0, 5, 9]}, "needs image 0 of the row, which has 0"),
         ("multiple_choice", {"answer": "yes"}, "needs a letter in the field 'answer', not 'yes'"),
         ("count", {"answer": "many"}, "needs a number in the field 'answer', not 'many'"),
-        ("count", {"answer": 10**400}, "needs a number in the field 'answer', not 1000"),
         ("anls", {"answer": []}, "needs answers in the field 'answer'"),
     ],
 )
@@ -181,11 +170,6 @@ def test_things_are_counted_in_digits_and_in_words() -> None:
         **{"someone saw four": 4, "v2": None, "zero": 0, "": None},
     }
     assert {said: counted(said) for said in numbers} == numbers
-
-
-async def test_a_count_is_right_or_not() -> None:
-    assert (await judged("count", "I see seven.", {"answer": "7"}))["reward"] == 1
-    assert (await judged("count", "I see 8.", {"answer": 7}))["reward"] == 0
 
 
 def test_long_texts_take_no_time() -> None:

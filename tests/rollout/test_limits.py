@@ -4,8 +4,6 @@ Each limit of a call: tests/tools/test_limits.py.
 """
 
 import re
-import time
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from agentfactory.base.config import Limit
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.trajectory import Outcome, StopReason, Trajectory
 from tests.chat_tokenizers import make_tokenizer, trl_template
-from tests.scripted_chains import Scripted, call, scripted_chains
+from tests.scripted_chains import call, scripted_chains
 
 TOOLS = '''
 import asyncio
@@ -77,14 +75,10 @@ class Played:
         return {name: value for name, value in metrics.items() if name.startswith(kind) and value}
 
 
-def open_chains(folder: Path, turns: Any, **fields: Any) -> AbstractAsyncContextManager[Scripted]:
-    tools = [f"notes.py:{name}" for name in ("search", "rest", "recite", "look", "submit")]
-    return scripted_chains(folder, turns, source=TOOLS, **{"tools": tools, "rewards": ["notes.py:one"], **fields})
-
-
 async def play(turns: list[str], folder: Path, **fields: Any) -> Played:
-    async with open_chains(folder, turns, **fields) as chains:
-        return Played(await chains.run(), chains.sent()[-1] if turns else "")
+    tools = [f"notes.py:{name}" for name in ("search", "rest", "recite", "look", "submit")]
+    async with scripted_chains(folder, turns, source=TOOLS, tools=tools, rewards=["notes.py:one"], **fields) as chains:
+        return Played(await chains.run(), chains.sent()[-1])
 
 
 SEARCH, REST, LOOK, RECITE = (
@@ -172,42 +166,9 @@ async def test_limits_of_turns_and_tokens(
     assert read in played.read
 
 
-@pytest.mark.slow
-async def test_timeout_seconds(tmp_path: Path) -> None:
-    rollout = {"timeout_seconds": 3, "on_outcome": {"timeout": "keep"}, "outcome_penalty": {"timeout": 0.5}}
-    played = await play([SEARCH, REST], tmp_path, rollout=rollout)
-    trajectory = played.trajectory
-    assert (trajectory.outcome, trajectory.stop_reason, trajectory.reward) == (Outcome.TIMEOUT, None, 0.5)
-    said = "the chain took longer than rollout.timeout_seconds=3; a call of rest had run for "
-    assert str(trajectory.error).startswith(said)
-    assert len(trajectory.turn_spans()) == 2
-    assert played.moved("stop/") == {}, "it broke; outcome/timeout is the rate"
-    assert trajectory.metrics["tool_seconds"] > 0.1, "the seconds of a call that was cut off count"
-
-
 async def test_a_tool_that_finishes_comes_before_the_limit_that_stops(tmp_path: Path) -> None:
     limits = {"calls_per_turn": 1, "on_breach": {"calls_per_turn": {"action": "stop"}}}
     played = await play([call("submit", text="it") + "\n" + call("submit", text="more")], tmp_path, limits=limits)
     assert (played.trajectory.outcome, played.trajectory.stop_reason) == (Outcome.COMPLETED, StopReason.FINISH)
     assert played.answers[0] == "got it"
     assert played.moved("limits/") == {"limits/calls_per_turn": 1}
-
-
-@pytest.mark.slow
-async def test_all_chains_share_a_rate_and_wait_for_their_time(tmp_path: Path) -> None:
-    def turns(prompt: str) -> str:
-        return "done" if "found a" in prompt else SEARCH
-
-    async with open_chains(tmp_path, turns, limits={"calls_per_second": {"search": 4}}) as chains:
-        started = time.monotonic()
-        played = [Played(trajectory, "") for trajectory in await chains.run_all([{"question": "go"}] * 7)]
-    assert [one.answers for one in played] == [["found a"]] * 7
-    assert time.monotonic() - started >= 0.75, "four at once, and three a quarter of a second apart"
-    waits = [one.trajectory.metrics["tool_wait_seconds"] for one in played]
-    assert 0 == min(waits) < max(waits) <= 1
-    assert max(one.trajectory.metrics["tool_seconds"] for one in played) < 0.5, "to wait is not to run"
-
-
-async def test_limits_of_tools_that_are_not_there_are_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"limits\.calls_per_tool\.serach: .* did you mean search\?"):
-        await play(["done"], tmp_path, limits={"calls_per_tool": {"serach": 1}})

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
-from tests.project import load_and_check
 from tests.scripted_chains import scripted_chains
 
 
@@ -28,9 +27,3 @@ async def test_some_prompts_that_are_too_long_are_counted(tmp_path: Path, caplog
     said = f"about {long} of 100 rows of data have prompts of more tokens than rollout.max_total_tokens=700"
     assert said in caplog.text
     assert "such as row 100" in caplog.text
-
-
-def test_a_row_of_megabytes_is_refused_with_the_recipe(project: Path) -> None:
-    (project / "tasks.jsonl").write_text('{"question": "?", "answer": "2"}\n{"question": "%s"}\n' % ("x" * 2_000_000))
-    with pytest.raises(SettingError, match=r"data: row 2 has 2,000,000 characters, which cannot fit into rollout\.max"):
-        load_and_check("recipe.yaml")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.rollout.text.templates import cached
-
 ROOT = Path(__file__).parents[2]
 SOURCE = '''
 from agentfactory import reward, tool
@@ -58,16 +56,3 @@ def test_eight_chains_stay_below_one_gigabyte(limits: dict[str, int], tmp_path: 
     peak, cuts = json.loads(done.stdout.splitlines()[-1])
     assert cuts == [1.0] * 8
     assert peak < 1_000_000, "KiB"
-
-
-def test_renders_of_long_messages_are_not_kept() -> None:
-    made: list[str] = []
-
-    def render(messages: str, tools: str) -> tuple[int, ...]:
-        made.append(messages)
-        return (len(messages),)
-
-    keep = cached(16, render)
-    short, long = "x" * 100, "y" * 100_000
-    assert [keep(text, "[]") for text in (short, long) * 2] == [(100,), (100_000,)] * 2
-    assert made == [short, long, long]

@@ -46,9 +46,3 @@ def test_each_source_keeps_its_own_order_and_visits_each_row_once_an_epoch() -> 
     assert max(numbers) < sum(SIZES)
     assert numbers >= set(range(5)), "rows of the first source come first"
     assert len(numbers) == sum(len(set(rows)) for rows in drawn.values()), "a row's number is its own"
-
-
-def test_one_source_is_its_own_order() -> None:
-    order = TaskOrder(ORDERS[1], 3, shuffle=True)
-    alone = TaskMix([TaskOrder(ORDERS[1], 3, shuffle=True)], [7.0], 3)
-    assert [alone.place(position) for position in range(1500)] == [(0, order.row(p)) for p in range(1500)]

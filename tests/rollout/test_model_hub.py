@@ -1,9 +1,8 @@
-"""The hub out of reach: refused, silent, without an address, forbidden, busy, without TLS, or offline."""
+"""The hub out of reach: silent, without an address, forbidden or busy."""
 
 import json
 import os
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -109,18 +108,6 @@ def test_what_the_hub_has_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with nobody() as url:
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        assert refusal(MODEL) == (
-            f"model.path: {MODEL.name} is not on this machine, and the hub cannot be reached: {url}: [Errno 111] "
-            "Connection refused; fix: correct HF_ENDPOINT, or name a folder with a model"
-        )
-        assert refusal(ROWS).endswith("or name a file")
-        with pytest.raises(SettingError, match=r"^--push: the hub cannot be reached: .*; fix: correct HF_ENDPOINT"):
-            check_answers("--push")
-
-
 @pytest.mark.parametrize(
     ("serve", "said"),
     [
@@ -131,7 +118,6 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             partial(hub, 429),
             "its answer is 429 Too Many Requests; fix: wait some minutes, log in by `hf auth login`, or",
         ),
-        (partial(hub, 503), "its answer is 503 Service Unavailable; fix: correct HF_ENDPOINT, or"),
     ],
 )
 def test_a_hub_that_does_not_answer(serve: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,34 +153,6 @@ def test_a_name_that_the_hub_does_not_know(headers: dict[str, str], monkeypatch:
         assert refusal(MODEL) == told
         use_hub_if_it_answers(MODEL.name)
     assert not constants.HF_HUB_OFFLINE
-
-
-def test_a_name_that_cannot_be_one() -> None:
-    assert refusal(HubName("model.path", "./a/b/c", "model")).startswith("model.path: './a/b/c' is neither a path nor")
-
-
-def test_a_certificate_that_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
-
-    def ask(*_: object, **__: object) -> None:
-        raise ssl.SSLCertVerificationError(1, "certificate verify failed: unable to get local issuer certificate")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", ask)
-    assert "certificate verify failed" in refusal(MODEL)
-    assert "fix: name the certificates of your network in SSL_CERT_FILE, or" in refusal(MODEL)
-
-
-def test_offline_by_the_environment(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    reason = model_hub._Refusal("HF_HUB_OFFLINE is set", "unset it", is_reached=False)
-    monkeypatch.setattr(model_hub, "_why_offline", reason)  # another test may have gone offline
-    assert refusal(MODEL) == (
-        f"model.path: {MODEL.name} is not on this machine, and HF_HUB_OFFLINE is set; fix: unset it, or name a folder "
-        "with a model"
-    )
-    download(MODEL)
-    check_names([MODEL])
-    assert not capfd.readouterr().err
 
 
 def test_downloads_are_used_while_the_hub_is_out_of_reach(

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from agentfactory.rollout.evaluation.evaluate import mean_figures
-from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, pass_at_k, powers_of_two, sample_figures
+from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, pass_at_k, sample_figures
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.metrics import group_metrics
 
@@ -36,10 +36,6 @@ def test_means_cover_the_chains_that_have_the_value() -> None:
     assert group_metrics(groups, Counter())["success"] == 0.5
     found = {name: one.value for name, one in estimates(groups, 4).items()}
     assert found == {"reward": 1.0, "success": 0.5, "avg@4": 0.5, "pass@1": 0.5, "pass@2": 1.0}
-
-
-def test_powers_of_two() -> None:
-    assert [powers_of_two(most) for most in (1, 6, 8)] == [[1], [1, 2, 4], [1, 2, 4, 8]]
 
 
 def group(number: int, *successes: float | None, **task: object) -> Group:
@@ -92,17 +88,3 @@ def test_sources() -> None:
     assert found == {"aime": ["0", "2"], "none": ["1"]}
     assert by_source([group(0, 1), group(1, 0, source="")]) == {}
     assert set(by_source([group(0, 1, source=0), group(1, 0, source=1)])) == {"0", "1"}
-
-
-def test_intervals_stay_honest_at_the_ends() -> None:
-    failed, solved = [group(n, 0, 0, 0, 0) for n in range(2)], [group(n, 1, 1, 1, 1) for n in range(200)]
-    for name in ("success", "avg@4", "pass@1", "pass@4"):
-        none, every = estimates(failed, 4)[name], estimates(solved, 4)[name]
-        assert (none.value, none.low, none.high) == (0.0, 0.0, pytest.approx(1 - 0.025 ** (1 / 2)))
-        assert (every.value, every.low, every.high) == (1.0, pytest.approx(0.025 ** (1 / 200)), 1.0)
-    # the range of an arbitrary reward is unknown
-    assert (estimates(solved, 4)["reward"].low, estimates(solved, 4)["reward"].high) == (None, None)
-    # a success above 1 is not a proportion
-    above = estimates([group(0, 2.0), group(1, 1.0)], 1)["success"]
-    assert above.high is not None
-    assert above.high > 2.0

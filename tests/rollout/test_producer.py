@@ -1,7 +1,6 @@
 """Groups that are too stale, give no signal or were left by an earlier run; turns that need the newest weights."""
 
 import asyncio
-import itertools
 import json
 import logging
 import random
@@ -107,7 +106,6 @@ async def training(
     resumed: Resumed | None = None,
     source: str = TOOLS,
     rewards: tuple[str, ...] = (),
-    kind: type[RolloutRecipe] = RolloutRecipe,
     **rollout: Any,
 ) -> AsyncIterator[Trainer]:
     """Each chain waits once, as set by its task, and then ends; or it keeps talking until it is truncated."""
@@ -123,7 +121,7 @@ async def training(
     (folder / "waiting.py").write_text(source)
     settings = {"group_size": 3, "max_staleness": max_staleness, "max_tokens": 80, **rollout}
     sections = {"model": {"path": "x"}, "tools": ["waiting.py:Waiting"], "rewards": list(rewards), "rollout": settings}
-    recipe = kind.model_validate(sections)
+    recipe = RolloutRecipe.model_validate(sections)
     async with (
         serve_script(script, tells_model=True) as server,
         InferenceClient(server.url) as client,
@@ -231,52 +229,6 @@ async def test_a_late_group_is_trained_after_others_when_its_chains_have_ended(
     assert versions == [["m0", "m0"], ["m0", "m0"], ["m0", "m3"]]
 
 
-async def test_a_late_group_whose_tokens_are_all_too_old_is_replaced(quickstart_run: Path, tmp_path: Path) -> None:
-    # the slow chain never gets to a second turn
-    options: dict[str, Any] = {"max_staleness": 1, "late_chains": "baseline", "timeout_seconds": 2.0}
-    async with training(quickstart_run, tmp_path, slow_and_fast(60.0), 4, **options) as trainer:
-        chains, figures = await batch_after_the_fast_groups(trainer)
-        assert groups_of(chains) == {"g000000-1"}
-    assert (figures["cancelled/groups"], figures["cancelled/chains"]) == (1, 3), "the alarm needs to see them"
-    assert figures["cancelled/tokens"] > 0
-    saved = [group.id for group in read_groups(tmp_path / "train.jsonl")]
-    assert saved == ["g000001", "g000002", "g000003", "g000000", "g000000-1"]
-
-
-class ForTeacher(RolloutRecipe):
-    """The recipe of a run that only a teacher trains."""
-
-    @property
-    def needs_rewards(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("kind", [RolloutRecipe, ForTeacher])
-async def test_equal_rewards_of_an_old_group_matter_unless_only_a_teacher_trains(
-    quickstart_run: Path, tmp_path: Path, kind: type[RolloutRecipe]
-) -> None:
-    tasks = [{**task, "rewards": [0.0, 0.0, 0.0]} for task in WAIT]
-    options: dict[str, Any] = {"max_staleness": 1, "kind": kind, "late_chains": "drop"}
-    async with training(quickstart_run, tmp_path, tasks, 3, **options) as trainer:
-        assert (await trainer.next_batch())[0] == ["g000001.0", "g000001.1", "g000001.2"]
-        trainer.publish(1)
-        chains, figures = await trainer.next_batch()
-    cut = kind is ForTeacher
-    assert (chains == ["g000000.0", "g000000.1"]) == cut
-    assert figures["cancelled/groups"] == (0 if cut else 1)
-
-
-async def test_between_two_groups_that_begin_other_work_goes_on(quickstart_run: Path, tmp_path: Path) -> None:
-    tasks = [{"name": f"t{n}", **FAST} for n in range(20)]
-    async with training(quickstart_run, tmp_path, tasks, steps=1, batch=20) as trainer:
-        begun = [0]
-        while begun[-1] < 20:
-            await asyncio.sleep(0)
-            begun.append(len(trainer.producer._open))
-        assert max(after - before for before, after in itertools.pairwise(begun)) == 1
-        assert len((await trainer.next_batch())[0]) == 60
-
-
 async def test_a_group_with_too_little_is_queued_again_once_and_a_hopeless_task_is_told(
     quickstart_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -314,9 +266,6 @@ def task(name: str, *rewards: float, **fields: Any) -> dict[str, Any]:
     return {"name": name, "seconds": [0.0] * len(rewards), "rewards": list(rewards), **fields}
 
 
-ALWAYS = list(range(99))
-
-
 def groups_of(chains: list[str]) -> set[str]:
     return {name.partition(".")[0] for name in chains}
 
@@ -344,23 +293,6 @@ async def test_what_becomes_of_a_chain_follows_from_how_it_ended(quickstart_run:
         assert [chain.reward for chain in chains] == rewards
         cut = [chain.outcome is Outcome.MAX_TOKENS for chain in chains]
         assert cut == [False, policy != "retry", False]
-
-
-async def test_a_chain_that_fails_twice_is_dropped_and_a_group_without_a_trained_chain_is_lost(
-    quickstart_run: Path, tmp_path: Path
-) -> None:
-    tasks = [task("a", 0.0, 0.5, 1.0, talks=[1, 3]), task("b", 0.0, 1.0, 1.0)]
-    async with training(quickstart_run, tmp_path, tasks, 1, on_outcome={"max_tokens": "retry"}) as trainer:
-        chains, figures = await trainer.next_batch()
-    assert chains == ["g000000.0", "g000000.2"]
-    assert figures["filtered/max_tokens"] == 2
-    (tmp_path / "masked").mkdir()
-    tasks = [task("a", 0.0, 0.5, 1.0, talks=ALWAYS), tasks[1]]
-    async with training(quickstart_run, tmp_path / "masked", tasks, 1, on_outcome={"max_tokens": "mask"}) as trainer:
-        chains, figures = await trainer.next_batch()
-    assert chains == ["g000001.0", "g000001.1", "g000001.2"]
-    assert list(saved_in(tmp_path / "masked")) == ["g000000", "g000000-1", "g000001"], "tried once more, then left"
-    assert "filtered/max_tokens" not in figures, "masked chains do count"
 
 
 RANKS = """
@@ -418,24 +350,6 @@ async def test_equal_rewards_are_refilled_with_other_tasks(quickstart_run: Path,
         assert groups_of(chains) == {"g000002", "g000004"}
         assert figures["filtered/groups"] == 3
     assert len(saved_in(tmp_path)) == 5, "what is left out is on record"
-
-
-async def test_equal_rewards_leave_places_empty_but_never_all(quickstart_run: Path, tmp_path: Path) -> None:
-    tasks = [
-        task("a", *EASY),
-        task("b", 0.0, 0.0, 1.0),
-        *(task(name, *HARD) for name in "cdef"),
-        task("g", 0.0, 1.0, 1),
-    ]
-    async with training(quickstart_run, tmp_path, tasks, 2, batch=2, equal_rewards="drop") as trainer:
-        first, figures = await trainer.next_batch()
-        assert groups_of(first) == {"g000001"}
-        assert figures["filtered/groups"] == 1
-        trainer.publish(1)
-        second, figures = await trainer.next_batch()
-        assert groups_of(second) == {"g000006"}, "the last place is filled again"
-        assert figures["filtered/groups"] == 4
-    assert trainer.producer.admission.started == 4, "an empty place is used up"
 
 
 async def test_where_all_rewards_are_equal_the_run_stops_and_says_why(

@@ -1,6 +1,5 @@
 """Rounded weights: equal to torch's own fake quantisation, and a server that computes with them."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from agentfactory.rollout.inference.embedded.sampling import UnsupportedModel
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from tests.conftest import embedded_server
 from tests.engine_runs import make_adapter
-from tests.forked import ENGINE, Forked
 
 pytestmark = [pytest.mark.processes, pytest.mark.numbers]
 
@@ -133,21 +131,3 @@ def test_full_weights_are_refused_with_the_fix(server: ServerControl) -> None:
     for path in ("/init_weight_transfer_engine", "/start_weight_update"):
         with pytest.raises(SyncError, match=r"\(--quantization int4\).*train an adapter \(model\.lora\.rank\)"):
             server.post(path, {})
-
-
-@pytest.mark.parametrize(
-    ("flags", "stored", "said"),
-    [
-        ([], "awq", "which is quantised (awq); use engine: vllm"),
-        (["--quantization", "fp8"], None, "invalid choice: 'fp8' (choose from"),
-    ],
-)
-def test_what_it_does_not_do_is_said(
-    folder: Path, tmp_path: Path, flags: list[str], stored: str | None, said: str
-) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": stored, "bits": 4} if stored else {}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    engine = Forked(ENGINE, str(tmp_path), "--port", "0", *flags, log=tmp_path / "log")
-    assert engine.wait() == 2
-    assert said in engine.log.read_text()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, ToolCall, ToolSpec
 from agentfactory.rollout.config import ModelConfig
 from agentfactory.rollout.text.load_renderer import load_renderer, make_renderer
@@ -180,16 +179,6 @@ def test_other_stop_tokens_do_not_close_a_turn() -> None:
     assert piece[0] == end
 
 
-def test_prompts_of_other_tools_and_lists_of_the_caller_are_kept_apart() -> None:
-    renderer = renderer_of("qwen2_5")
-    first, other = renderer.open(OPENING, SPECS), renderer.open(OPENING, SPECS[:1])
-    assert first != other
-    expected = list(first)
-    first.clear()
-    assert renderer.open(OPENING, SPECS) == expected
-    assert renderer.open(OPENING, SPECS[:1]) == other
-
-
 # --- parse ----------------------------------------------------------------------------------------------------------
 
 
@@ -209,22 +198,6 @@ def test_parse_reads_calls_whether_or_not_the_tags_are_tokens(added: tuple[str, 
         "reasoning_content": "North?",
         "tool_calls": [call(4, to="north")],
     }
-
-
-def test_parse_keeps_reasoning_in_the_content_of_templates_that_do_not_know_it() -> None:
-    renderer = renderer_of("qwen2_5")
-    said = '<think>\n<tool_call>{"name": "look"}</tool_call>?\n</think>\n\n'
-    parsed = renderer.parse(encode(renderer, said + '<tool_call>{"name": "look"}</tool_call>'))
-    assert parsed.message["content"] == said
-    assert [c.name for c in parsed.calls] == ["look"], "a call in the reasoning is only a thought"
-
-
-def test_parse_of_reasoning_that_the_generation_prompt_began() -> None:
-    tokenizer = make_tokenizer(trl_template("qwen3_5_think"))
-    renderer = make_renderer(tokenizer, tools=False)
-    parsed = renderer.parse(encode(renderer, "I wonder.\n</think>\n\nNorth."))
-    assert parsed.message == {"role": "assistant", "content": "North.", "reasoning_content": "I wonder."}
-    assert renderer.parse(encode(renderer, "I wond")).message["content"] == ""
 
 
 # --- supervised rows ------------------------------------------------------------------------------------------------
@@ -251,13 +224,6 @@ def test_weights_of_messages() -> None:
     assert texts[1.0].count("<|im_end|>") == 2
 
 
-def test_a_conversation_may_end_with_an_observation() -> None:
-    renderer = renderer_of("qwen2_5")
-    row = renderer.conversation_row(CONVERSATION[:4], SPECS)
-    assert row.token_ids == whole_ids(renderer, CONVERSATION[:4])
-    assert row.mask[-1] == 0
-
-
 LONG: list[Message] = [
     *OPENING,
     *(
@@ -270,23 +236,6 @@ LONG: list[Message] = [
     ),
     {"role": "assistant", "content": "Found it."},
 ]
-
-
-def test_a_long_conversation_is_not_rendered_anew_for_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = renderer_of("qwen2_5")
-    render, lengths = renderer.template.render, list[int]()
-
-    def counted(messages: list[Message], *options: Any, **named: Any) -> str:
-        lengths.append(len(messages))
-        return render(messages, *options, **named)
-
-    monkeypatch.setattr(renderer.template, "render", counted)
-    row = renderer.conversation_row(LONG, SPECS)
-    assert row.token_ids == whole_ids(renderer, LONG)[: len(row.token_ids)]
-    assert sum(lengths) < 8 * len(LONG)
-    lengths.clear()
-    assert renderer.conversation_row(LONG, SPECS) == row
-    assert lengths == [len(LONG), len(OPENING)], "its turns are known"
 
 
 def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
@@ -304,23 +253,6 @@ def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
     rewriting = renderer_with("(m.content | upper if messages | length > 61 and loop.index0 == 3 else m.content)")
     with pytest.raises(ValueError, match="message 61: the chat template rewrites the turns before it"):
         rewriting.conversation_row(LONG, SPECS)
-
-
-def test_rows_name_the_message_that_cannot_be_rendered() -> None:
-    renderer = renderer_of("qwen2_5")
-    with pytest.raises(ValueError, match="message 3: the chat template refuses the conversation"):
-        renderer.conversation_row([*CONVERSATION[:3], {"role": "user", "content": None}], SPECS)
-    with pytest.raises(ValueError, match="message 0: a model is never asked without a prompt: put a system or user"):
-        renderer.conversation_row([{"role": "assistant", "content": "Hello!"}, *OPENING[1:]], SPECS)
-
-
-def test_system_messages_are_refused_where_the_template_has_none() -> None:
-    no_system = REORDERS_KEYS.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'system' %}")
-    renderer = make_renderer(make_tokenizer(no_system))
-    assert "has no system messages: a conversation with one is refused" in renderer.info["reasons"]
-    with pytest.raises(ValueError, match=r"rollout\.system_prompt"):
-        renderer.open(OPENING, SPECS)
-    assert renderer.open(OPENING[1:], SPECS)
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
@@ -374,17 +306,6 @@ def test_turns_end_where_transformers_ends_them(
         except OSError:  # as from_pretrained of a network does
             found = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_folder)).eos_token_id
         assert (found if isinstance(found, list) else [] if found is None else [found]) == ids
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_ends_that_are_no_tokens_are_named(name: str, model_folder: Path) -> None:
-    (model_folder / "generation_config.json").unlink()
-    for ids in ("2", [2, None], -1, 10**30, True):
-        (model_folder / name).write_text(json.dumps({"eos_token_id": ids}))
-        with pytest.raises(
-            SettingError, match=rf"model\.path: .* has the end of sequence .* in {name}; fix: write ids"
-        ):
-            stop_ids(str(model_folder))
 
 
 def test_load_errors(model_folder: Path) -> None:

@@ -1,13 +1,8 @@
 """The prebuilt rewards, each against an independent reference."""
 
-import asyncio
 import json
 import re
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +25,6 @@ from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.rewards import PREBUILT, RewardError, Rewards
 from agentfactory.rollout.rewards.answers import F1, ExactMatch, normalize, token_f1
 from agentfactory.rollout.rewards.form_and_length import Format, Length
-from agentfactory.rollout.rewards.judge import Judge
 from agentfactory.rollout.rewards.math_equal import MathEqual
 from agentfactory.rollout.rewards.text import last_match
 from agentfactory.rollout.token_row import Row
@@ -195,22 +189,6 @@ def test_an_answer_that_cannot_be_read_is_an_error(math_equal: Callable[..., Mat
     assert equal("it is 42", answer="42")["reward"] == 1.0, "by the next process"
 
 
-@pytest.mark.processes
-def test_nothing_is_left_of_a_worker_that_was_killed() -> None:
-    code = "from agentfactory.rollout.rewards.math_equal import MathEqual; print(0, flush=True)\n"
-    code += "MathEqual(seconds=2)('$' + 'a b ' * 100_000 + '$', answer='1')"
-    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert worker.stdout is not None
-    worker.stdout.readline()
-    process = psutil.Process(worker.pid)
-    while not (comparing := process.children()):
-        time.sleep(0.01)
-    worker.kill()
-    worker.communicate()
-    # it ends even though it is deep inside sympy
-    assert psutil.wait_procs(comparing, timeout=10)[1] == []
-
-
 def children(module: str) -> list[psutil.Process]:
     running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in running if module in child.cmdline()]
@@ -269,17 +247,11 @@ class JudgeServer:
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
-    running: int = 0
-    most: int = 0
 
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
         self.authorizations.append(request.headers.get("Authorization"))
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(0.02)
-        self.running -= 1
         answer = self.answer(body["messages"][-1]["content"])
         if isinstance(answer, int):
             return web.Response(status=answer, text="not now")
@@ -287,19 +259,14 @@ class JudgeServer:
             return web.json_response(answer)
         return web.json_response({"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]})
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator["JudgeServer"]:
-        app = web.Application()
-        app.add_routes([web.post("/v1/chat/completions", self.complete)])
-        async with TestServer(app) as server:
-            self.url = str(server.make_url("/v1"))
-            yield self
-
 
 @pytest_asyncio.fixture
 async def judge() -> AsyncIterator[JudgeServer]:
-    async with JudgeServer().serving() as server:
-        yield server
+    judge, app = JudgeServer(), web.Application()
+    app.add_routes([web.post("/v1/chat/completions", judge.complete)])
+    async with TestServer(app) as server:
+        judge.url = str(server.make_url("/v1"))
+        yield judge
 
 
 PROMPT = "Question: {question}\nAnswer: {prediction}\nRight: {answer}\nWrite Score: and a number from 0 to 10."
@@ -318,17 +285,6 @@ async def test_a_judge_is_asked_and_its_number_scaled(judge: JudgeServer, monkey
     messages = [{"role": "system", "content": "Be fair."}, {"role": "user", "content": question}]
     assert judge.requests[0] == {"model": "m", "messages": messages, "max_tokens": 5}
     assert judge.authorizations == ["Bearer secret"] * 2
-
-
-async def test_a_judge_can_read_the_whole_chain_and_scores_can_fall(judge: JudgeServer) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    chain = said("first", "last")
-    chain.messages[1]["tool_calls"] = [call]
-    told = 'user: go\n\nassistant: first\n[calls add with {"a": 1}]\n\ntool: 42\n\nassistant: last\n\ntool: 42'
-    judge.answer = lambda prompt: f"penalty {4 if prompt == told else 0}"
-    asked = Judge(url=judge.url, model="m", prompt="{conversation}", pattern=r"penalty (\d)", worst=5, best=0)
-    assert await asked(chain) == pytest.approx(0.2)
-    await asked.close()
 
 
 async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeServer, tmp_path: Path) -> None:
@@ -353,27 +309,11 @@ async def test_a_judge_that_sees_gets_the_images_where_they_stood(judge: JudgeSe
     assert blind.startswith("Say:\nuser: [image]\nwhat?\n\nassistant: <image 0>\n\ntool: here:\n[image]\n\n")
 
 
-async def test_a_judge_gets_so_many_requests_at_a_time(judge: JudgeServer) -> None:
-    async with load("judge", url=judge.url, model="m", prompt="{prediction}", concurrency=3) as rewards:
-        await asyncio.gather(*(rewards.score(said("a"), {}, None) for _ in range(12)))
-    assert (len(judge.requests), judge.most) == (12, 3)
-
-
-@pytest.mark.slow
-async def test_what_can_heal_is_tried_again(judge: JudgeServer) -> None:
-    answers: list[Any] = [503, 429, "Score: 1"]
-    judge.answer = lambda prompt: answers.pop(0)
-    assert (await score("judge", "a", {}, url=judge.url, model="m", prompt="{prediction}")).reward == 1.0
-    assert not answers
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("I like it", "no number that matches"),
-        ("Score: high", "no number that matches"),
         ("Score: 11", "the judge gave 11, which is not between 0 and 10"),
-        ("Score: -1", "the judge gave -1, which is not between 0 and 10"),
         (401, "no verdict from .*status 401: not now"),
         (500, "no verdict from .*status 500"),
         ({"error": "overloaded"}, "no verdict from .*not a chat completion with a text: .*overloaded"),
@@ -387,38 +327,12 @@ async def test_a_judge_without_a_verdict_is_an_error(judge: JudgeServer, answer:
     assert len(judge.requests) == (1 if isinstance(answer, str) or answer == 401 else 2)
 
 
-async def test_an_unreachable_judge_is_an_error_and_a_slow_one_too(judge: JudgeServer) -> None:
-    options = {"model": "m", "prompt": "{prediction}"}
-    address = r"http://127\.0\.0\.1:9/v1/chat/completions"
-    with pytest.raises(RewardError, match=f"judge: no verdict from {address}: ClientConn"):
-        await score("judge", "a", {}, url="http://127.0.0.1:9/v1", retries=0, **options)
-    config = RewardConfig(reward="judge", timeout_seconds=0.01, options={"url": judge.url, **options})
-    async with Rewards([config]) as rewards:
-        with pytest.raises(RewardError, match=r"judge took longer than rewards\.0\.timeout_seconds=0\.01"):
-            await rewards.score(said("a"), {}, None)
-
-
-def test_a_judge_works_in_one_loop_after_another() -> None:
-    async def ask() -> float:
-        async with JudgeServer().serving() as server:
-            asked.url = server.url
-            scores = await asyncio.gather(*(asked(said("a")) for _ in range(3)))
-            await asked.close()
-        return sum(scores)
-
-    asked = Judge(url="http://u", model="m", prompt="{prediction}", concurrency=1)
-    assert [asyncio.run(ask()) for _ in range(2)] == [3.0, 3.0]
-
-
 @pytest.mark.parametrize(
     ("changed", "option", "message"),
     [
         ({"url": "localhost:8000"}, "url", "not an address; start it with http:// or https://"),
         ({"prompt": "{0}"}, "prompt", "not the name of a field; double literal braces"),
-        ({"prompt": "{answer"}, "prompt", "expected '}'"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env", "got 'NO_SUCH_KEY': this environment variable is not set"),
-        ({"pattern": "["}, "pattern", "not a regular expression"),
-        ({"concurrency": 0}, "concurrency", "greater than 0"),
         ({"best": 0}, "", "best and worst are both 0; they must differ"),
         ({"images": True}, "", r"images are sent in \{conversation\}, which the prompt lacks"),
     ],

@@ -1,7 +1,6 @@
 """`@reward`: arguments by name, options, weights, groups, and errors for mistakes."""
 
 import asyncio
-import re
 import threading
 from collections.abc import Callable
 from copy import deepcopy
@@ -18,8 +17,7 @@ from agentfactory.base.messages import EnvironmentReward
 from agentfactory.rollout.config import RewardConfig, RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data.notices import tell_null_fields
 from agentfactory.rollout.evaluation.reward_trial import try_rewards
-from agentfactory.rollout.images.parts import image_part, text_part
-from agentfactory.rollout.rewards import RewardError, Rewards, prediction_of, reward
+from agentfactory.rollout.rewards import RewardError, Rewards, reward
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 
 MESSAGES: list[dict[str, Any]] = [
@@ -105,14 +103,6 @@ def chain(text: str, reward: float | None = 0.0, **fields: Any) -> Trajectory:
     return Trajectory(text, [{"role": "assistant", "content": text}], [], Outcome.COMPLETED, reward, turns=1, **fields)
 
 
-def test_the_prediction_is_the_last_assistant_message() -> None:
-    assert prediction_of(TRAJECTORY) == "4"
-    assert prediction_of(Trajectory("c", [], [], Outcome.COMPLETED)) == ""
-    parts = [text_part("see"), image_part("data:image/png;base64,AA")]
-    seeing = replace(TRAJECTORY, messages=[{"role": "assistant", "content": parts}])
-    assert prediction_of(seeing) == "see\n[image/png image]"
-
-
 async def test_arguments_come_by_name() -> None:
     seen: dict[str, Any] = {}
 
@@ -160,39 +150,6 @@ async def test_a_reward_changes_copies_only() -> None:
     assert task == {"gold": ["4"], "meta": {"seen": [1]}, "keep": [3]}
 
 
-async def test_a_success_that_only_some_chains_have_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    def partial_success(answer: str) -> dict[str, float]:
-        return {"reward": 1.0, "success": 1.0} if answer == "4" else {"reward": 0.0}
-
-    rewards = Rewards([partial_success])
-    for answer in ("4", "5", "4", "5"):
-        await rewards.score(TRAJECTORY, {"answer": answer}, None)
-    text = "partial_success returns success for some chains only, and the means of success cover only these; fix: "
-    assert [text in record.message for record in caplog.records] == [True] * 3  # one notice, counted
-
-
-def test_an_error_of_a_check_names_the_reward_and_the_row() -> None:
-    class Unreadable(Exception):
-        def __str__(self) -> str:
-            return None  # type: ignore[return-value]
-
-    class Checked:
-        def __call__(self, prediction: str) -> float:
-            return 1.0
-
-        def check(self, row: dict[str, Any]) -> None:
-            if "error" in row:
-                raise row["error"]
-
-    text = "raised RuntimeError: Unreadable, whose text cannot be read: its __str__ raised TypeError, in"
-    for error, said in (
-        (KeyError("gold"), "raised KeyError: 'gold', in row 2 of data; fix: correct it; for a row that"),
-        (Unreadable(), text),
-    ):
-        with pytest.raises(SettingError, match=re.escape(f"rewards.0: Checked.check {said}")):
-            Rewards([Checked()]).check_rows([{}, {"error": error}], "data")
-
-
 def test_needed_fields_that_are_nan_are_told(caplog: pytest.LogCaptureFixture) -> None:
     # as pandas writes a lacking value: no answer equals it
     tell_null_fields([{"answer": "4"}, {"answer": float("nan")}, {"answer": None}], "data", {"answer": "exact"})
@@ -221,12 +178,6 @@ async def test_weights_scale_what_is_summed_and_not_what_is_logged(load: Callabl
 
     scored = await load({"reward": "mine.py:by_turn", "weight": 0.5}).score(replace(TRAJECTORY, turns=2), {}, None)
     assert scored == EnvironmentReward(0.5, {}, [0.5, 1.5])
-
-
-async def test_options_go_before_fields(load: Callable[..., Rewards]) -> None:
-    rewards = load({"reward": "mine.py:one", "options": {"answer": "abc"}})
-    rewards.check({"question": "q"})
-    assert (await rewards.score(TRAJECTORY, {"answer": "a", "scale": 2.0}, None)).reward == 6.0
 
 
 async def test_without_rewards_the_environment_counts() -> None:
@@ -334,14 +285,6 @@ async def test_two_rewards_may_not_give_one_metric() -> None:
         await Rewards([exact, lenient]).score(TRAJECTORY, {"answer": "4"}, None)
 
 
-def test_parameters_must_have_names() -> None:
-    for given in (lambda *everything: 0.0, lambda prediction, /: 0.0):
-        with pytest.raises(TypeError, match="cannot be filled by name"):
-            reward(given)
-        with pytest.raises(TypeError, match="cannot be filled by name"):
-            Rewards([given])
-
-
 async def test_a_class_is_made_once_with_its_options(load: Callable[..., Rewards]) -> None:
     rewards = load({"reward": "mine.py:Counting", "options": {"start": 5}})
     async with rewards:
@@ -360,18 +303,13 @@ OPTION = "rewards.1.options"
     ("name", "options", "field", "message"),
     [
         ("mine.py:two", {}, "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
-        ("mine.py:four", {}, "rewards.1", "defines no four"),
         ("exact_mach", {}, "rewards.1", r"'exact_mach' is not prebuilt .*; fix: write exact_match, or name an object"),
-        ("exact", {}, "rewards.1", r"'exact' is not prebuilt \(exact_match, f1, .*judge\)"),
         ("mine.py:one", {}, "rewards.1", r"rewards\.0 is also called 'one'.*rewards\.1\.name"),
         ("mine.py:Counting", {}, OPTION, "could not be created.*its options are start"),
-        ("mine.py:Counting", {"begin": 1}, f"{OPTION}.begin", "no such option; fix: use one of start"),
         ("mine.py:shortest", {"bnus": 1}, f"{OPTION}.bnus", "use one of answer, bonus"),
         ("mine.py:three", {"trajectory": 1}, f"{OPTION}.trajectory", "from the chain"),
         ("f1", {"feild": "x"}, f"{OPTION}.feild", "use one of field, extract, extract_answer"),
-        ("f1", {"field": 3}, f"{OPTION}.field", "got 3"),
         ("f1", {"extract": "("}, f"{OPTION}.extract", r"got '\(': not a regular expression"),
-        ("length", {}, f"{OPTION}.longest", "required"),
         ("format", {}, OPTION, "set either pattern or tags"),
     ],
 )
@@ -382,18 +320,6 @@ def test_entries_that_cannot_work(
         load("mine.py:one", {"reward": name, "options": options})
     assert refused.value.field == field
     assert refused.value.fix
-
-
-async def test_callables_names_and_classes_side_by_side() -> None:
-    @reward
-    class Always:
-        def __call__(self) -> float:
-            return 2.0
-
-    rewards = Rewards([lambda answer: len(answer), "exact_match", RewardConfig(reward="f1", weight=0), Always])
-    scored = await rewards.score(TRAJECTORY, {"answer": "4"}, None)
-    values = {"<lambda>": 1.0, "exact_match": 1.0, "f1": 1.0, "Always": 2.0}
-    assert scored == EnvironmentReward(4.0, {"success": 1.0, **{f"reward/{name}": v for name, v in values.items()}})
 
 
 async def test_a_group_is_judged_together(load: Callable[..., Rewards]) -> None:
@@ -451,64 +377,6 @@ async def test_a_group_reward_that_fails_leaves_no_reward(verdicts: Any, message
         assert (one.outcome, one.reward, one.turn_rewards) == (Outcome.REWARD_ERROR, None, None)
         assert message in (one.error or "")
     assert (chains[2].outcome, chains[2].error) == (Outcome.COMPLETED, None)
-
-
-async def test_closing_goes_on_after_a_failure() -> None:
-    closed = []
-
-    class Held:
-        def __init__(self, name: str):
-            self.__name__ = name
-
-        def __call__(self) -> float:
-            return 1.0
-
-        async def close(self) -> None:
-            closed.append(self.__name__)
-            raise OSError("gone")
-
-    async with Rewards([Held("a"), Held("b")]):
-        pass
-    assert closed == ["a", "b"]
-
-
-MADE = """
-from agentfactory import reward
-
-@reward
-def raises(prediction): return {}["lft"]
-@reward
-def nan(prediction): return float("nan")
-@reward
-def text(prediction): return "good"
-@reward
-def fine(prediction, final_response, trajectory, environment, answer):
-    assert trajectory.messages[-1]["content"] == prediction == final_response
-    return {"reward": len(answer), "turn_rewards": [0.0] * trajectory.turns}
-@reward(group=True)
-def short(predictions): return [1.0]
-@reward(group=True)
-def rank(predictions, trajectories): return [0.0 for _ in predictions]
-"""
-
-
-FAULTS = {
-    "raises": "raises raised KeyError: 'lft'",
-    "nan": "nan returned nan for reward; it has to be a finite number between -1e[+]12 and 1e[+]12",
-    "text": "text returned 'good' for reward; it has to be a finite number between -1e[+]12 and 1e[+]12",
-    "short": r"short returned \[1.0\]; it must return a list with a number or dict for each of the 2 chains",
-}
-
-
-async def test_rewards_are_tried_on_a_made_answer(tmp_path: Path) -> None:
-    (tmp_path / "made.py").write_text(MADE)
-    tasks = [{"question": "q", "answer": "a"}, {"messages": [{"role": "user", "content": "q"}], "answer": "b"}]
-    for name in (*FAULTS, "fine", "rank"):
-        rewards = Rewards([f"made.py:{name}"], tmp_path)
-        found = [fault for number, task in enumerate(tasks, 1) for fault in await rewards.try_on(number, task, None)]
-        assert len(found) == (2 if name in FAULTS else 0)
-        for number, fault in enumerate(found, 1):
-            assert re.fullmatch(f"rewards.0, on a dummy answer to task {number}: {FAULTS[name]}", fault)
 
 
 LOOKS = """

@@ -36,11 +36,3 @@ def test_a_token_that_has_a_part_of_a_value_is_an_argument() -> None:
     # tokens of 4 bytes: <c>{ "to" : "e ast" }</c >
     lengths = [4, 4, 4, 4, 4, len(text) - 20]
     assert turn_roles(lengths, text, [], [{"to": "east"}], False) == "ffaaff"
-
-
-def test_a_malformed_turn_is_format() -> None:
-    assert by_character("Look. <c>{", ["Look. <c>{"], [], malformed=True) == "f" * 11
-
-
-def test_a_value_that_is_not_found_is_format() -> None:
-    assert set(by_character("<c>0x10</c>", [], [{"n": 16}])) == {"f"}

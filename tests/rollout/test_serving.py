@@ -9,8 +9,7 @@ import pytest
 
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.inference.server_command_line import explain, missing_from, ready_url, server_command, stage
-from agentfactory.rollout.inference.vllm.vllm_server import _cores
+from agentfactory.rollout.inference.server_command_line import explain, server_command
 
 
 def command(
@@ -64,7 +63,6 @@ def test_the_embedded_engine_gets_what_it_knows(tmp_path: Path) -> None:
 
 SAID = {
     "error: cannot listen on 127.0.0.1:8000: [Errno 98] Address already in use": "127.0.0.1:8000 is taken",
-    "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/m'.": "model.path",
     "  Value error, User-specified max_model_len (9000) is greater than the derived max_model_len "
     "(max_position_embeddings=1024.0 or model_max_length=None in model's config.json). To allow": (
         "server.max_model_len=9000 is more than the model supports (max_position_embeddings=1024.0"
@@ -77,15 +75,10 @@ SAID = {
     "ValueError: Free memory on device cuda:0 (2.1/23.6 GiB) on startup is less than desired GPU memory": (
         "too little memory on device cuda:0 (2.1/23.6 GiB)"
     ),
-    "ValueError: Available memory on node 0 (11.13/15.34 GiB) on startup is less than desired CPU memory": (
-        "too little memory on node 0 (11.13/15.34 GiB)"
-    ),
     "ValueError: Invalid weight transfer backend: file. Available engines: ['nccl']": "VLLM_PLUGINS",
     "(EngineCore pid=1) ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting": (
         "Worker proc VllmWorker-0 was killed: out of memory?"
     ),
-    "RuntimeError: operator torchvision::nms does not exist": "pip uninstall torchvision torchaudio torchcodec",
-    "(APIServer pid=1) ERROR 1 ModuleNotFoundError: No module named 'torchvision'": "vision-language models need it",
     "error: vLLM cannot be imported by /v/bin/python: No module named 'vllm'": "server.options.python",
     "/v/bin/python: Error while finding module specification for 'agentfactory.rollout.inference.vllm.vllm_server' "
     "(ModuleNotFoundError: No module named 'agentfactory')": "AgentFactory is not installed where vLLM is",
@@ -106,34 +99,3 @@ def test_an_unknown_failure_shows_its_first_cause() -> None:
     log = ["(Worker pid=1) ERROR 1 ValueError: no kernel", "RuntimeError: Engine core initialization failed."]
     assert explain(log) == "ValueError: no kernel"
     assert explain(["all is well"]) is None
-
-
-def test_a_log_tells_how_far_the_server_is() -> None:
-    log = ["hello"]
-    seen = [stage(log)]
-    for line in ("Starting to load model m...", "Loading weights took 1.0 s", "init engine took 2 s"):
-        log.append(line)
-        seen.append(stage(log))
-    assert seen == ["starting", "loading the model", "making the cache", "opening its routes"]
-    assert ready_url(log) is None
-    assert ready_url([*log, "ready http://127.0.0.1:1"]) == "http://127.0.0.1:1"
-
-
-@pytest.mark.processes
-def test_what_a_python_lacks_is_found_without_importing_it() -> None:
-    assert missing_from(None) in (None, "vllm")
-
-
-def test_a_warning_is_no_reason() -> None:
-    warning = (
-        "WARNING 11-23 05:11:57 [system_utils.py:255] Found ulimit of 20000 and failed to automatically increase. "
-    )
-    warning += "This can cause fd limit errors like `OSError: [Errno 24] Too many open files`."
-    assert explain([f"(APIServer pid=1) {warning}"]) is None
-    assert explain([f"(APIServer pid=1) {warning}", "ValueError: the reason"]) == "ValueError: the reason"
-
-
-def test_each_worker_gets_cores_of_its_own() -> None:
-    assert _cores([0, 1], 2) == "0|1"
-    assert _cores([2, 3, 4, 7, 8], 2) == "2,3|4,7"
-    assert _cores([0, 1], 3) == "0|1|0", "fewer cores than workers"

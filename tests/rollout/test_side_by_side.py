@@ -16,20 +16,20 @@ T_QUANTILE = 4.302652729911275
 """Student's t for 97.5 % with 2 degrees of freedom, from a table."""
 
 
-def write(folder: Path, number: int, task: dict[str, Any], rewards: list[float | None], mode: str = "sampled") -> Path:
+def write(folder: Path, number: int, task: dict[str, Any], rewards: list[float | None]) -> Path:
     (folder / "trajectories").mkdir(parents=True, exist_ok=True)
     chains = [
         Trajectory("c", [], [], Outcome.COMPLETED, reward, {} if reward is None else {"success": float(reward > 1)})
         for reward in rewards
     ]
-    append_group(folder / "trajectories" / f"final-{mode}.jsonl", Group(f"{mode}-{number:05d}", task, chains))
+    append_group(folder / "trajectories" / "final-sampled.jsonl", Group(f"sampled-{number:05d}", task, chains))
     (folder / "summary.json").write_text("{}")
     return folder
 
 
-def evaluation(folder: Path, tasks: dict[str, list[float | None]], mode: str = "sampled") -> Path:
+def evaluation(folder: Path, tasks: dict[str, list[float | None]]) -> Path:
     for number, (question, rewards) in reversed(list(enumerate(tasks.items()))):
-        write(folder, number, {"question": question.partition("#")[0]}, rewards, mode)
+        write(folder, number, {"question": question}, rewards)
     return folder
 
 
@@ -52,23 +52,6 @@ def test_differences_are_means_over_the_tasks_that_both_have(tmp_path: Path) -> 
     assert found.difference.high == pytest.approx(4 / 3 + half)
     success = compared(this, other)["sampled"]["success"]
     assert (success.this, success.other) == (pytest.approx(2.5 / 3), pytest.approx(1 / 3))
-
-
-def test_equal_tasks_are_paired_in_their_order(tmp_path: Path) -> None:
-    this = evaluation(tmp_path / "a", {"x": [5.0], "x#2": [1.0]})
-    other = evaluation(tmp_path / "b", {"x": [3.0], "x#2": [0.0], "x#3": [7.0]})
-    found = compared(this, other)["sampled"]["reward"]
-    assert (found.this, found.other, found.difference.tasks) == (3.0, 1.5, 2)
-
-
-def test_only_what_both_have_is_compared(tmp_path: Path) -> None:
-    this = evaluation(tmp_path / "a", {"x": [5.0]})
-    evaluation(this, {"x": [1.0]}, "greedy")
-    other = evaluation(tmp_path / "b", {"y": [3.0]})
-    evaluation(other, {"x": [1.0]}, "greedy")
-    found = compared(this, other)
-    assert list(found) == ["greedy"]
-    assert found["greedy"]["reward"].difference.low is None, "one task has no interval"
 
 
 def test_images_are_the_same_in_all_runs_and_sizes(tmp_path: Path) -> None:

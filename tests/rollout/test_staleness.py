@@ -18,33 +18,12 @@ def start_all(admission: Admission) -> int:
     return admission.started - before
 
 
-def test_staleness_zero_alternates_generation_and_training() -> None:
-    admission = Admission(batch_size=4, max_staleness=0, total=12)
-    assert start_all(admission) == 4
-    admission.publish(1)
-    assert start_all(admission) == 4
-    admission.publish(2)
-    assert start_all(admission) == 4
-    admission.publish(3)
-    assert start_all(admission) == 0, "no group is started that nobody will train"
-
-
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_generation_runs_k_batches_ahead(k: int) -> None:
     admission = Admission(batch_size=3, max_staleness=k, total=1000)
     assert start_all(admission) == (k + 1) * 3
     admission.publish(1)
     assert start_all(admission) == 3
-
-
-def test_misuse_is_an_error() -> None:
-    admission = Admission(batch_size=1, max_staleness=0, total=5)
-    admission.start()
-    with pytest.raises(ValueError, match="cannot start"):
-        admission.start()
-    admission.publish(1)
-    with pytest.raises(ValueError, match="must increase"):
-        admission.publish(1)
 
 
 def choice(batch_size: int, max_staleness: int, late: LateChains = LateChains.DROP, version: int = 0) -> BatchChoice:
@@ -57,15 +36,6 @@ def candidate(name: str, oldest: int | None = 0, chains: int = 2) -> Candidate:
 
 def running(name: str, oldest: int | None = 0, chains: int = 0, teaches: bool | None = None) -> Candidate:
     return Candidate(name, oldest, False, chains, teaches=chains >= 2 if teaches is None else teaches)
-
-
-def test_no_batch_before_enough_groups_are_complete() -> None:
-    batches = choice(2, 0)
-    assert batches.choose([candidate("a"), running("b", chains=2)]) is None
-    assert batches.choose([candidate("a"), candidate("b")]) == Choice(["a", "b"], [])
-    assert batches.choose([candidate("c"), candidate("d")]) is None, "the batch of this version is chosen already"
-    batches.admission.publish(1)
-    assert batches.choose([candidate("c", 1), candidate("d", 1)]) == Choice(["c", "d"], [])
 
 
 def test_an_old_group_is_closed_with_the_chains_that_have_ended() -> None:
@@ -92,12 +62,6 @@ def test_places_that_stay_empty_are_those_of_the_next_batch_and_never_all() -> N
     assert batches.choose([candidate("b"), candidate("c", 1)]) is None, "the batch after it has all its places"
     assert batches.leave_empty()
     assert batches.choose([candidate("b"), candidate("c", 1)]) == Choice(["b", "c"], [])
-
-
-def test_groups_of_an_earlier_run_count_as_started() -> None:
-    admission = Admission(batch_size=4, max_staleness=1, total=40, version=3, started=12)
-    admission.resume(3)
-    assert start_all(admission) == 5
 
 
 def test_the_oldest_go_first_and_of_those_closed_the_fullest() -> None:
@@ -131,24 +95,6 @@ def test_a_batch_waits_for_a_group_on_its_last_chance() -> None:
     assert batches.choose([*slow, *young]) is None
     assert batches.choose([slow[0], candidate("slower", 0), *young]) is None
     assert batches.choose([candidate("slow", 0), candidate("slower", 0), *young]) == Choice(["slow", "slower"], [])
-
-
-def test_a_batch_waits_if_the_groups_that_it_leaves_would_not_fit_later() -> None:
-    batches = choice(1, 2, version=1, late=LateChains.WAIT)
-    groups = [running("slow", 0), running("slower", 0), candidate("young", 1)]
-    assert batches.choose(groups) is None, "one batch is left for both"
-    groups[1] = candidate("slower", 0)
-    assert batches.choose(groups) == Choice(["slower"], [])
-
-
-def test_a_group_on_its_last_chance_gets_a_place_that_was_to_stay_empty() -> None:
-    batches = choice(2, 1, version=1, late=LateChains.WAIT)
-    assert batches.leave_empty()
-    assert batches.choose([candidate("a", 0), candidate("b", 0), candidate("c", 1)]) == Choice(["a", "b"], [])
-    batches.admission.publish(2)
-    assert batches.choose([candidate("c", 1), candidate("d", 2)]) == Choice(["c"], []), "the place is empty here"
-    batches.admission.publish(3)
-    assert batches.choose([candidate("d", 2)]) is None
 
 
 def test_more_groups_than_places_on_their_last_chance_do_not_stop_a_run() -> None:

@@ -88,13 +88,6 @@ async def test_what_a_server_samples_after_a_stop_is_in_no_row(
     assert chains.server.requests[0]["sampling_params"]["stop"] == list(chains.runner.renderer.stops)
 
 
-async def test_a_native_format_has_no_stop_strings(tmp_path: Path) -> None:
-    async with scripted_chains(tmp_path, ["\nObservation: 3"]) as chains:
-        trajectory = await chains.run()
-    assert "stop" not in chains.server.requests[0]["sampling_params"]
-    assert trajectory.messages[-1]["content"] == "Observation: 3"
-
-
 @pytest.mark.parametrize("reasoning", ["auto", "keep", "drop", "template"])
 @pytest.mark.parametrize("template", [KEEPS, DROPS], ids=["keeps", "drops"])
 @pytest.mark.parametrize("parser", ["react", "tags", "code_block"])

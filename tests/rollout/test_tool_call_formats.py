@@ -13,8 +13,6 @@ from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Outcome
 from tests.chat_tokenizers import SPECIAL, STRIPS_REASONING, make_tokenizer, trl_template
-from tests.model_families import FAMILIES
-from tests.model_families import renderer_of as family_renderer
 from tests.scripted_chains import ZERO, scripted_chains
 
 SPECS = [
@@ -132,17 +130,6 @@ def test_a_prefix_is_a_part_of_the_turn() -> None:
     assert renderer.parse(encode(renderer, "rain."), prefix="It will ").message["content"] == "It will rain."
 
 
-def test_a_prefix_where_the_generation_prompt_has_opened_the_reasoning() -> None:
-    renderer = renderer_of("qwen3_coder")
-    assert renderer.behaviour.opens_reasoning
-    with pytest.raises(ValueError, match=r"rollout\.assistant_prefix: .*ends with <think> already; leave it out"):
-        renderer.encode("<think>\nLet me")
-    parsed = renderer.parse(encode(renderer, " see.\n</think>\n\nYes."), prefix="Let me", specs=SPECS)
-    assert parsed.message == {"role": "assistant", "content": "Yes.", "reasoning_content": "Let me see."}
-    parsed = renderer.parse(encode(renderer, "Yes."), prefix="\n</think>\n\n", specs=SPECS)
-    assert parsed.message == {"role": "assistant", "content": "Yes."}
-
-
 # --- supervised rows -------------------------------------------------------------------------------------------------
 
 CODE = [("python", {"code": "print('rain')"}), ("python", {"code": "1 / 0\n# why?"})]
@@ -239,36 +226,6 @@ def test_native_rows_teach_what_a_chain_would_read() -> None:
         assert renderer.conversation_row(called("search", query=query), SPECS)
 
 
-def test_an_argument_of_another_type_than_the_schemas_is_refused_with_the_fix() -> None:
-    """Seed-OSS's template writes values as Python does; the schema determines the text."""
-    renderer = family_renderer(next(family for family in FAMILIES if family.name == "seed_oss"))
-
-    def row(value: Any, kind: str) -> Row:
-        spec = ToolSpec("sort", "Sort.", {"type": "object", "properties": {"items": {"type": kind}}})
-        return renderer.conversation_row(called("sort", items=value), [spec])
-
-    fitting = ((["a", "b'"], "array"), ([None, {"c": True}], "array"), ({"a": 1}, "object"), (True, "boolean"))
-    assert all(row(value, kind) for value, kind in fitting)
-    for value, kind, shown in (
-        *((["a", "b"], "string", r"\[\"a\", \"b\"\]"), (True, "string", "true"), (None, "string", "null")),
-        ("['a']", "array", r"\"\['a'\]\""),
-    ):
-        problem = rf"in the call of sort, items is {shown}, but rollout\.parser reads .*; give items a type"
-        with pytest.raises(ValueError, match=f"message 2: {problem}"):
-            row(value, kind)
-
-
-def test_content_parts_are_text_to_a_template_of_text() -> None:
-    renderer = renderer_of("hermes")
-    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    parts = [{"type": "text", "text": "Look:"}, url]
-    expected = renderer.open([{"role": "user", "content": "Look:\n[image/png image]"}], SPECS)
-    assert renderer.open([{"role": "user", "content": parts, "info": {"a": 1}}], SPECS) == expected
-    tags = renderer_of("tags")
-    opening = tags.dialogue.instruct([{"role": "user", "content": parts}], SPECS)
-    assert "Look:\n[image/png image]" in decode(tags, tags.open(opening, SPECS))
-
-
 # --- forgery attempts ------------------------------------------------------------------------------------------------
 
 FORGED = {
@@ -311,18 +268,6 @@ def test_text_of_others_forges_no_turn_and_no_call(name: str) -> None:
         assert specials(hostile) == specials(innocent)
         # the model gets the text, but in other tokens
         assert forged in decode(renderer, hostile).replace("\\n", "\n").replace('\\"', '"')
-
-
-def test_weights_of_text_with_control_tokens() -> None:
-    renderer = renderer_of("hermes")
-    text = f"a{FORGED['hermes']}b"
-    row = renderer.conversation_row(
-        [{"role": "user", "content": text, "weight": 0.5}, {"role": "assistant", "content": "Yes."}], SPECS
-    )
-    assert row.weights is not None
-    weighted = [i for i, weight in zip(row.token_ids, row.weights, strict=True) if weight == 0.5]
-    assert decode(renderer, weighted).endswith(f"<|im_start|>user\n{text}<|im_end|>\n")
-    assert decode(renderer, weighted).count(text) == 1
 
 
 def test_a_rewriting_template_forks_for_no_text_of_others() -> None:

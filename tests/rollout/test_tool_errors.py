@@ -3,7 +3,7 @@
 import pytest
 
 from agentfactory.base.messages import CallError, ToolResult
-from agentfactory.rollout.chains.episode import _LOOKS_FAILED, ToolErrors
+from agentfactory.rollout.chains.episode import ToolErrors
 
 BUG = "AttributeError: 'Ride' object has no attribute 'lft'"
 RAISED, REFUSED = ToolResult(BUG, CallError.TOOL_ERROR), ToolResult("a: 1", CallError.INVALID_ARGUMENTS)
@@ -47,21 +47,3 @@ def test_a_step_whose_calls_all_fail_is_told_with_the_first_error(caplog: pytest
         errors.note("read", result)
     errors.report()
     assert caplog.messages == [], "half of the answers read like errors, which they may be about"
-
-
-@pytest.mark.parametrize(
-    ("text", "fails"),
-    [
-        ("sqlite3.OperationalError: unable to open database file", True),
-        ("Error executing tool read_query: it is locked", True),
-        ("[error] cannot connect", True),
-        ("Unable to open the file", True),
-        ("Traceback (most recent call last):", True),
-        ("7", False),
-        ("You see a terrorist", False),
-        ("The error of the measurement is 3 %", False),
-        ("The trial and its error", False),
-    ],
-)
-def test_results_that_read_like_errors(text: str, fails: bool) -> None:
-    assert bool(_LOOKS_FAILED.match(text)) is fails

@@ -67,23 +67,9 @@ def test_rows_that_do_not_hold_the_turns_are_refused(turns: int) -> None:
         chain.turn_spans()
 
 
-def test_failures_are_typed() -> None:
-    failures = "tool_infrastructure inference_error agent_error reward_error timeout cancelled"
-    assert {o for o in Outcome if o.failed} == set(failures.split())
-
-
 def test_the_turns_of_arrays_are_those_of_lists() -> None:
     row = Row([1] * 6, [0, 1, 1, 0, 0, 1], [0.0] * 6)
     for turn_ends, spans in ((None, [(1, 3), (5, 6)]), ([3, 5, 6], [(1, 3), (5, 5), (5, 6)])):
         row.turn_ends = turn_ends
         assert row.turn_spans() == spans
         assert Row(row.token_ids, np.array(row.mask, dtype=bool), turn_ends=turn_ends).turn_spans() == spans
-
-
-def test_rows_are_equal_in_all_their_streams() -> None:
-    def row(**changed: object) -> Row:
-        return Row(**{"token_ids": np.array([1, 2]), "mask": [0, 1], "versions": [Span("1", 1, 2)], **changed})
-
-    assert row() == row(token_ids=[1, 2])
-    for changed in ({"token_ids": [1, 3]}, {"mask": [0]}, {"versions": []}, {"weights": [1.0, 1.0]}, {"roles": "a"}):
-        assert row() != row(**changed)

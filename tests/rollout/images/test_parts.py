@@ -94,15 +94,6 @@ def test_a_table_of_images_is_read(tmp_path):
     assert decode(image).size == (40, 30)
 
 
-def test_a_source_may_give_images_as_objects(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(
-        "from PIL import Image\ndef rows():\n    yield {'question': 'q', 'images': [Image.new('RGB', (3, 4))]}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    [task] = load_tasks(DataConfig(source="own.py:rows"))
-    assert task["images"][0].size == (3, 4)
-
-
 def test_images_of_tools_follow_in_a_user_turn_where_a_template_has_none():
     image = {"type": "image_url", "image_url": {"url": "image:a"}}
     tool = {"role": "tool", "content": [{"type": "text", "text": "seen"}, image]}
@@ -111,11 +102,3 @@ def test_images_of_tools_follow_in_a_user_turn_where_a_template_has_none():
     assert text_of(shown[1]["content"]) == "seen\n[image: see below]"
     assert shown[3]["content"] == [image] == shown[-1]["content"]
     assert image_urls(shown) == ["image:a"] * 2
-
-
-def test_a_row_that_says_image_and_leaves_out_the_column_is_refused(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    rows = [{"question": "<image>?", "images": ["a.png"]}, {"question": "q"}, {"question": "what is <image>?"}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SettingError, match=r"row 3 of .*it has 0 images, but its text has .* \(<image>\) for 1"):
-        load_tasks(DataConfig(path=str(file)))
