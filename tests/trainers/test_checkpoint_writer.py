@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast
 
 from agentfactory.base.files.disk import DiskError
@@ -23,7 +22,6 @@ from agentfactory.trainers.checkpoints.checkpoint_writer import CheckpointWriter
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit
 from agentfactory.trainers.update.learner import Learner
-from agentfactory.trainers.update.learner_state import load_state
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.forked import start_ranks
 from tests.saved_checkpoint import save_checkpoint, training_state
@@ -121,31 +119,6 @@ def test_it_counts_once_it_is_durable(
     assert [path.name for path in folder.iterdir()] == ["step-000004"]
 
 
-def test_an_error_in_the_loop_waits_for_what_is_being_written(
-    make_recipe: Make,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    gate: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recipe = make_recipe(steps=9)
-    checkpoints, wait = Checkpoints(tmp_path, tokenizer, recipe.train), CheckpointWriter.wait
-
-    def open_and_wait(writer: CheckpointWriter) -> Path | None:
-        gate.set()
-        return wait(writer)
-
-    def fail() -> None:
-        checkpoints.train_state.finish(1, [], seconds=1.0)
-        checkpoints.save(Learner(recipe, on_cpu()))
-        monkeypatch.setattr(CheckpointWriter, "wait", open_and_wait)
-        raise FloatingPointError("a gradient")
-
-    with pytest.raises(FloatingPointError, match="a gradient"), checkpoints.ending():
-        fail()
-    verify(tmp_path / "step-000001")
-
-
 def test_an_error_of_the_writing_ends_the_run(
     make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,38 +133,6 @@ def test_an_error_of_the_writing_ends_the_run(
     with pytest.raises(DiskError, match=rf"{tmp_path}/step-000001 cannot be written: No space left.*; fix: make room"):
         deque(polled, maxlen=0)
     assert (checkpoints.path, checkpoints.take_groups(), list(tmp_path.iterdir())) == (None, [], [])
-
-
-def write_as_before(folder: Path, learner: Learner) -> Path:
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = {
-        "weights": {name: weight.detach() for name, weight in learner.model.named_parameters() if weight.requires_grad},
-        "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer.optimizer, options=options),
-        "schedule": learner.schedule.state_dict(),
-        "random": [{"cpu": torch.get_rng_state()}],
-    }
-    folder.mkdir()
-    torch.save(state, folder / "training_state.pt")
-    return folder
-
-
-@pytest.mark.parametrize("case", ["full", "critic"])
-def test_one_of_0_1_goes_on_bit_by_bit(make_recipe: Make, tmp_path: Path, case: str) -> None:
-    course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2, "schedule": "cosine"}
-    recipe = make_recipe(**{**course, **SETTINGS[case]})
-    learner = Learner(recipe, on_cpu())
-    for seed in (1, 2):
-        take_step(learner, recipe, make_groups(2, 3, seed=seed))
-    before = write_as_before(tmp_path / "before", learner)
-    random = torch.get_rng_state()
-    resumed = Learner(recipe, on_cpu())
-    load_state(before, resumed)
-    assert torch.equal(torch.get_rng_state(), random)
-    for one in (learner, resumed):
-        take_step(one, recipe, make_groups(2, 3, seed=3))
-    assert resumed.learning_rate == learner.learning_rate
-    weights = dict(resumed.model.named_parameters())
-    assert all(torch.equal(weights[name], weight) for name, weight in learner.model.named_parameters())
 
 
 @pytest.mark.processes

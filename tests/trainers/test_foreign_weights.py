@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,11 +86,3 @@ def test_a_server_that_comes_back_with_weights_of_another_process(server: str, t
     run.sync.restore(server)
     policy = run.learner.policy
     assert holds_full_weights(ServerControl(server), "run-1-v1", Content(policy.gather()))
-
-
-def test_a_restarted_server_is_no_fault(model: Path, start: Callable[..., Run]) -> None:
-    """It reports its first weights, and the next push brings the new ones."""
-    with serve(model, "float32") as url:
-        run = begin(start, url)
-        push(url, model / "model.safetensors", "default")
-        run.publish(2)

@@ -10,20 +10,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
 from agentfactory.trainers.batches.batch import TrainingRow, make_batches
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.fp8 import fp8_linears, in_high_precision, use_fp8
-from agentfactory.trainers.networks.network import text_layers
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.networks.vision_tower import tower_of
 from agentfactory.trainers.update.learner import Learner
-from tests.trainers.conftest import Make, make_groups
+from tests.trainers.conftest import Make
 from tests.trainers.ranks import on_ranks
-from tests.trainers.resumed import train_twice
-from tests.vision_models import make_vision_model
 
 pytestmark = pytest.mark.numbers
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (extra fp8)")
@@ -198,16 +194,6 @@ def test_routers_and_narrow_layers_stay_out() -> None:
     assert [name for _, name, _ in fp8_linears([Layer()])] == ["q_proj", "mlp.gate_proj"]
 
 
-@pytest.mark.slow
-def test_vision_towers_stay_out(tmp_path: Path) -> None:
-    network: Any = AutoModelForImageTextToText.from_pretrained(make_vision_model(tmp_path))
-    tower = set(tower_of(network).modules())
-    layers = text_layers(network)
-    assert len(layers) == network.config.get_text_config().num_hidden_layers
-    assert not {module for _, _, module in fp8_linears(layers)} & tower
-    assert [*fp8_linears(layers)]
-
-
 def test_refusals(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentfactory.trainers.networks.fp8.is_installed", lambda package: False)
     with pytest.raises(SettingError, match=r"fp8 needs torchao, which is not installed; fix: run `pip install"):
@@ -219,21 +205,6 @@ def test_refusals(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         use_fp8([Layer()], "fp8", torch.device("cuda"))
     with pytest.raises(SettingError, match=r"no linear layer has sizes that are multiples of 16"):
         use_fp8([nn.Sequential(nn.Linear(8, 24))], "fp8", CPU)
-
-
-@needs_torchao
-@pytest.mark.slow
-@pytest.mark.extended
-def test_training_goes_on_bit_by_bit(made: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    course = {"batch_size": 2, "learning_rate": 1e-3, "checkpoint_every": 2, "steps": 4}
-    recipe = made(precision="fp8", algorithm="ppo", loss={"kl": {"coefficient": 0.1}}, **course)
-    whole, last, again = train_twice(recipe, make_groups(8, 4), tokenizer, tmp_path, resume_at=2)
-    # the reference rounds as the policy does
-    assert whole[0]["kl"] == 0
-    assert all(line["kl"] > 0 for line in whole[1:])
-    assert (last / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
-    # anybody's transformers loads it
-    Qwen3ForCausalLM.from_pretrained(last)
 
 
 @needs_torchao

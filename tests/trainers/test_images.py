@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -16,18 +15,12 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.features import PixelMaker, join
-from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.batches.batch import Batch, TrainingRow, make_batches, training_row
-from agentfactory.trainers.batches.image_batches import images_beside
-from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.rl import SavedGroups, Services, train_rl
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
-from agentfactory.trainers.sync.canary import canary_rows, trainer_scores, with_image_rows
 from agentfactory.trainers.update.learner import Learner, Terms
 from tests.saved_checkpoint import save_checkpoint
-from tests.saved_groups import write_groups
 from tests.trainers.float64 import in_float64, never_through_float32
 from tests.vision_models import KINDS, make_vision_model
 from tests.vision_rows import Album
@@ -264,59 +257,3 @@ def test_adapters_are_in_the_language_model(model: Path) -> None:
     pattern = str(refused.value).rpartition("pattern ")[2].strip("'").replace("\\\\", "\\")
     found = adapted(load_policy(recipe_of(model, lora={"rank": 2, "target_modules": pattern})))
     assert found == {"language_model q_proj", "language_model gate_proj"}
-
-
-def test_a_network_without_a_tower_trains_none(model_folder: Path) -> None:
-    with pytest.raises(SettingError, match=r"train.vision: got trained, but Qwen3ForCausalLM has no vision tower"):
-        load_policy(recipe_of(model_folder, vision="trained"))
-
-
-def test_the_canary_sees_what_the_tower_learns(model: Path, album: Album) -> None:
-    learner = Learner(recipe_of(model, vision="trained"), Accelerator(cpu=True), images=album.store.folder)
-    blind = canary_rows(range(20, 300), longest=144)
-    rows = with_image_rows(blind, album.vision, album.store)
-    assert [len(row.context) for row in rows] == [len(row.context) for row in blind]
-    assert [len(row.images) for row in rows] == [1, 0] * (len(rows) // 2)
-
-    def scores() -> np.ndarray:
-        return trainer_scores(learner.policy, rows, learner.policy_forward, learner.images).reshape(len(rows), -1)
-
-    before = scores()
-    # as for the row alone, without the tokens that are never sampled
-    context, spans = rows[0].context, rows[0].images
-    row = album.row(context[: spans[0].offset], (spans[0].digest, spans[0].grid))
-    row.append_context(context[spans[0].offset + spans[0].length :])
-    row.append_sampled([rows[0].candidates[0]], [0.0], [])
-    learner.temperature = 1.0
-    (part,) = make_batches([training_row(row)], "padded", 1000, vision=learner.vision)[0].micro_batches
-    torch.testing.assert_close(float(learner._policy_pass(part)[0]), float(before[0, 0]), atol=1e-5, rtol=0)
-    with torch.no_grad():
-        for name, weight in learner.policy.named_parameters():
-            if ".visual." in name:
-                weight.add_(0.1 * torch.randn_like(weight))
-    moved = np.abs(scores() - before).max(1)
-    assert (moved[::2] > 1e-3).all()
-    assert (moved[1::2] == 0).all()
-
-
-def test_saved_groups_with_images_are_trained(model: Path, album: Album, tmp_path: Path) -> None:
-    """Through the files of a run, whose images are beside its trajectories."""
-    image, prompt = album.image(90, 90, 1), album.text(6)
-    rows = [album.row(prompt, image, album.text(2), 4, album.image(64, 64, number), 3) for number in range(4)]
-    chains = [
-        Trajectory(f"chain-{number}", [], [row], Outcome.COMPLETED, float(number % 2), turns=2)
-        for number, row in enumerate(rows)
-    ]
-    folder = tmp_path / "trajectories"
-    folder.mkdir()
-    write_groups(folder / "train.jsonl", [Group("group", {}, chains)])
-    recipe = recipe_of(model, batch_size=1, learning_rate=1e-3, loss={"mismatch": {"correction": "none"}})
-    logged: list[dict[str, Any]] = []
-    checkpoints = Checkpoints(tmp_path / "checkpoints", AutoTokenizer.from_pretrained(model), recipe.train)
-    services = Services(logged.append, source=SavedGroups(folder, 1))
-    train_rl(recipe, Accelerator(cpu=True), checkpoints, services, images_beside(folder))
-    (step,) = logged
-    assert step["grad_norm"] > 0
-    assert (tmp_path / "checkpoints/step-000001/preprocessor_config.json").exists()
-    assert images_beside(folder / "train.jsonl") == images_beside(folder) == album.store.folder
-    assert images_beside(tmp_path / "saved.jsonl") == album.store.folder

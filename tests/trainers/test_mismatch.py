@@ -32,9 +32,3 @@ def test_by_role_and_by_age() -> None:
     other = row_of("fff")
     found = mismatch_by_kind([trained, training_row(other)], [row, other], [[-1.5, -2.25, -2.0], [-1.0, -2.0, -3.0]])
     assert found == pytest.approx(roles | {"mismatch/format": 0.5 / 4})
-
-
-def test_rows_of_earlier_runs_have_no_roles() -> None:
-    row = row_of("fat")
-    row.roles = ""
-    assert mismatch_by_kind([training_row(row)], [row], [[0.0, 0.0, 0.0]]) == {}

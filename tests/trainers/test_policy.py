@@ -10,20 +10,10 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import (
     AttentionInterface,
-    AttentionMaskInterface,
     AutoModelForCausalLM,
-    BloomConfig,
-    Gemma3TextConfig,
-    GPT2Config,
     GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    Qwen3Config,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks import policy as policy_module
@@ -58,17 +48,6 @@ def test_equals_plain_transformers(make_recipe: Make, model_folder: Path, temper
     assert_equal(score(policy, temperature), reference(network, temperature))
 
 
-def test_chunks_change_nothing(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, chunked = (in_float64(load_policy(make_recipe())) for _ in range(2))
-    expected = score(whole)
-    monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 130)  # two positions of a vocabulary of 64
-    given = score(chunked)
-    assert_equal(given, expected)
-    expected[0].sum().backward()
-    given[0].sum().backward()
-    assert_equal([weight.grad for weight in chunked.parameters()], [weight.grad for weight in whole.parameters()])
-
-
 def test_bfloat16_keeps_weights_and_scores_in_float32(make_recipe: Make) -> None:
     recipe = make_recipe()
     recipe.model.dtype = "bfloat16"
@@ -97,21 +76,6 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     assert loaded.peft_config["default"].lora_alpha == 6
     assert_equal(score(policy), reference(loaded))
     assert not torch.allclose(score(policy)[0], score(in_float64(load_policy(make_recipe())))[0], atol=1e-3)
-
-
-def test_only_the_adapters_dropout_follows_training(make_recipe: Make) -> None:
-    policy = load_policy(make_recipe(lora={"rank": 2, "dropout": 0.5}, algorithm="sft"))
-    training = {name for name, module in policy.named_modules() if module.training and name}
-    assert training
-    assert all("lora_dropout" in name for name in training)
-
-
-def test_seed_decides_the_adapter(make_recipe: Make) -> None:
-    recipe = make_recipe(lora={"rank": 2})
-    first, again, other = (load_policy(recipe.model_copy(update={"seed": seed})).gather() for seed in (1, 1, 2))
-    name = next(name for name in first if "lora_A" in name)
-    assert torch.equal(first[name], again[name])
-    assert not torch.equal(first[name], other[name])
 
 
 def test_refusals_name_the_field(make_recipe: Make, tmp_path: Path) -> None:
@@ -175,47 +139,6 @@ def test_every_attention_sees_a_token_s_own_rows(make_recipe: Make, attention: s
         alone = network.model.to(policy.dtype)
         same(hidden[:, :9], alone(first).last_hidden_state)
         same(hidden[:, 9:], alone(second).last_hidden_state[:, 5:])
-
-
-def test_flash_attention_finds_packed_rows_by_their_positions(make_recipe: Make) -> None:
-    """sdpa under another name, since the kernels need a GPU: it finds sequences by their positions as well."""
-    AttentionInterface.register("flash_attention_by_sdpa", sdpa_attention_forward)
-    AttentionMaskInterface.register("flash_attention_by_sdpa", sdpa_mask)
-    policy = in_float64(load_policy(make_recipe()))
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]])
-    ends = torch.tensor([[6] * 6 + [11] * 5 + [12]])
-    with torch.no_grad():
-        expected = policy.hidden(IDS[:1], positions, ends)
-        # its public method makes transformers look for the kernels
-        policy.network.config._attn_implementation = "flash_attention_by_sdpa"
-        assert_equal(policy.hidden(IDS[:1], positions, ends), expected)
-
-
-@pytest.mark.parametrize(
-    ("config", "batching"),
-    [
-        (Qwen3Config, "tree"),
-        (LlamaConfig, "tree"),
-        (GPT2Config, "tree"),
-        (MistralConfig, "padded"),  # a sliding window
-        (Gemma3TextConfig, "padded"),  # one in most layers
-        (BloomConfig, "padded"),  # distances instead of positions
-        (MambaConfig, "padded"),  # a state instead of attention
-    ],
-)
-def test_rows_share_lines_where_that_is_exact(config: Any, batching: str) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    network = AutoModelForCausalLM.from_config(config(vocab_size=64, **sizes))
-    assert resolve_batching(network, TrainConfig(steps=1)) == batching
-    for asked in ("tree", "packed"):
-        train = TrainConfig(steps=1, batching=asked)
-        if batching == "tree":
-            assert resolve_batching(network, train) == asked
-        else:
-            with pytest.raises(ValueError, match=rf"train.batching: {asked} would be wrong: {type(network).__name__} "):
-                resolve_batching(network, train)
-    assert resolve_batching(network, TrainConfig(steps=1, batching="padded")) == "padded"
 
 
 def test_a_network_that_ignores_who_sees_whom_is_found_out(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:

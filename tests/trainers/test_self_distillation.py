@@ -169,15 +169,6 @@ def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> Non
     assert row.images_for_teacher() == row.images
 
 
-def test_a_broken_teacher_stops_the_run(make_recipe: Make) -> None:
-    """NaN counts as no missing grade."""
-    recipe = in_context(make_recipe(loss=PLAIN))
-    learner = Learner(recipe, on_cpu(), TEMPERATURE)
-    rows = [replace(row, streams=row.streams | {"teacher": row.targets * np.nan}) for row in in_context_rows()]
-    with pytest.raises(FloatingPointError):
-        update_policy(learner, learner.deal(rows), recipe)
-
-
 def test_saved_groups_need_a_text_for_the_teacher() -> None:
     row = Row([3, 4], [0, 1], [0.0, -1.0])
     groups = [Group("0", {}, [Trajectory("0.0", [], [Row(), row], Outcome.COMPLETED)], 0)]
@@ -187,21 +178,3 @@ def test_saved_groups_need_a_text_for_the_teacher() -> None:
     assert is_graded({"teacher": torch.tensor([float("inf"), -1.0])}).tolist() == [False, True]
     row.teacher_prompt = [3]
     check_saved_prompts(groups, Path("saved"))
-
-
-def test_more_tokens_than_the_vocabulary_are_refused(make_recipe: Make) -> None:
-    recipe = in_context(make_recipe(), divergence="forward_kl", top_k=VOCABULARY + 1)
-    with pytest.raises(SettingError, match=r"teacher\.top_k: got 65, .* 64 tokens; fix: lower it"):
-        Learner(recipe, on_cpu(), TEMPERATURE)
-
-
-@pytest.mark.parametrize(
-    ("teacher", "message"),
-    [
-        ({}, r"teacher\.model: missing: without it, the policy would teach itself"),
-        ({"context": "hint"}, r"teacher\.context: got 'hint'; fix: use solution, answer, errors, or FILE\.py:NAME"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(make_recipe: Make, teacher: dict[str, Any], message: str) -> None:
-    with pytest.raises((SettingError, ValueError), match=message.split(": ", 1)[1]):
-        teaching(make_recipe(), **teacher)

@@ -10,7 +10,7 @@ import pytest
 from accelerate import Accelerator
 
 from agentfactory.base.processes import supervised
-from agentfactory.trainers.loop.stopping import Stop, name_of
+from agentfactory.trainers.loop.stopping import Stop
 from tests.trainers.conftest import on_cpu
 
 pytestmark = pytest.mark.processes
@@ -104,12 +104,3 @@ def test_a_signal(
     assert signalled(event, number, waits, works, times) == told
     assert all((tmp_path / name).exists() for name in done.split())
     assert not (tmp_path / undone).exists()
-
-
-def test_nothing_stops_what_does_not_listen() -> None:
-    assert [name_of(number) for number in (INT, TERM)] == ["Ctrl-C", "SIGTERM"]
-    before = signal.getsignal(signal.SIGTERM)
-    stop = Stop()
-    assert stop.wait_for(lambda: 3) == 3
-    assert not stop.agreed(on_cpu())
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDTrainer
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.text.tokenizer import tokens_missing
 from agentfactory.trainers.batches.batch import Batch, TrainingRow
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import needed_scores
@@ -310,17 +309,6 @@ def test_two_processes_equal_one(
         assert given["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert given["kl"] == pytest.approx(wanted["kl"], abs=1e-5)
         torch.testing.assert_close(given["gradients"], wanted["gradients"], atol=1e-5, rtol=1e-5)
-
-
-def test_other_tokenizers(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    longer, other = (PreTrainedTokenizerFast.from_pretrained(tmp_path) for _ in range(2))
-    longer.add_tokens(["<think>"])
-    assert tokens_missing(tokenizer, longer, "strong") == {}
-    assert tokens_missing(longer, tokenizer, "strong") == {VOCABULARY: "<think>"}
-    other.add_tokens(["<reason>"])
-    with pytest.raises(SettingError, match=r"teacher\.model: strong has another tokenizer: token 64 is '<reason>'"):
-        tokens_missing(longer, other, "strong")
 
 
 def test_a_token_that_the_teacher_lacks_is_refused_where_a_chain_has_it(

@@ -26,14 +26,13 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.loop import time_share
 from agentfactory.trainers.loop.rl import Services, train_rl
-from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.proven_push import RetryingSync
-from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.offload import Offload
 from tests.forked import start_engine
@@ -212,31 +211,6 @@ UPDATE = [
 ]
 
 
-@pytest.mark.processes
-def test_full_weights_are_updated_in_turns(train: Train, recorder: Recorder) -> None:
-    logged = train()
-    # it proves that it still has its weights before it sleeps
-    turn = ["canary", *SLEEP, "trainer: to_device", "trainer: to_host", *UPDATE]
-    # neither paused nor resumed: vLLM would continue without its cache
-    assert recorder.calls == [*SLEEP, "trainer: made", "trainer: to_host", *UPDATE, "turn", *turn, "turn", *turn]
-    check_metrics(logged)
-
-
-def test_adapters_are_loaded_again_after_each_sleep(train: Train, recorder: Recorder) -> None:
-    # it would lose them otherwise
-    recorder.loses = "what has slept"
-    logged = train({"rank": 4})
-    # it proves that it still has its weights before it sleeps
-    turn = ["canary", *SLEEP, "trainer: to_device", "trainer: to_host", "/wake_up?tags=weights"]
-    assert recorder.calls == [
-        *(*SLEEP, "trainer: made", "trainer: to_host", "/wake_up?tags=weights"),
-        *("load run-1-v0", *CACHE, "turn"),
-        *(*turn, "unload run-1-v0", "load run-1-v0", "load run-1-v1", *CACHE, "turn"),
-        *(*turn, "unload run-1-v0", "unload run-1-v1", "load run-1-v1", "load run-1-v2", *CACHE),
-    ]
-    check_metrics(logged)
-
-
 def check_metrics(logged: list[dict[str, Any]]) -> None:
     assert [entry["step"] for entry in logged] == [0, 1, 2]
     for entry in logged:
@@ -287,13 +261,6 @@ def test_a_refusal_stops_the_run(train: Train, recorder: Recorder) -> None:
         train({"rank": 4})
     assert not {"canary", "turn"} & set(recorder.calls)
     assert "trainer: made" in recorder.calls
-
-
-def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stop, "heard", True)
-    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), retry_seconds=600.0, stop=Stop())
-    with pytest.raises(ServerGoneError, match=r"127\.0\.0\.1:9/sleep"), turns.training():
-        pytest.fail("the trainer's turn")
 
 
 def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.trainers.batches.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
-from agentfactory.trainers.batches.packing import deal, fill, grow, merge
-from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.networks.network import apply_options
+from agentfactory.trainers.batches.packing import deal, merge
 from agentfactory.trainers.networks.policy import Policy
-from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
+from tests.trainers.float64 import TOLERANCE, in_float64
 
 pytestmark = pytest.mark.numbers
 
@@ -162,24 +160,6 @@ def test_one_group_is_shared_out_over_processes() -> None:
     assert max(sum(work[piece] for piece in share) for share in deal(work, 4)) < 0.45 * alone.cost
 
 
-def test_processes_get_equal_work() -> None:
-    rng = random.Random(0)
-    rows = [row for _ in range(12) for row in group(rng, rng.randint(50, 300), [rng.randint(10, 200)] * 8)]
-    for batching in BATCHINGS:
-        batches = make_batches(rows, batching, 2048, processes=4)
-        loads = [sum(part.ids.numel() for part in batch.micro_batches) for batch in batches]
-        assert max(loads) < 1.2 * sum(loads) / 4
-
-
-def test_lines_are_full() -> None:
-    rng = random.Random(0)
-    trees = [grow([(number, np.array(tokens(rng, rng.randint(5, 40))))]) for number in range(100)]
-    lines = fill(trees, 100)
-    lengths = [sum(len(tree.ids) for tree in line) for line in lines]
-    assert max(lengths) <= 100
-    assert 0.95 * 100 * len(lines) <= sum(lengths)
-
-
 def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": width, "intermediate_size": 3 * width}
@@ -218,11 +198,3 @@ def test_all_shapes_together(family: str, budget: int, batching: Batching) -> No
         rows += [turn, training(turn.token_ids + tokens(rng, 6), [len(turn.token_ids) + 3], rng.gauss(0, 1))]
     rows += [rows[0], rows[7]]
     assert distance(make_policy(64, 2, family), rows, batching, budget) < TOLERANCE
-
-
-def test_layers_that_are_computed_again_see_the_same() -> None:
-    rows = group(random.Random(0), 60, [20, 9, 14])
-    policy = make_policy(64, 2)
-    expected = gradient(policy, make_batches(rows, "tree", 16384)[0])
-    apply_options(policy.network, TrainConfig(steps=1, gradient_checkpointing=True), "cpu")
-    assert_equal(gradient(policy, make_batches(rows, "tree", 16384)[0]), expected)
