@@ -17,12 +17,11 @@ def best(folder: Path) -> Path | None:
     return found and found.path
 
 
-def write(folder: Path, step: int, success: float | None = None, only_best: bool = False) -> Path:
+def write(folder: Path, step: int, success: float | None = None) -> Path:
     path = checkpoint_folder.checkpoint_path(folder, step)
     with checkpoint_folder.written_aside(path) as aside:
         metrics = {} if success is None else {"eval/sampled/success": success}
-        info = {"step": step, "metrics": metrics, "only_best": only_best}
-        (aside / "trainer_state.json").write_text(json.dumps(info))
+        (aside / "trainer_state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
         (aside / "model").mkdir()
         (aside / "model" / "weights").write_bytes(bytes(range(256)))
     return path
@@ -36,9 +35,7 @@ def names(folder: Path) -> list[str]:
     ("damage", "said"),
     [
         (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights does not match its digest"),
-        (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights does not match"),
         (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
-        (lambda path: (path / "digests.json").unlink(), r"digests\.json cannot be read"),
         (lambda path: (path / "digests.json").write_text("{"), r"digests\.json cannot be read"),
     ],
 )

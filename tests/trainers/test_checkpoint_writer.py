@@ -138,19 +138,16 @@ def test_an_error_of_the_writing_ends_the_run(
 @pytest.mark.processes
 def test_every_rank_writes_its_part_and_learns_of_a_full_disk(make_recipe: Make, tmp_path: Path) -> None:
     course = {"steps": 9, "batch_size": 2, "learning_rate": 1e-2}
-    one, two = make_recipe(**course), make_recipe(**course, processes=2, strategy="fsdp2")
-    learner = Learner(one, on_cpu())
-    take_step(learner, one, make_groups(2, 3))
-    before = write_as_before(tmp_path / "before", learner)
+    recipe = make_recipe(**course, processes=2, strategy="fsdp2")
     folder, log = tmp_path / "checkpoints", tmp_path / "log"
-    arguments = (two.model_dump_json(), str(folder), str(before))
+    arguments = (recipe.model_dump_json(), str(folder))
     ranks = start_ranks("tests.trainers.launched_writing", *arguments, log=log, strategy="fsdp2")
     assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
     told = [f"{folder}/step-{step:06d} cannot be written: File too large" for step in (2, 3)]
     for rank in (0, 1):
         said = (tmp_path / f"rank-{rank}.txt").read_text().splitlines()
         assert [line.partition(" (")[0] for line in said] == told, rank
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000004", "step-000005"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000004"]
     for path in folder.iterdir():
         verify(path)
         shards = [path / "training_state" / f"__{rank}_0.distcp" for rank in (0, 1)]
@@ -158,8 +155,3 @@ def test_every_rank_writes_its_part_and_learns_of_a_full_disk(make_recipe: Make,
         assert {str(shard.relative_to(path)) for shard in shards} <= digests.keys()
         sizes = [shard.stat().st_size for shard in shards]
         assert 0.8 < sizes[0] / sizes[1] < 1.25, "each rank writes its half"
-    loaded, expected = training_state(folder / "step-000005"), torch.load(before / "training_state.pt")
-    for name, weight in expected["weights"].items():
-        assert torch.equal(loaded[f"weights/{name}"], weight)
-        for slot, value in expected["optimizer"]["state"][name].items():
-            assert torch.equal(loaded[f"optimizer/{name}/{slot}"], value)

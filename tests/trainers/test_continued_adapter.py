@@ -80,22 +80,17 @@ def test_an_adapter_of_another_network_is_refused_by_the_tensor_that_does_not_fi
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_training_resumes_exactly_within_the_second_run(
-    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, algorithm: str
+    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     course = {"batch_size": 2, "learning_rate": 1e-2, "checkpoint_every": 1, "steps": 3}
-    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm=algorithm, loss=KL, **course)
+    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm="ppo", loss=KL, **course)
     whole, *folders = train_twice(recipe, make_groups(6, 4), tokenizer, tmp_path, resume_at=1)
     assert whole[0]["kl"] == 0
     assert whole[1]["kl"] > 0
     last, again = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert last.keys() == again.keys() == load_file(trained[0] / "adapter_model.safetensors").keys()
     assert all(torch.equal(last[name], again[name]) for name in last)
-    network = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
-    alone = PeftModel.from_pretrained(network, folders[0])
-    continued = load_policy(make_recipe(lora={"rank": 3, "from": str(folders[0])}))
-    torch.testing.assert_close(score(continued), scores_of(alone), atol=1e-5, rtol=0)
 
 
 OF_PEFT: dict[str, dict[str, Any]] = {

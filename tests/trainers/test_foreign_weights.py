@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
-    with serve(model, "float32") as url:
+    with serve(model) as url:
         yield url
 
 
@@ -50,7 +50,7 @@ def theirs(model: Path, tmp_path: Path) -> Path:
 
 
 def begin(start: Start, url: str, **options: object) -> Run:
-    run = start("float32", url, **options)
+    run = start(url, **options)
     assert until_caught(run, 1) == (-1, "")
     return run
 
@@ -67,7 +67,7 @@ def test_full_weights_of_another_process(server: str, theirs: Path, start: Start
 
 
 def test_an_adapter_of_another_process(server: str, start: Start) -> None:
-    start("float32", server).push_base()
+    start(server).push_base()
     run = begin(start, server, lora="mine", learning_rate=1e-3)
     other = run.other_adapter()
     curl(server, "/v1/unload_lora_adapter", {"lora_name": "mine-1-v1"})

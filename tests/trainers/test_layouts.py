@@ -102,10 +102,7 @@ def test_experts(fused: bool, swapped: bool, count: int) -> None:
     ("server", "trainer"),
     [
         ("language_model.model.layers.0.mlp.down_proj.weight", "model.language_model.layers.0.mlp.down_proj.weight"),
-        ("language_model.model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
         ("visual.blocks.0.norm1.weight", "model.visual.blocks.0.norm1.weight"),
-        ("language_model.lm_head.weight", "lm_head.weight"),
-        ("language_model.lm_head.weight", "model.language_model.embed_tokens.weight"),
         ("lm_head.weight", "model.embed_tokens.weight"),
     ],
 )

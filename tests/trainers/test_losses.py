@@ -204,9 +204,8 @@ def test_the_distance_to_the_behaviour_by_hand_and_by_autograd() -> None:
     assert gradient[-1] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree(dtype: torch.dtype) -> None:
-    extremes = torch.tensor([0.0, -1e-9, -1e-7, -1e-3, -1.0, -30.0, -9999.0], dtype=dtype)
+def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree() -> None:
+    extremes = torch.tensor([0.0, -1e-9, -1e-7, -1e-3, -1.0, -30.0, -9999.0])
     policy, behaviour = (values.flatten().clone() for values in torch.meshgrid(extremes, extremes, indexing="ij"))
     policy.requires_grad_()
     distance = behaviour_kl(policy, behaviour)
@@ -218,5 +217,5 @@ def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree
     assert (distance[same] == 0).all()
     assert (gradient[same] == 0).all()
     # float32 log-probabilities of almost certain tokens differ by this much between kernels
-    noise = behaviour_kl(torch.tensor([-1e-7, -4e-5], dtype=dtype), torch.tensor([-3e-7, -4.1e-5], dtype=dtype))
+    noise = behaviour_kl(torch.tensor([-1e-7, -4e-5]), torch.tensor([-3e-7, -4.1e-5]))
     assert noise.abs().max() < 1e-6

@@ -104,21 +104,13 @@ def test_conversations_become_weighted_rows(tmp_path: Path, caplog: pytest.LogCa
     assert trained == {2.0: "Hi there<|im_end|>", 1.0: "See you<|im_end|>"}
     with pytest.raises(ValueError, match=r"data\.path: row 2 has no 'messages'"):
         conversation_rows([{"messages": messages}, {"question": "What?"}], renderer)
-    thinking = [messages[0], {**messages[1], "reasoning_content": "I greet."}]
-    with pytest.raises(ValueError, match=r"data\.path: row 2: message 1: the chat template does not render its reason"):
-        conversation_rows([{"messages": messages}, {"messages": thinking}], renderer)
-    conversation_rows([{"messages": [messages[0], {**thinking[1], "weight": 0}]}], renderer)
-    called = {"function": {"name": "move", "arguments": {"x": None}}}
-    nothing = {"role": "assistant", "content": "", "tool_calls": [called], "weight": 0}
     others = [
         {"messages": messages, "system": "Be brief.", "id": None},
         {"messages": [messages[0], {**messages[1], "weight": 0}], "source": "web"},
-        {"messages": [messages[0], nothing]},
     ]
     caplog.clear()
     conversation_rows(others, renderer)
     assert [record.getMessage() for record in caplog.records] == [
         "data: sft reads the columns images, messages, tools, and not source, system",
-        "data: nothing is learned from 2 of 3 rows, which have no token with a loss weight (first: row 2)",
-        "data: 1 null kept in calls and learned, because the row has no tools (first in row 3)",
+        "data: nothing is learned from 1 of 2 rows, which have no token with a loss weight (first: row 2)",
     ]

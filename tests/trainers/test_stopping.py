@@ -72,7 +72,7 @@ def signalled(tmp_path: Path) -> Signalled:
     return run
 
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
+TERM = signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,6 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
     [
         # a wait is cut short
         ("waits-1", TERM, {1: 60.0}, {}, 1, ("step 1, given None, stopped by SIGTERM", 0), "heard worked-0", "works-1"),
-        ("waits-1", INT, {1: 60.0}, {}, 1, ("step 1, given None, stopped by SIGINT", 0), "heard worked-0", "works-1"),
         # work is finished
         ("works-1", TERM, {}, {1: 2.0}, 1, ("step 2, given None, stopped by SIGTERM", 0), "worked-1", "works-2"),
         # a second signal ends it at once

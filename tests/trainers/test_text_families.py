@@ -14,7 +14,7 @@ from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.network import apply_options
 from agentfactory.trainers.networks.policy import Policy, check_head
-from tests.text_families import FAMILIES, ROTATED, _fitting, rows_of_many_lengths, scores_alone, tiny_network
+from tests.text_families import FAMILIES, ROTATED, rows_of_many_lengths, scores_alone, tiny_network
 
 LAYOUTS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
@@ -46,16 +46,6 @@ def test_only_attention_that_selects_keys_is_chosen() -> None:
     assert resolve_batching(network, TrainConfig(steps=1)) == "padded"
     with pytest.raises(SettingError, match=r"train\.attention: flex_attention would ignore the keys that .* selects"):
         apply_options(network, train, "cpu")
-
-
-@pytest.mark.numbers
-def test_rows_share_a_line_under_a_soft_cap() -> None:
-    """Without sliding windows, rows of Gemma 2 are laid out as a tree, whose hidden states are compared with the
-    rows'."""
-    config = CONFIG_MAPPING["gemma2"](**{**_fitting("gemma2"), "layer_types": ["full_attention"] * 4})
-    torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(config).eval()
-    assert resolve_batching(network, TrainConfig(steps=1)) == "tree"
 
 
 def deviation(network: Any, rows: list[list[int]], batching: Batching) -> float:
@@ -129,10 +119,8 @@ def test_positions_that_depend_on_the_longest_row_of_a_pass(kind: str) -> None:
     ("config", "limit"),
     [
         ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 9}, ("su", 9)),
-        ({"max_position_embeddings": 7, "rope_scaling": {"rope_type": "dynamic"}}, ("dynamic", 7)),
         ({"rope_parameters": {"full": {"rope_type": "longrope"}}, "max_position_embeddings": 5}, ("longrope", 5)),
         ({"text_config": {"max_position_embeddings": 7, "rope_scaling": {"type": "dynamic"}}}, ("dynamic", 7)),
-        ({"rope_scaling": None, "max_position_embeddings": 7}, None),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, None),
     ],
 )

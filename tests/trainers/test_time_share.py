@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -27,7 +27,6 @@ from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.loop import time_share
 from agentfactory.trainers.loop.rl import Services, train_rl
 from agentfactory.trainers.loop.time_share import TimeShare
-from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
@@ -48,8 +47,8 @@ GENERATE = "/inference/v1/generate"
 class Recorder:
     """A proxy on a free loopback port. It does not record GETs, except for /is_sleeping.
 
-    `answers` replace the server's responses, by path. `loses` selects lost adapters: those loaded before the server's
-    last sleep, or all, are still listed, but requests for them get the base model (vLLM #53888).
+    `answers` replace the server's responses, by path. If it `loses_adapters`, they are still listed, but requests for
+    them get the base model (vLLM #53888).
     """
 
     def __init__(self, upstream: str, api_key_env: str | None = None) -> None:
@@ -58,9 +57,7 @@ class Recorder:
         self.bodies: list[tuple[bytes, bytes]] = []
         """Bodies of the requests for turns, and of their responses."""
         self.answers: dict[str, tuple[int, str]] = {}
-        self.loses: Literal["nothing", "what has slept", "all"] = "nothing"
-        self.held: set[str] = set()
-        """Adapters loaded since the server's last sleep."""
+        self.loses_adapters = False
         self.upstream = upstream
         self.noting = threading.Lock()
         recorder = self
@@ -106,16 +103,10 @@ class Recorder:
         with self.noting:
             if call not in ("canary", "turn") or self.calls[-1:] != [call]:
                 self.calls.append(call)
-        if path == "/sleep":
-            self.held.clear()
-        elif path == "/v1/load_lora_adapter":
-            self.held.add(body["lora_name"])
 
     def robbed(self, body: bytes) -> bytes:
         """Rewrite a request for a lost adapter as the server would handle it."""
-        asked = json.loads(body)
-        lost = self.loses == "all" or (self.loses == "what has slept" and asked["model"] not in self.held)
-        return json.dumps({**asked, "model": "policy"}).encode() if lost else body
+        return json.dumps({**json.loads(body), "model": "policy"}).encode() if self.loses_adapters else body
 
 
 class Chains(LiveSource):
@@ -164,11 +155,7 @@ def recorder(engine: str) -> Iterator[Recorder]:
 
 @pytest.fixture
 def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    def run(lora: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        if lora:
-            # another test may have left its full weights on the server
-            base = load_policy(make_recipe(), "cpu")
-            FileSync([ServerControl(recorder.url)], tmp_path / "base").push(0, base, base.gather())
+    def run(lora: dict[str, Any]) -> list[dict[str, Any]]:
         return take_turns(make_recipe, lora, recorder, tmp_path, monkeypatch)
 
     return run
@@ -224,7 +211,7 @@ def check_metrics(logged: list[dict[str, Any]]) -> None:
 
 def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
     """It is listed with the path that was sent, but the base model computes."""
-    recorder.loses = "all"
+    recorder.loses_adapters = True
     with pytest.raises(SyncError, match=r"version 1 \(run-1-v1\): .* moved by 0.* it serves other weights"):
         train({"rank": 4})
     # the first adapter changes nothing

@@ -133,17 +133,6 @@ def test_answers_to_one_prompt_are_one_line_and_a_row_per_turn_a_plain_one() -> 
     assert part.positions is part.ends is None
 
 
-def test_what_shares_too_little_is_padded() -> None:
-    """One shared token costs more than it saves: the rows' attention would no longer be plain causal attention."""
-    rng = random.Random(0)
-    rows = [training([1, *tokens(rng, 200 + 10 * number)], [150, 190 + 10 * number]) for number in range(12)]
-    padded, tree = (make_batches(rows, batching, 2000)[0].micro_batches for batching in ("padded", "tree"))
-    assert all(part.ends is None for part in tree)
-    assert [part.ids.tolist() for part in padded] == [part.ids.tolist() for part in tree]
-    longer = [training([*range(50), *row.token_ids], row.targets) for row in rows]
-    assert len(make_batches(longer, "tree", 4000)[0].micro_batches) == 1
-
-
 def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt_but_a_chain_is_not() -> None:
     rows = group(random.Random(0), 100, [21] * 8)
     for budget, sizes in ((179, [140, 160, 160]), (180, [180, 180])):
