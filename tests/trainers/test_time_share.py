@@ -40,7 +40,6 @@ from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.test_rl import LiveSource, unlisted
 from tests.waiting import until
 
-Train = Callable[..., list[dict[str, Any]]]
 GENERATE = "/inference/v1/generate"
 
 
@@ -154,11 +153,8 @@ def recorder(engine: str) -> Iterator[Recorder]:
 
 
 @pytest.fixture
-def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    def run(lora: dict[str, Any]) -> list[dict[str, Any]]:
-        return take_turns(make_recipe, lora, recorder, tmp_path, monkeypatch)
-
-    return run
+def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    return lambda: take_turns(make_recipe, {"rank": 4}, recorder, tmp_path, monkeypatch)
 
 
 def take_turns(
@@ -209,11 +205,11 @@ def check_metrics(logged: list[dict[str, Any]]) -> None:
         assert entry["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
+def test_a_lost_adapter_is_caught(train: Callable[[], Any], recorder: Recorder) -> None:
     """It is listed with the path that was sent, but the base model computes."""
     recorder.loses_adapters = True
     with pytest.raises(SyncError, match=r"version 1 \(run-1-v1\): .* moved by 0.* it serves other weights"):
-        train({"rank": 4})
+        train()
     # the first adapter changes nothing
     assert recorder.calls.count("turn") == 1
 
@@ -241,11 +237,11 @@ def test_a_refusal_is_told(recorder: Recorder, path: str, answer: tuple[int, str
     assert server.asleep == (path == "/wake_up")
 
 
-def test_a_refusal_stops_the_run(train: Train, recorder: Recorder) -> None:
+def test_a_refusal_stops_the_run(train: Callable[[], Any], recorder: Recorder) -> None:
     """Neither the canary nor a chain uses a server with unproven weights."""
     recorder.answers["/wake_up"] = (500, "out of memory")
     with pytest.raises(SyncError):
-        train({"rank": 4})
+        train()
     assert not {"canary", "turn"} & set(recorder.calls)
     assert "trainer: made" in recorder.calls
 

@@ -1,4 +1,4 @@
-"""The ipc backend and vLLM itself: its own engine reads what is sent, but for the CUDA calls; its server on a CPU."""
+"""The ipc backend and vLLM itself: its own engine reads what is sent, but for the CUDA calls."""
 
 import base64
 import json
