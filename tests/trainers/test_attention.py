@@ -28,16 +28,17 @@ def micro_batches(rows: list[list[int]], batching: Batching) -> list[MicroBatch]
     return make_batches(training, batching, 16384)[0].micro_batches
 
 
-def ragged(seed: int = 0, prompt: int = 150, answers: int = 4, longest: int = 200) -> list[list[int]]:
-    draw = random.Random(seed)
+def ragged() -> list[list[int]]:
+    """Two groups of rows that share a prompt of 150 tokens, of which two rows share 100 further ones."""
+    draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
         return [draw.randrange(64) for _ in range(count)]
 
     rows = []
     for _ in range(2):
-        shared, begun = tokens(prompt), tokens(longest // 2)
-        rows += [shared + tokens(draw.randint(2, longest)) for _ in range(answers)]
+        shared, begun = tokens(150), tokens(100)
+        rows += [shared + tokens(draw.randint(2, 200)) for _ in range(4)]
         rows += [shared + begun + tokens(draw.randint(2, 9)) for _ in range(2)]
     return rows
 

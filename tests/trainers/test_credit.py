@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.config.sources import TasksConfig
 from agentfactory.rollout.inference.weight_versions import WeightVersions
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
@@ -152,6 +153,21 @@ def test_scaling_by_the_source(make_recipe: Make) -> None:
     assert found == pytest.approx([-small, small, -large, large, -small, small, -large, large])
 
 
+def test_each_source_has_its_own_limit_of_length(make_recipe: Make) -> None:
+    """Chains of 15 tokens after a prompt of 3, and a buffer of 10: 8 into it for a limit of 20, none of it for 40."""
+    unscaled, constant = {"options": {"scale": "none"}}, {"normaliser": "constant"}
+    recipe = make_recipe(overlong={"buffer": 10}, advantage=unscaled, loss=constant)
+    recipe.rollout.max_total_tokens = 40
+    sources = [{"name": "short", "path": "a.jsonl", "max_total_tokens": 20}, {"name": "long", "path": "b.jsonl"}]
+    recipe = recipe.model_copy(update={"data": TasksConfig.model_validate({"sources": sources})})
+    groups = [Group("g", {}, [chain(1.0, [15]), chain(1.0, [2])], source=name) for name in ("short", "long")]
+    done = credited(recipe, *groups)
+    assert advantages(done) == [[-0.4] * 15, [0.4] * 2, [0.0] * 15, [0.0] * 2]
+    # a chain of 15 tokens and one of 2, each divided by its limit; mean over the chains
+    total = sum(row.streams["weight"].sum() for row in done.rows)
+    assert total / done.normaliser == pytest.approx((15 / 20 + 2 / 20 + 15 / 40 + 2 / 40) / 4)
+
+
 def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Make) -> None:
     """DeepSeekMath 4.1.3: turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); a token gets the sum
     of the normalised rewards of its own and later turns, plus the chain's advantage, which is 0 here."""
@@ -200,6 +216,21 @@ def test_the_distance_to_the_reference_is_paid_per_token(make_recipe: Make) -> N
     assert flat[1] - flat[0] == pytest.approx(flat[2] - flat[1], rel=1e-4)
     assert (flat[0] - flat[3]) / (flat[1] - flat[0]) == pytest.approx(10.0, rel=1e-4)
     assert done.metrics == {"kl": pytest.approx(0.1, abs=1e-6)}
+
+
+def test_generalised_advantages_step_over_tool_tokens(make_recipe: Make) -> None:
+    """Values 0.5 at each of 3 sampled tokens, reward 1, gamma 1, lambda 0: only the last step has a TD error, of 0.5,
+    although two tool tokens precede it."""
+    recipe = make_recipe(algorithm="ppo", advantage={"options": {"gae_lambda": 0.0}})
+    done = credited(recipe, group(chain(1.0), chain(0.5)), scores=[{"value": [0.5] * 3}] * 2)
+    flat = [value for row in done.rows for value in row.streams["advantage"]]
+    raw = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]
+    assert [value > 1.0 for value in flat] == [value > 0.1 for value in raw]
+    assert [row.streams["return"] for row in done.rows] == [
+        pytest.approx([0.5, 0.5, 1.0]),
+        pytest.approx([0.5, 0.5, 0.5]),
+    ]
+    assert done.metrics["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_turn_rewards_are_paid_at_the_last_token_of_their_turn(make_recipe: Make) -> None:

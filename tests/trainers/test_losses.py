@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from agentfactory.trainers.config import LossConfig, MismatchConfig
-from agentfactory.trainers.update.losses import (
-    PolicyLoss,
-    behaviour_kl,
-    kl,
-    token_weights,
-    value_loss,
-)
+from agentfactory.trainers.update.losses import PolicyLoss, behaviour_kl, kl, token_weights, value_loss
 from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
 
 pytestmark = pytest.mark.numbers

@@ -8,10 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-)
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks import policy as policy_module

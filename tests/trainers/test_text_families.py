@@ -113,16 +113,3 @@ def test_positions_that_depend_on_the_longest_row_of_a_pass(kind: str) -> None:
     with pytest.raises(SettingError, match=r"server\.max_model_len: got 64: .* and rollout.max_total_tokens=32"):
         check_lengths(network.config.to_dict(), lengths)
     check_lengths(network.config.to_dict(), dict.fromkeys(lengths, 32))
-
-
-@pytest.mark.parametrize(
-    ("config", "limit"),
-    [
-        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 9}, ("su", 9)),
-        ({"rope_parameters": {"full": {"rope_type": "longrope"}}, "max_position_embeddings": 5}, ("longrope", 5)),
-        ({"text_config": {"max_position_embeddings": 7, "rope_scaling": {"type": "dynamic"}}}, ("dynamic", 7)),
-        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, None),
-    ],
-)
-def test_limits_in_files_of_several_ages(config: dict[str, Any], limit: tuple[str, int] | None) -> None:
-    assert position_limit(config) == limit

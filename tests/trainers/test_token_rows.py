@@ -15,7 +15,6 @@ from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.batches.batch import training_row
-from agentfactory.trainers.networks.frozen_policy import make_reference
 from agentfactory.trainers.networks.lora import rows_of
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike
@@ -187,24 +186,6 @@ def test_the_embedded_engine_serves_the_rows(dead: Path, needs: TokenNeeds, tmp_
         else:
             expected = base(ids).logits[0, places - 1].log_softmax(-1).gather(-1, ids[0][places, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-4, rtol=0)
-
-
-def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
-    before, ids = trained(dead, needs), ids_with(needs)
-    before.save_adapter(tmp_path, before.gather())
-    recipe = recipe_of(dead, loss={"kl": {"coefficient": 0.1}})
-    assert recipe.model.lora is not None
-    recipe.model.lora.from_ = str(tmp_path)
-    policy = load_policy(recipe, needs=needs).eval()
-    torch.testing.assert_close(score(policy, ids), score(before, ids), atol=1e-5, rtol=0)
-    reference = make_reference(recipe, policy, on_cpu())
-    inputs = (ids, PLACES - 1, ids.flatten()[PLACES])
-    began = reference.logprobs(policy, *inputs)
-    assert torch.equal(began, score(policy, ids)), "the KL divergence of the first step is exactly 0"
-    change(policy, 2)
-    assert (score(policy, ids) - began).abs().max() > 0.01
-    assert torch.equal(reference.logprobs(policy, *inputs), began)
-    assert policy.gather().keys() == before.gather().keys(), "the reference is neither saved nor sent"
 
 
 @pytest.mark.extended
