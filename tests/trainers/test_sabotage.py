@@ -32,7 +32,7 @@ def serve(model: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def url(model: Path) -> Iterator[str]:
+def served(model: Path) -> Iterator[str]:
     with serve(model) as url:
         yield url
 
@@ -62,8 +62,8 @@ def start(model: Path, tmp_path: Path) -> Start:
 
 
 @pytest.mark.processes
-def test_an_honest_sync_is_proven_at_every_step(url: str, start: Start) -> None:
-    with sabotage.sabotaged(url, sabotage.nothing) as proxy:
+def test_an_honest_sync_is_proven_at_every_step(served: str, start: Start) -> None:
+    with sabotage.sabotaged(served, sabotage.nothing) as proxy:
         run = start(proxy)
         assert until_caught(run, 5) == (-1, "")
     proven = [step for step, metrics in enumerate(run.metrics) if metrics["sync/provable"]]
@@ -72,57 +72,57 @@ def test_an_honest_sync_is_proven_at_every_step(url: str, start: Start) -> None:
 
 
 @pytest.mark.processes
-def test_a_stale_replica(url: str, model: Path, start: Start, tmp_path: Path) -> None:
+def test_a_stale_replica(served: str, model: Path, start: Start, tmp_path: Path) -> None:
     """The proven server is not the one that generates, which has the version's name but the first weights: only the
     canary can detect it."""
-    with serve(model) as replica, sabotage.sabotaged(url, sabotage.stale_replica(tmp_path, replica)) as proxy:
+    with serve(model) as replica, sabotage.sabotaged(served, sabotage.stale_replica(tmp_path, replica)) as proxy:
         step, reason = until_caught(start(proxy), 60)
     assert step == 1
     assert "it serves other weights" in reason
 
 
-def test_a_prefix_cache_that_is_left(url: str, start: Start) -> None:
+def test_a_prefix_cache_that_is_left(served: str, start: Start) -> None:
     """The weights are right, but generation uses the first weights' cache: proofs of content cannot detect it. The gap
     between cached and fresh scores does."""
-    with sabotage.sabotaged(url, sabotage.cache_left) as proxy:
+    with sabotage.sabotaged(served, sabotage.cache_left) as proxy:
         step, reason = until_caught(start(proxy), 60)
     assert step == 1
     assert "uses caches of older weights" in reason or "it serves other weights" in reason
 
 
-def test_an_adapter_that_never_loads(url: str, start: Start) -> None:
+def test_an_adapter_that_never_loads(served: str, start: Start) -> None:
     """Caught by the server's list at step 0."""
-    with sabotage.sabotaged(url, sabotage.never_loaded) as proxy:
+    with sabotage.sabotaged(served, sabotage.never_loaded) as proxy:
         step, reason = until_caught(start(proxy, lora="never"), 2)
     assert step == 0
     assert "does not list it in /v1/models" in reason
 
 
-def test_an_old_folder_under_a_new_name(url: str, start: Start) -> None:
+def test_an_old_folder_under_a_new_name(served: str, start: Start) -> None:
     """Caught by the path of the name, which carries the digest of the weights, at step 1."""
-    with sabotage.sabotaged(url, sabotage.old_folder()) as proxy:
+    with sabotage.sabotaged(served, sabotage.old_folder()) as proxy:
         step, reason = until_caught(start(proxy, lora="folder"), 2)
     assert step == 1
     assert "it was not loaded" in reason
 
 
-def test_a_name_that_already_holds_other_weights(url: str, start: Start) -> None:
+def test_a_name_that_already_holds_other_weights(served: str, start: Start) -> None:
     """Another adapter has the name of version 1 on the server: caught before anything is loaded, at step 1."""
-    run = start(url, lora="taken")
+    run = start(served, lora="taken")
     other = run.other_adapter()
-    ServerControl(url).post("/v1/load_lora_adapter", {"lora_name": "taken-1-v1", "lora_path": str(other)})
+    ServerControl(served).post("/v1/load_lora_adapter", {"lora_name": "taken-1-v1", "lora_path": str(other)})
     step, reason = until_caught(run, 2)
     assert step == 1
     assert f"already serves an adapter called taken-1-v1, from {other}" in reason
 
 
 @pytest.mark.parametrize("fault", ["old bytes", "not applied"])
-def test_an_adapter_that_is_listed_and_not_used(url: str, start: Start, fault: str) -> None:
+def test_an_adapter_that_is_listed_and_not_used(served: str, start: Start, fault: str) -> None:
     """Name, path and digest are right, but the server computes with the first adapter or with none: only the canary can
     detect it. At step 2, since an adapter that begins at zero moves less than full weights."""
-    start(url).push_base()  # other tests have replaced it
+    start(served).push_base()  # other tests have replaced it
     tamper = sabotage.old_bytes() if fault == "old bytes" else sabotage.not_applied
-    with sabotage.sabotaged(url, tamper) as proxy:
+    with sabotage.sabotaged(served, tamper) as proxy:
         step, reason = until_caught(start(proxy, lora=fault.split()[0]), 40)
     assert 1 <= step <= 40
     assert "it serves other weights" in reason
