@@ -2,7 +2,7 @@
 
 Run as a process: `python gloo_receiver.py WEIGHTS [FAULT]`; prints its address. It cuts the stream of weights like
 `packed_nccl_broadcast_consumer` in vLLM 0.32, from names, dtypes and shapes alone. FAULT: `refuses` answers
-/update_weights with 400, `forgets` receives everything and keeps the old weights.
+/update_weights with 400.
 """
 
 import hashlib
@@ -53,8 +53,7 @@ class Worker:
         self.group.broadcast(buffer, 0).wait()
         self.calls.append(f"buffer of {len(pending)}")
         for (name, shape, dtype, _), part in zip(pending, buffer.split(sizes), strict=True):
-            if self.fault != "forgets":
-                self.weights[name] = part.clone().view(dtype).view(shape)
+            self.weights[name] = part.clone().view(dtype).view(shape)
 
     def checksums(self) -> dict[str, str]:
         digests = {

@@ -54,7 +54,7 @@ def resume(learner: Learner, state: Path) -> dict[str, Any]:
 
 
 def train_and_resume(recipe: TrainRecipe, accelerator: Accelerator, folder: Path) -> tuple[dict[str, Any], ...]:
-    state, found = folder / f"{recipe.train.precision} {recipe.model.lora is not None}", []
+    state, found = folder / f"{recipe.model.lora is not None}", []
     for run in (train, resume):
         found.append(run(Learner(recipe, accelerator), state))
         forget(accelerator)

@@ -5,19 +5,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
-from agentfactory.trainers.config import SyncConfig, TrainConfig, TrainRecipe
+from agentfactory.trainers.config import TrainConfig, TrainRecipe
 from agentfactory.trainers.processes import accelerator as accelerator_module
 from agentfactory.trainers.processes.accelerator import LaunchError, check_launch, check_same_recipe, make_accelerator
 from agentfactory.trainers.processes.launch_variables import _WITHOUT_EFFECT
@@ -29,10 +26,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.numbers, pytest.mark.extended]
 
 SCRIPT = Path(__file__).with_name("launched.py")
 ROOT = SCRIPT.parents[2]
-FSDP = (
-    "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\n"
-    "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n"
-)
 TWO_PROCESSES = {
     "ddp": ["--config_file", str(ROOT / "recipes/accelerate/ddp.yaml"), "--num_processes", "2"],
     "fsdp2": ["--config_file", str(ROOT / "recipes/accelerate/fsdp2.yaml"), "--num_processes", "2"],
@@ -53,18 +46,17 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool, script: Path = SCRIPT) -> list[str]:
-    """Return the output of `accelerate launch FLAGS SCRIPT ARGUMENTS`, which succeeds or is refused."""
+def launch(flags: list[str], arguments: list[str], cpu_by_environment: bool) -> list[str]:
+    """Return the output of `accelerate launch FLAGS SCRIPT ARGUMENTS`, which succeeds."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if cpu_by_environment:
         environment["ACCELERATE_USE_CPU"] = "true"
     launcher = ["-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"]
-    command = [sys.executable, *launcher, str(script), *arguments]
+    command = [sys.executable, *launcher, str(SCRIPT), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 or any("refused" in line for line in lines), done.stderr
-    return lines
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def run_alone(arguments: list[str], log: Path, on_cpu: bool) -> list[str]:
@@ -139,17 +131,6 @@ def test_two_processes_equal_one(train: Callable[..., Trained], strategy: str, d
             torch.testing.assert_close(weights[name], value, atol=tolerance, rtol=0, msg=lambda m, c=case: f"{c} {m}")
 
 
-def test_what_accelerate_does_not_set_up_is_refused(make_recipe: Make, tmp_path: Path) -> None:
-    (tmp_path / "accelerate.yaml").write_text(FSDP + "use_cpu: true\n")
-    flags = ["--config_file", str(tmp_path / "accelerate.yaml")]
-    recipes = json.dumps([make_recipe(processes=2, strategy="ddp").model_dump()])
-    refusals = [line for line in launch(flags, [recipes, "none", str(tmp_path / "out")], False) if "refused" in line]
-    assert refusals
-    fix = "ACCELERATE_USE_CPU=true accelerate launch --config_file recipes/accelerate/ddp.yaml --num_processes 2"
-    assert all("started 2 processes, but accelerate set up 1" in line and fix in line for line in refusals)
-    assert not (tmp_path / "out").exists()
-
-
 def test_machines_with_unlike_recipes_are_refused(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """`gather_object` gives each process the values of all: here, of this recipe and of another machine's."""
     recipe = make_recipe(processes=2, strategy="ddp")
@@ -180,17 +161,6 @@ def test_one_process_where_the_recipe_asks_for_two(monkeypatch: pytest.MonkeyPat
         check_launch(single, on_cpu())
 
 
-def test_segments_grow_unless_other_processes_open_them(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    for backend, expected in (("auto", "expandable_segments:True"), ("ipc", None)):
-        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-        recipe = make_recipe()
-        make_accelerator(recipe.model_copy(update={"sync": SyncConfig(backend=backend)}))
-        assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
-    make_accelerator(make_recipe())
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:128"
-
-
 @pytest.mark.parametrize("setting", _FSDP_SETTINGS)
 def test_settings_of_fsdp_that_would_be_ignored_are_refused(
     make_recipe: Make, monkeypatch: pytest.MonkeyPatch, setting: str
@@ -209,46 +179,3 @@ def test_a_variable_that_would_train_otherwise_than_the_recipe_is_refused(
     monkeypatch.setenv(name, "Other")
     with pytest.raises(SettingError, match=rf"{name}: got 'Other' from the environment.*; fix: unset it; in the rec"):
         make_accelerator(make_recipe())
-
-
-HARMLESS = {
-    # where it runs, which check_launch compares with the recipe
-    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_SAGEMAKER"),
-    # of torch.compile, whose backend must be "no"
-    *(f"ACCELERATE_DYNAMO_{name}" for name in ("MODE", "USE_FULLGRAPH", "USE_REGIONAL_COMPILATION", "USE_DYNAMIC")),
-    # slower checks of collectives, pinned cores, and what only other precisions and strategies use
-    *("ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY", "ACCELERATE_FP8_BACKEND", "ACCELERATE_ALLOW_CP_STANDALONE"),
-    # memory against speed, or passed explicitly
-    *("FSDP_RESHARD_AFTER_FORWARD", "FSDP_BACKWARD_PREFETCH", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
-    # it must not be set without checkpointing
-    *("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "FSDP_STATE_DICT_TYPE"),
-}
-
-
-@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
-def test_no_other_variable_of_accelerate_is_read(
-    make_recipe: Make, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
-    """Every variable that a new Accelerator reads is refused, or has no effect on training."""
-    if strategy == "fsdp2":
-        for name, value in {"USE_FSDP": "true", "USE_CPU": "true"}.items():
-            monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    read: set[str] = set()
-    get = os._Environ.__getitem__
-
-    def recording(environ: "os._Environ[str]", name: str) -> str:
-        read.add(name)
-        return get(environ, name)
-
-    monkeypatch.setattr(os._Environ, "__getitem__", recording)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with suppress(LaunchError):  # there is one process
-        make_accelerator(make_recipe(processes=1 + (strategy == "fsdp2"), strategy=strategy))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.undo()
-    # all accelerators of a process share their state, also the one of other tests
-    Accelerator(cpu=True)
-    known = {*HARMLESS, *_WITHOUT_EFFECT, *_FSDP_SETTINGS}
-    of_accelerate = {name for name in read if name.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_", "PARALLELISM_"))}
-    assert {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_MEGATRON_LM"} <= of_accelerate
-    assert of_accelerate <= known

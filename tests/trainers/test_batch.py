@@ -91,15 +91,6 @@ def test_the_normaliser_is_the_weight_of_all_processes_or_what_is_given() -> Non
     assert make_batches(rows, "tree", 60, normaliser=7.0)[0].normaliser == 7.0
 
 
-def test_fewer_rows_than_processes_leaves_idle_ones() -> None:
-    rows = rows_of(1)
-    rows[0].streams["value"] = np.full(len(rows[0].targets), 2.0)
-    batches = make_batches(rows, "tree", token_budget=60, processes=3)
-    assert [len(batch.micro_batches) for batch in batches] == [1, 1, 1]
-    assert [float(batch.micro_batches[0].streams["weight"].sum()) > 0 for batch in batches] == [True, False, False]
-    assert batches[1].micro_batches[0].streams.keys() == rows[0].streams.keys()
-
-
 @pytest.mark.parametrize("budget", [1, 200])
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_cutting_and_order_change_no_gradient(make_recipe: Make, batching: Batching, budget: int) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync import canary
 from agentfactory.trainers.sync.canary import CANDIDATES, CONTEXTS, Canary, CanaryRow, canary_rows
@@ -28,14 +27,6 @@ BASE = SyncReport(version=0, label="default", model="policy", bytes=0, seconds=0
 def own_server(model_folder: Path) -> Iterator[ServerControl]:
     with embedded_server(model_folder, "--max-model-len", "64") as url:
         yield ServerControl(url)
-
-
-def test_rows_are_the_same_for_all_who_ask() -> None:
-    assert canary_rows(range(64), longest=40) == ROWS
-    assert canary_rows(range(64), longest=40, seed=1) != ROWS
-    assert len(ROWS) == CONTEXTS
-    assert all(len(row.context) == 40 and len(set(row.candidates)) == CANDIDATES for row in ROWS)
-    assert all(len(row.context) == 144 for row in canary_rows(range(64), longest=8191))
 
 
 @pytest.mark.processes
@@ -95,18 +86,3 @@ def test_each_replica_behind_an_address_is_scored(monkeypatch: pytest.MonkeyPatc
     judge.prove(BASE, moved * 0.0)
     with pytest.raises(SyncError, match=rf":9, replica {stale}, version 1 .*it serves other weights"):
         judge.prove(replace(BASE, version=1), moved)
-
-
-@pytest.mark.parametrize(
-    ("lora", "server", "rounding"),
-    [
-        (None, {}, {}),
-        ({"rank": 2}, {}, {}),
-        ({"rank": 2}, {"quantization": "fp8"}, {"server.quantization": "fp8"}),
-        ({"rank": 2}, {"model": "org/Model-AWQ"}, {"server.model": "org/Model-AWQ"}),
-        ({"rank": 2, "quantization": "nf4"}, {}, {"model.lora.quantization": "nf4"}),
-    ],
-)
-def test_a_recipe_tells_what_is_rounded(lora: object, server: object, rounding: dict[str, str]) -> None:
-    recipe = {"model": {"path": "m", "lora": lora}, "server": server, "train": {"steps": 1}}
-    assert TrainRecipe.model_validate(recipe).rounding == rounding

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentfactory.trainers.checkpoints import checkpoint_folder
-from agentfactory.trainers.checkpoints.checkpoint import TrainState, compact, expand
+from agentfactory.trainers.checkpoints.checkpoint import compact, expand
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints, find_best, newest_whole, prune, verify
 
 
@@ -17,12 +17,11 @@ def best(folder: Path) -> Path | None:
     return found and found.path
 
 
-def write(folder: Path, step: int, success: float | None = None, only_best: bool = False) -> Path:
+def write(folder: Path, step: int, success: float | None = None) -> Path:
     path = checkpoint_folder.checkpoint_path(folder, step)
     with checkpoint_folder.written_aside(path) as aside:
         metrics = {} if success is None else {"eval/sampled/success": success}
-        info = {"step": step, "metrics": metrics, "only_best": only_best}
-        (aside / "trainer_state.json").write_text(json.dumps(info))
+        (aside / "trainer_state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
         (aside / "model").mkdir()
         (aside / "model" / "weights").write_bytes(bytes(range(256)))
     return path
@@ -36,9 +35,7 @@ def names(folder: Path) -> list[str]:
     ("damage", "said"),
     [
         (lambda path: (path / "model" / "weights").write_bytes(bytes(256)), "model/weights does not match its digest"),
-        (lambda path: (path / "model" / "weights").write_bytes(bytes(range(255))), "model/weights does not match"),
         (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
-        (lambda path: (path / "digests.json").unlink(), r"digests\.json cannot be read"),
         (lambda path: (path / "digests.json").write_text("{"), r"digests\.json cannot be read"),
     ],
 )
@@ -85,20 +82,6 @@ def test_a_figure_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000060"]
 
 
-def test_one_that_was_written_as_the_best_goes_when_it_no_longer_is(tmp_path: Path) -> None:
-    write(tmp_path, 10, 0.5)
-    write(tmp_path, 13, 0.8, only_best=True)
-    write(tmp_path, 20, 0.7)
-    prune(tmp_path, None, best(tmp_path))
-    assert names(tmp_path) == ["step-000010", "step-000013", "step-000020"]
-    write(tmp_path, 26, 0.9, only_best=True)
-    prune(tmp_path, 1, best(tmp_path))
-    assert names(tmp_path) == ["step-000020", "step-000026"], "the newest due checkpoint stays, too"
-    write(tmp_path, 30, 0.9)
-    prune(tmp_path, None, best(tmp_path))
-    assert names(tmp_path) == ["step-000020", "step-000030"]
-
-
 def test_by_itself_success_decides_and_reward_where_there_is_none(tmp_path: Path) -> None:
     write(tmp_path, 10, 0.5)
     write(tmp_path, 20)
@@ -117,21 +100,3 @@ def test_ids_are_kept_as_ranges() -> None:
         *(["g000000", "g000639"], ["g000642", "g000642"], ["g999999", "g1000000"], ["g000641-1", "g000641-1"]),
     ]
     assert sorted(expand(compact(ids))) == sorted(ids)
-
-
-def test_a_train_state_goes_on() -> None:
-    train_state = TrainState()
-    train_state.note_evaluation(0, {"eval/reward": 0.1})
-    for step in (1, 2, 3):
-        train_state.finish(step, [f"g{step:06d}"], seconds=2.0)
-        train_state.labels[f"run-v{step}"] = step
-    train_state.note_evaluation(3, {"eval/reward": 0.4})
-    again = TrainState.from_json(json.loads(json.dumps({"step": 3, "renderer": {}, **train_state.to_json()})))
-    assert (again.step, again.seconds, again.evaluated) == (3, 6.0, 3)
-    assert (again.before, again.after) == ({"eval/reward": 0.1}, {"eval/reward": 0.4})
-    assert again.trained == {"g000001", "g000002", "g000003"}
-    assert again.labels == {"run-v1": 1, "run-v2": 2, "run-v3": 3}
-    assert again.groups == [], "the checkpoint includes them"
-    again.finish(4, ["g000004"], seconds=1.0)
-    assert again.take_groups() == ["g000004"]
-    assert again.take_groups() == []

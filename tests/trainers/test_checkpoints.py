@@ -62,13 +62,11 @@ RECORDED: dict[str, dict[str, Any]] = {
     "critic as an adapter": {"algorithm": "ppo", "lora": {"rank": 2}},
     "muon": {"optimizer": {"name": "muon"}},
     "adafactor": {"optimizer": {"name": "adafactor"}},
-    "without a state": {"optimizer": {"name": "sgd", "betas": [0.0, 0.9]}},
-    "supervised": {"algorithm": "sft", "batch_size": 5},
     "taught": {"algorithm": "distill", "teacher": {"divergence": "reverse_kl"}, "loss": {"normaliser": "sequence"}},
 }
 
 
-RARE = {"taught", "critic as an adapter", "muon", "adafactor", "without a state"}
+RARE = {"taught", "critic as an adapter", "muon", "adafactor"}
 RARELY = [pytest.param(case, marks=[pytest.mark.extended] if case in RARE else []) for case in RECORDED]
 
 

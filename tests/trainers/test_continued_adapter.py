@@ -80,22 +80,17 @@ def test_an_adapter_of_another_network_is_refused_by_the_tensor_that_does_not_fi
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_training_resumes_exactly_within_the_second_run(
-    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, algorithm: str
+    make_recipe: Make, trained: tuple[Path, Policy], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     course = {"batch_size": 2, "learning_rate": 1e-2, "checkpoint_every": 1, "steps": 3}
-    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm=algorithm, loss=KL, **course)
+    recipe = make_recipe(lora={"rank": 3, "from": str(trained[0])}, algorithm="ppo", loss=KL, **course)
     whole, *folders = train_twice(recipe, make_groups(6, 4), tokenizer, tmp_path, resume_at=1)
     assert whole[0]["kl"] == 0
     assert whole[1]["kl"] > 0
     last, again = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert last.keys() == again.keys() == load_file(trained[0] / "adapter_model.safetensors").keys()
     assert all(torch.equal(last[name], again[name]) for name in last)
-    network = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
-    alone = PeftModel.from_pretrained(network, folders[0])
-    continued = load_policy(make_recipe(lora={"rank": 3, "from": str(folders[0])}))
-    torch.testing.assert_close(score(continued), scores_of(alone), atol=1e-5, rtol=0)
 
 
 OF_PEFT: dict[str, dict[str, Any]] = {
@@ -155,21 +150,3 @@ def test_an_adapter_on_tied_embeddings_is_merged_into_an_untied_network(model_fo
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not merged.config.tie_word_embeddings
     torch.testing.assert_close(scores_of(merged), expected, atol=1e-5, rtol=0)
-
-
-def test_the_rounding_of_a_merge_is_named(model_folder: Path, of_peft: Any, tmp_path: Path) -> None:
-    folder, _ = of_peft("rslora")
-    said = merge_adapter(folder, str(model_folder), "bfloat16", tmp_path / "merged")
-    assert "merged in float32; rounding to bfloat16 moves these weights by " in said
-    share = float(said.partition(" by ")[2].partition("%")[0])
-    base, rounded, exact = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for path in (model_folder, tmp_path / "merged", model_folder)
-    )
-    exact = PeftModel.from_pretrained(exact, folder).merge_and_unload()
-    change = lost = 0.0
-    for name, weight in exact.named_parameters():
-        if "_proj" in name:
-            change += float((weight - base.get_parameter(name)).square().sum())
-            lost += float((weight - rounded.get_parameter(name)).square().sum())
-    assert share == pytest.approx(100 * (lost / change) ** 0.5, abs=0.1)

@@ -2,29 +2,22 @@
 
 import json
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import agentfactory
 from agentfactory.rollout.config import OutcomePolicy
-from agentfactory.rollout.config.chains import ChainConfig
 from agentfactory.rollout.config.sources import TasksConfig
 from agentfactory.rollout.inference.weight_versions import WeightVersions
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
-from agentfactory.trainers.config import ALGORITHMS, TeacherConfig, TrainRecipe
+from agentfactory.trainers.config import TeacherConfig, TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, Credited, needed_scores
 from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers
-
-ROOT = Path(agentfactory.__file__).parent
 
 
 def chain(reward: float | None, turns: Sequence[int] = (2, 1), outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
@@ -131,11 +124,6 @@ def test_a_group_with_a_late_chain(make_recipe: Make, late: str, trained: dict[s
     if late == "baseline":
         assert [row.targets.tolist() for row in done.rows] == [[7, 8], [7, 8, 11, 12]]
         assert [len(row.token_ids) for row in done.rows] == [9, 13], "older tokens are context"
-        recipe.train.advantage.malformed_turns = "blamed"
-        chains["late"].malformed_turns = [0, 1]
-        credit = Credit([group(*chains.values())], recipe, fresh)
-        bound = -math.sqrt((2 * 1 + 4 * 4) / 6)
-        assert advantages(credit.assign(credit.rows)) == [[-1.0] * 2, [bound] * 2 + [2.0] * 2]
 
 
 def test_rewards_of_turns_that_are_too_old_are_not_credited_to_later_ones(make_recipe: Make) -> None:
@@ -180,51 +168,6 @@ def test_each_source_has_its_own_limit_of_length(make_recipe: Make) -> None:
     assert total / done.normaliser == pytest.approx((15 / 20 + 2 / 20 + 15 / 40 + 2 / 40) / 4)
 
 
-RECIPES_OWN = {
-    # sft has no sources
-    ("launching/trainer_main.py", "parser"): "sft",
-    ("launching/trainer_main.py", "reasoning"): "sft",
-    ("launching/trainer_main.py", "coordinates"): "sft",
-    # no source may have more
-    **dict.fromkeys((f"placement/{name}.py", "max_total_tokens") for name in ("plan_choice", "suggested_changes")),
-    **dict.fromkeys((f"placement/{name}_memory.py", "max_total_tokens") for name in ("activation", "server")),
-    ("trainers/networks/network.py", "max_total_tokens"): "no source may have more",
-    ("launching/trainer_main.py", "max_total_tokens"): "contexts of the canary",
-    ("trainers/loop/token_advantages.py", "max_total_tokens"): "groups of no source",
-}
-"""Places that read a setting of chains from the whole recipe, though a source may have its own."""
-
-
-def test_settings_that_a_source_may_have_are_read_from_its_part() -> None:
-    """Over the schema: whatever trains, plans memory or runs the worker takes each of these from a part of the recipe,
-    or is listed with the reason."""
-    names = "|".join(sorted(ChainConfig.model_fields))
-    found = set()
-    for package in ("trainers", "placement", "launching", "rollout/workers", "rollout/groups"):
-        for file in (ROOT / package).rglob("*.py"):
-            code = re.sub(r'""".*?"""|"[^"\n]*"', "", file.read_text(), flags=re.DOTALL)
-            for name in re.findall(rf"recipe\.rollout\.({names})\b", code):
-                found.add((str(file.relative_to(ROOT)), name))
-    assert found <= RECIPES_OWN.keys()
-    assert ("placement/activation_memory.py", "max_total_tokens") in found
-
-
-def test_each_source_is_whitened_alone_and_keeps_its_returns(make_recipe: Make) -> None:
-    """As if each had a batch of its own, from an independent call for each."""
-    recipe = make_recipe(algorithm="ppo", advantage={"per_source": True})
-    values = {"a": [0.1, 0.2, 0.3], "b": [0.5, 0.7, 0.9]}
-    groups = {
-        "a": Group("g0", {}, [chain(1.0), chain(0.0)], source="a"),
-        "b": Group("g1", {}, [chain(9.0), chain(-3.0)], source="b"),
-    }
-    scores = {name: [{"value": value}] * 2 for name, value in values.items()}
-    done = credited(recipe, *groups.values(), scores=[*scores["a"], *scores["b"]])
-    alone = [row for name in groups for row in credited(recipe, groups[name], scores=scores[name]).rows]
-    for row, expected in zip(done.rows, alone, strict=True):
-        assert row.streams["advantage"] == pytest.approx(expected.streams["advantage"])
-        assert row.streams["return"] == pytest.approx(expected.streams["return"])
-
-
 def test_turn_rewards_reach_the_tokens_of_their_turn_and_before(make_recipe: Make) -> None:
     """DeepSeekMath 4.1.3: turn rewards 1, 3 and 2, 2 have mean 2 and sample deviation sqrt(2/3); a token gets the sum
     of the normalised rewards of its own and later turns, plus the chain's advantage, which is 0 here."""
@@ -249,20 +192,6 @@ def test_a_turn_that_cannot_be_read_is_blamed(make_recipe: Make) -> None:
     assert advantages(credited(recipe, groups)) == [[1.0] * 3, [-1.0] * 3, [0.0] * 3]
     # without a learning signal, nothing is penalised
     assert advantages(credited(make_recipe(), group(malformed(1.0, 0), chain(1.0)))) == [[0.0] * 3] * 2
-
-
-# raft has no advantage below 0, except for malformed turns: see the next test
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS.keys() - {"sft", "distill", "raft"}))
-def test_every_algorithm_blames_a_turn_that_cannot_be_read(make_recipe: Make, algorithm: str) -> None:
-    groups = [group(malformed(5.0, 1), malformed(1.0, 0), chain(0.0), chain(4.0))]
-    for rule in ("blamed", "like_others"):
-        recipe = make_recipe(algorithm=algorithm, advantage={"malformed_turns": rule})
-        scores = [{name: [0.0] * 3 for name in needed_scores(recipe)}] * 4
-        best, worse, *others = (row.streams["advantage"] for row in credited(recipe, *groups, scores=scores).rows)
-        assert best[0] > 0
-        assert worse[0] < 0
-        assert best[2] < 0 if rule == "blamed" else best[2] > 0
-        assert others[1][0] > 0
 
 
 def test_rejection_sampling_imitates_whole_chains_without_their_malformed_turns(make_recipe: Make) -> None:
@@ -345,56 +274,6 @@ def test_a_sampled_teacher_is_bounded_by_the_rules_of_credit(make_recipe: Make) 
     assert "most" not in credited(without, group(chain(1.0))).rows[0].streams
     recipe.teacher = TeacherConfig(model="teacher", divergence="reverse_kl")
     assert "most" not in credited(recipe, groups, scores=scores).rows[0].streams
-
-
-def test_what_is_kept_of_the_credit(make_recipe: Make) -> None:
-    """Rows and positions are the trajectory's, and a group without a learning signal has a line, too."""
-    recipe = make_recipe(advantage={"options": {"scale": "none"}})
-    split = replace(chain(1.0, turns=(2,)), id="split")
-    unsampled = Row()
-    unsampled.append_context([1, 2])
-    split.rows = [*split.rows, unsampled, *chain(1.0, turns=(1, 1)).rows]
-    broken = replace(chain(None, outcome=Outcome.TIMEOUT), id="broken")
-    credit = Credit([group(split, chain(0.0)), Group("none", {}, [broken])], recipe)
-    rows = credit.assign(credit.rows).rows
-    proximal = list(map(np.array, ([-0.1234567, -2.0], [-3.0, -4.0], [-5.0, -6.0, -7.0])))
-    before = [{"proximal": values, "divergence": np.full(len(values), np.nan)} for values in proximal]
-    before[0]["divergence"] = np.array([0.25, np.nan])
-    first, second = map(json.loads, credit.lines(7, rows, before))
-    # a row of which the teacher graded no token has no divergence
-    assert first["chains"]["split"][0].pop("divergence") == [0.25, None]
-    assert first == {
-        "group": "g",
-        "step": 7,
-        "chains": {
-            "split": [
-                {"row": 0, "targets": [3, 4], "advantage": [0.5, 0.5], "proximal": [-0.123457, -2.0]},
-                {"row": 2, "targets": [3, 6], "advantage": [0.5, 0.5], "proximal": [-3.0, -4.0]},
-            ],
-            "c": [{"row": 0, "targets": [3, 4, 7], "advantage": [-0.5] * 3, "proximal": [-5.0, -6.0, -7.0]}],
-        },
-    }
-    assert second == {"group": "none", "step": 7, "chains": {}}
-    # steps that train only the critic compute no log-probabilities
-    assert "proximal" not in json.loads(credit.lines(7, rows)[0])["chains"]["c"][0]
-
-
-def test_a_turn_that_begins_a_row_shifts_no_reward(make_recipe: Make) -> None:
-    """The first token of a row has no context, so it is not trained: the turn's reward is for the others."""
-
-    def headless(reward: float, turn_rewards: list[float]) -> Trajectory:
-        row = Row()
-        row.append_sampled([4] * 3, [-1.0] * 3, [Span("0", 0, 3)])
-        row.append_context([7, 7])
-        row.append_sampled([4] * 2, [-1.0] * 2, [Span("0", 5, 7)])
-        made = Trajectory("c", [], [row], Outcome.COMPLETED, reward, turns=2)
-        made.turn_rewards = turn_rewards
-        return made
-
-    recipe, rewards = make_recipe(advantage={"options": {"scale": "none"}}), ([1.0, 0.0], [0.0, 0.0])
-    plain = group(*(with_rewards(chain(0.0, (2, 2)), turn) for turn in rewards))
-    found, expected = credited(recipe, group(*(headless(0.0, turn) for turn in rewards))), credited(recipe, plain)
-    assert advantages(found) == [row.streams["advantage"].tolist() for row in expected.rows]
 
 
 def with_rewards(trajectory: Trajectory, turn_rewards: list[float]) -> Trajectory:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agentfactory.trainers.sync.canary_verdict import LEAST_NOISE, Drift, Verdict
+from agentfactory.trainers.sync.canary_verdict import Drift, Verdict
 
 NOISE = 0.01
 CONTEXTS, TOKENS = 8, 128
@@ -83,13 +83,6 @@ def test_what_is_not_a_number_and_another_model_never_pass(scorer: Scorer) -> No
     assert begun(scorer).judge(broken, broken, scorer.at(0)).failure
     assert begun(scorer).judge(scorer.at(0), scorer.at(0), broken).failure
     assert begun(scorer).judge_again(broken).failure
-
-
-def test_exact_agreement_does_not_make_the_noise_zero(scorer: Scorer) -> None:
-    drift = Drift("bfloat16", CONTEXTS)
-    scores = scorer.at(0)
-    drift.start(scores, scores, scores)
-    assert drift.noise == LEAST_NOISE["bfloat16"]
 
 
 def test_after_a_restart_the_latest_version_must_score_as_before(scorer: Scorer) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
-    with serve(model, "float32") as url:
+    with serve(model) as url:
         yield url
 
 
@@ -50,7 +50,7 @@ def theirs(model: Path, tmp_path: Path) -> Path:
 
 
 def begin(start: Start, url: str, **options: object) -> Run:
-    run = start("float32", url, **options)
+    run = start(url, **options)
     assert until_caught(run, 1) == (-1, "")
     return run
 
@@ -67,7 +67,7 @@ def test_full_weights_of_another_process(server: str, theirs: Path, start: Start
 
 
 def test_an_adapter_of_another_process(server: str, start: Start) -> None:
-    start("float32", server).push_base()
+    start(server).push_base()
     run = begin(start, server, lora="mine", learning_rate=1e-3)
     other = run.other_adapter()
     curl(server, "/v1/unload_lora_adapter", {"lora_name": "mine-1-v1"})
@@ -86,11 +86,3 @@ def test_a_server_that_comes_back_with_weights_of_another_process(server: str, t
     run.sync.restore(server)
     policy = run.learner.policy
     assert holds_full_weights(ServerControl(server), "run-1-v1", Content(policy.gather()))
-
-
-def test_a_restarted_server_is_no_fault(model: Path, start: Callable[..., Run]) -> None:
-    """It reports its first weights, and the next push brings the new ones."""
-    with serve(model, "float32") as url:
-        run = begin(start, url)
-        push(url, model / "model.safetensors", "default")
-        run.publish(2)

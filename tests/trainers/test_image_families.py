@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.images.families import load_vision, why_no_images
+from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.images.image_tokens import OwnProcessor, PatchVision
 from agentfactory.trainers.batches.batch import make_batches, training_row
 from agentfactory.trainers.networks.policy import load_policy
@@ -109,27 +109,6 @@ def test_the_start_compares_with_transformers(own: Path, monkeypatch: pytest.Mon
     )
     with pytest.raises(SettingError, match=r"from .*'s own processor and forward pass by \d"):
         check_images(policy, str(own))
-
-
-def test_an_image_keeps_to_the_limits_of_the_recipe(own: Path) -> None:
-    vision = load_vision(str(own), min_pixels=30 * 30, max_pixels=100 * 100)
-    assert vision is not None
-    for size in ((400, 300), (10, 17), (90, 90), (60, 900)):
-        fitted = vision.fit(Image.new("RGB", size))
-        assert 30 * 30 <= fitted.width * fitted.height <= 100 * 100
-        assert vision.grid(fitted) == (1, fitted.height, fitted.width)
-        assert len(vision.ids(vision.grid(fitted))) == vision.tokens(vision.grid(fitted))
-    with pytest.raises(SettingError, match=r"model.max_image_pixels: got 5, less than the minimum of 9"):
-        load_vision(str(own), min_pixels=9, max_pixels=5)
-
-
-def test_images_without_torchvision_are_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(make_family(tmp_path / "internvl", "internvl"))
-    monkeypatch.setattr("agentfactory.rollout.images.families.is_installed", lambda name: False)
-    assert load_vision(path) is None
-    assert why_no_images(path) == f"{path} (internvl) needs torchvision for its images, which is not installed"
 
 
 def test_glm_has_transformers_sizes_and_positions(tmp_path: Path) -> None:

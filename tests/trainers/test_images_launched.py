@@ -34,13 +34,7 @@ def rows_of(album: Album) -> list[TrainingRow]:
     return [training_row(row, advantage=album.draw.uniform(-1, 1)) for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        *(("qwen2_5_vl", "fsdp2"), ("qwen3_vl", "ddp")),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen2_5_vl", "ddp"), ("qwen3_vl", "fsdp2"))),
-    ],
-)
+@pytest.mark.parametrize(("kind", "strategy"), [("qwen2_5_vl", "fsdp2"), ("qwen3_vl", "ddp")])
 def test_two_processes_equal_one(tmp_path: Path, strategy: str, kind: str) -> None:
     model = make_vision_model(tmp_path / "model", kind)
     album = Album(model, tmp_path / "images")

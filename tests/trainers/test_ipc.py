@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
@@ -148,11 +148,6 @@ def test_what_cannot_work_is_refused_with_the_way_out(
         patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
         with pytest.raises(SyncError, match=r"sync\.backend: ipc: /dev/shm has 0 MiB free.*docker run --shm-size"):
             sync.push(0, policy, state)
-    # vLLM's response does not say whose memory it reads: a GPU's
-    with monkeypatch.context() as patch:
-        patch.setattr(ServerControl, "post", lambda *_: {"message": "Weight transfer initialized"})
-        with pytest.raises(SyncError, match=r"reads weights only from GPU memory.* use sync\.backend: file"):
-            IpcSync([server], device=torch.device("cpu"))
     # a trainer on a GPU, a server on the CPU
     monkeypatch.setattr("agentfactory.trainers.sync.ipc_sync.memory_key", lambda _: "GPU-1")
     with pytest.raises(SyncError, match=r"can read the memory of cpu, and the trainer's is GPU-1"):
@@ -195,11 +190,8 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
         ({**info, "tensor_sizes": [128, 640]}, "needs 64 bytes; tensor_sizes has 640, and the buffer has 65 left"),
         ({**info, "dtype_names": ["float32", "load"]}, "'load', which is no dtype"),
         ({**info, "names": names[:1]}, "must be lists of one length"),
-        ({**info, "names": "model.norm.weight"}, "must be lists of one length"),
-        ({"names": names}, "the file backend takes"),
         ({**info, "ipc_handles_pickled": pickled({"GPU-2": ()})}, "for the memory of GPU-2, and the model is on cpu"),
         ({**info, "ipc_handles_pickled": pickled({"cpu": ("psm_none", 1)})}, "no shared memory psm_none on the server"),
-        ({**info, "ipc_handles_pickled": pickled({"cpu": 3})}, r"3 is not \(name, bytes\)"),
         ({**info, "ipc_handles_pickled": "??"}, "cannot be read"),
     ]
     for case, message in wrong:
@@ -217,19 +209,6 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
         update.check_whole()
     update.close()
     packed.buffer.close()
-
-
-def test_a_weight_may_begin_at_any_address() -> None:
-    """Another sender might not align them."""
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(2))
-    update = WeightUpdate(model)
-    packed = Packed({"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.tensor([2.0, 3.0])})
-    update.load(packed.info)
-    update.check_whole()
-    update.close()
-    packed.buffer.close()
-    assert [*model.a.tolist(), *model.b.tolist()] == [1.0, 1.0, 1.0, 2.0, 3.0]
 
 
 def test_tied_weights_must_agree_wherever_they_come(policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""The table of metrics, and the metrics computed from groups."""
+"""Metrics computed from groups, and the mismatch by role and by age, compared with hand-computed values."""
 
 from collections import Counter
 
@@ -6,7 +6,9 @@ import pytest
 
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome
+from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.metrics import bounds_of_success, group_metrics
+from agentfactory.trainers.update.mismatch import mismatch_by_kind
 from tests.trainers.conftest import make_groups
 
 
@@ -52,3 +54,30 @@ def test_bounds_of_the_success_of_started_chains() -> None:
     assert found == {"started/success_least": pytest.approx(0.24), "started/success_most": pytest.approx(0.28)}
     assert bounds_of_success({"success": 0.25, "chains": 96.0, "cancelled/chains": 0.0}) == {}
     assert bounds_of_success({"chains": 96.0, "cancelled/chains": 4.0}) == {}
+
+
+def row_of(roles: str) -> Row:
+    row = Row()
+    row.append_context([1, 2])
+    row.append_sampled([3, 4], [-1.0, -2.0], [Span("v1", 0, 1), Span("v2", 1, 2)])
+    row.note_roles(roles[:2])
+    row.append_context([5])
+    row.append_sampled([6], [-3.0], [Span("v2", 0, 1)])
+    row.note_roles(roles[2:])
+    row.append_context([7])
+    return row
+
+
+def test_mismatch_by_role_and_by_age() -> None:
+    row = row_of("fat")
+    assert row.roles == "..fa.t"
+    trained = training_row(row)
+    ages = {"v1": 2, "v2": 0}
+    found = mismatch_by_kind([trained], [row], [[-1.5, -2.25, -2.0]], ages.__getitem__)
+    ages_by_hand = {"mismatch/age/2": 0.5, "mismatch/age/0": (0.25 + 1.0) / 2}
+    roles = {"mismatch/format": 0.5, "mismatch/arguments": 0.25, "mismatch/text": 1.0}
+    assert found == pytest.approx(roles | ages_by_hand)
+    # mean over all rows' tokens, not over row means
+    other = row_of("fff")
+    found = mismatch_by_kind([trained, training_row(other)], [row, other], [[-1.5, -2.25, -2.0], [-1.0, -2.0, -3.0]])
+    assert found == pytest.approx(roles | {"mismatch/format": 0.5 / 4})

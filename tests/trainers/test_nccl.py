@@ -96,16 +96,6 @@ def test_a_server_that_refuses_stops_the_run_at_once(policy: Policy, tmp_path: P
             sync.push(0, policy, policy.gather())
 
 
-@pytest.mark.extended
-def test_a_server_that_was_started_again_cannot_join_again(policy: Policy, tmp_path: Path) -> None:
-    with receiver(policy, tmp_path) as server:
-        sync = NcclSync([server], open_group=GlooGroup)
-        sync.push(0, policy, policy.gather())
-        server.post("/finish_weight_update", {"weight_version": "default"})
-        with pytest.raises(SyncError, match="its NCCL group has ended: resume the run"):
-            sync.restore(server.url)
-
-
 def test_packing_cuts_after_the_weight_that_goes_beyond_the_buffer() -> None:
     """vLLM's rule: a buffer is sent once it exceeds its size, so a large weight is sent whole."""
     state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(100), "d": torch.ones(1, dtype=torch.bfloat16)}

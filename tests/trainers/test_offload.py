@@ -4,26 +4,19 @@ The device is the CPU, too; offload copies from it as from a GPU.
 """
 
 from collections.abc import Iterator
-from enum import IntEnum
-from operator import attrgetter
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import PreTrainedTokenizerFast
 
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
 from agentfactory.trainers.update.learner import Learner
-from agentfactory.trainers.update.learner_state import load_state
-from agentfactory.trainers.update.offload import Offload, lock
+from agentfactory.trainers.update.offload import Offload
 from agentfactory.trainers.update.policy_update import update_policy
-from tests.saved_checkpoint import save_checkpoint
 from tests.trainers.conftest import Make, make_groups, on_cpu
 
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -113,60 +106,3 @@ def test_the_devices_memory_is_given_back(make_recipe: Make, name: str) -> None:
 def addresses(learner: Learner) -> Iterator[tuple[str, int]]:
     for number, network in enumerate(learner.networks):
         yield from ((f"{number}: {name}", weight.data_ptr()) for name, weight in network.named_parameters())
-
-
-def test_what_lies_in_one_memory_stays_together(make_recipe: Make) -> None:
-    """Tied weights, and views of one tensor, change together on both sides."""
-    learner = Learner(make_recipe(), on_cpu())
-    network = learner.policy.network
-    embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
-    assert embeddings.weight is head.weight
-    line = torch.arange(12.0)
-    network.register_buffer("rows", line.view(3, 4), persistent=False)
-    network.register_buffer("tail", line[8:], persistent=False)
-    offload = Offload(learner)
-    for move in (offload.to_host, offload.to_device):
-        move()
-        assert embeddings.weight is head.weight
-        assert isinstance(embeddings.weight, nn.Parameter)
-        network.tail.add_(1)
-        assert torch.equal(network.rows[2], network.tail)
-    assert network.tail.tolist() == [10.0, 11.0, 12.0, 13.0]
-
-
-def test_an_offloaded_learner_can_be_saved(
-    make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    recipe = make_recipe(steps=3, batch_size=2, learning_rate=1e-2)
-    learner = Learner(recipe, on_cpu())
-    step(learner, recipe, make_groups(2, 3))
-    here = save_checkpoint(tmp_path / "here", 1, learner, tokenizer, {})
-    offload = Offload(learner)
-    offload.to_host()
-    there = save_checkpoint(tmp_path / "there", 1, learner, tokenizer, {})
-    for name in ("model.safetensors", "config.json"):
-        assert (here / name).read_bytes() == (there / name).read_bytes()
-    # no file contains more than its tensors
-    shards = [path / "training_state" / "__0_0.distcp" for path in (here, there)]
-    assert shards[0].stat().st_size == shards[1].stat().st_size
-    offload.to_device()
-    resumed = Learner(recipe, on_cpu())
-    load_state(there, resumed)
-    # loaded tensors are offloaded like trained ones
-    offload_too = Offload(resumed)
-    offload_too.to_host()
-    offload_too.to_device()
-    for one in (learner, resumed):
-        step(one, recipe, make_groups(2, 3, seed=1))
-    torch.testing.assert_close(dict(kept(resumed)), dict(kept(learner)), atol=0, rtol=0)
-
-
-def test_memory_that_cannot_be_page_locked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next kernel would raise an ignored failure as its own."""
-    errors = IntEnum("errors", {"success": 0, "memory_allocation": 2})
-    name = attrgetter("name")
-    cudart = SimpleNamespace(cudaError=errors, cudaGetErrorString=name, cudaHostRegister=lambda *_: 2)
-    monkeypatch.setattr(torch.cuda, "_cudart", cudart)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    with pytest.raises(torch.cuda.CudaError, match=r"memory_allocation \(2\)"):
-        lock(torch.empty(2**26, dtype=torch.uint8), torch.device("cuda"))

@@ -113,12 +113,6 @@ def test_a_group_without_weights_is_refused(make_recipe: Make, groups: list[str]
         make_optimizer(load_policy(make_recipe()), settings)
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "lion"])
-def test_what_needs_a_gpu_is_refused_without(make_recipe: Make, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"train\.optimizer\.name: {name} needs a CUDA GPU"):
-        make_optimizer(load_policy(make_recipe()), config(name))
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -78,20 +78,6 @@ def test_equals_an_adapter_on_its_dequantised_base(
         assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
-def test_the_base_takes_four_bits_and_its_rounding_shows(make_recipe: Make) -> None:
-    quantised, plain = load_policy(make_recipe(lora=NF4)), load_policy(make_recipe(lora={"rank": 4}))
-    stored = {name: weight for name, weight in quantised.named_parameters() if ".base_layer." in name}
-    assert len(stored) == 2 * 7
-    for name, weight in plain.named_parameters():
-        if name in stored:
-            assert stored[name].nbytes * 8 == weight.nbytes, name
-            assert not stored[name].requires_grad
-    trained = {weight.dtype for weight in quantised.parameters() if weight.requires_grad}
-    assert trained == {torch.float32}
-    with torch.no_grad():
-        assert 0.05 < (score(quantised) - score(plain)).abs().mean() < 2
-
-
 def test_training_goes_on_bit_by_bit_and_its_adapter_is_anybody_s(
     make_recipe: Make, model_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

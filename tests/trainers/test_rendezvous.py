@@ -63,13 +63,6 @@ def test_nccl_is_on_loopback_unless_it_must_reach_servers_elsewhere(urls: list[s
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME")) == ("lo", nccl)
 
 
-def test_an_interface_that_the_user_names_stays(launch: pytest.MonkeyPatch) -> None:
-    launch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    launch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    init_method([])
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("ib0", "ib0")
-
-
 def test_several_machines_are_warned_once_with_the_reason(
     launch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,6 @@
 """Sharded weights that are sent to servers while they are gathered: no process holds all of them."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +77,3 @@ def test_a_weight_is_held_until_the_layouts_that_need_it_are_digested() -> None:
     wrong = served | {"model.norm.weight": weight_digest(torch.zeros(8))}
     with pytest.raises(Exception, match=r"model\.norm\.weight differs from the trainer's"):
         content.check(wrong)
-
-
-def test_weights_are_read_as_they_are_then_and_as_often_as_wanted_if_they_are_not_sharded() -> None:
-    state = {"w0.weight": torch.randn(3, 2), "w1.weight": torch.randn(4)}
-    weights = Weights(state.items(), torch.bfloat16)
-    assert not weights.sharded
-    assert not weights.resident
-    assert Weights(state.items()).resident
-    assert weights.nbytes == 2 * (6 + 4)
-    for name, value in weights.meta.items():
-        assert (value.shape, value.dtype) == (state[name].shape, torch.bfloat16)
-    state["w0.weight"].fill_(math.pi)
-    assert dict(weights.stream())["w0.weight"].eq(torch.tensor(math.pi).bfloat16()).all()
-    assert [name for name, _ in weights.stream()] == list(weights) == list(state)
-    assert torch.equal(weights["w1.weight"], state["w1.weight"].bfloat16())
-    weights.finish()
-    assert len(weights) == 2

@@ -1,14 +1,10 @@
 """Control of inference servers: checks at the start, and waiting while none answers."""
 
-import socket
 import time
 from typing import Any
 
 import pytest
 
-from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.sync import server_control
-from agentfactory.trainers.sync.backends import backend_of
 from agentfactory.trainers.sync.canary import Canary
 from agentfactory.trainers.sync.proven_push import RetryingSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
@@ -17,14 +13,6 @@ from agentfactory.trainers.sync.weight_sync import SyncReport
 NOWHERE = ServerControl("http://127.0.0.1:9")
 CANARY = Canary([NOWHERE], [], "float32")
 REPORT = SyncReport(3, "3", "policy", 1, 0.1, "00")
-
-
-@pytest.mark.parametrize(("backend", "lora"), [("file", None), ("auto", {"rank": 2}), ("auto", None)])
-def test_our_engine_has_the_routes_of_its_backends(server: ServerControl, backend: str, lora: object) -> None:
-    recipe = {"model": {"path": "m", "lora": lora}, "train": {"steps": 1}, "sync": {"backend": backend}}
-    routes = backend_of(TrainRecipe.model_validate(recipe)).routes
-    server.require(routes)
-    assert any("lora" in route for route in routes) == (lora is not None)
 
 
 def test_a_missing_route_names_the_switch_that_turns_it_on(server: ServerControl) -> None:
@@ -60,22 +48,3 @@ def test_a_version_waits_for_a_server_as_long_as_the_recipe_says() -> None:
     with pytest.raises(ServerGoneError, match=r"127.0.0.1:9/health.*no server answered for 0.6 s"):
         RetryingSync(Sleeper(answers_from=99), CANARY, retry_seconds=0.6).push(3, policy, {})
     assert time.monotonic() - started < 20
-
-
-def test_a_server_that_is_gone_again_is_not_proven() -> None:
-    sync = RetryingSync(Sleeper(answers_from=2), CANARY, retry_seconds=1.0)
-    assert sync.bring_back(NOWHERE.url) is False
-    assert sync.bring_back(NOWHERE.url) is True
-
-
-def test_a_control_request_that_takes_long_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(server_control, "STALL_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        server = ServerControl(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_seconds=1.0)
-        with pytest.raises(ServerGoneError, match="timed out"):
-            server.post("/pause")
-    assert caplog.messages == [
-        f"server {server.url} has not answered POST /pause for 0.2 s; the trainer waits up to 1 s"
-    ]

@@ -47,11 +47,8 @@ def two_ranks(folder: Path, recipes: list[TrainRecipe]) -> list[list[dict[str, A
     return on_ranks(load, recipes, folder, "fsdp2")
 
 
-@pytest.mark.parametrize(
-    ("layers", "width"),
-    # 134 MB, and 1 GiB
-    [pytest.param(6, 512), pytest.param(14, 1024, marks=pytest.mark.long)],
-)
+# 134 MB, and 1 GiB
+@pytest.mark.parametrize(("layers", "width"), [(6, 512), pytest.param(14, 1024, marks=pytest.mark.long)])
 def test_a_rank_never_holds_the_weights_that_others_keep(tmp_path: Path, layers: int, width: int) -> None:
     size = save_network(tmp_path / "model", layers, width)
     found = two_ranks(tmp_path, [recipe(tmp_path / "model", "fsdp2")])

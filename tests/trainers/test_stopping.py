@@ -10,7 +10,7 @@ import pytest
 from accelerate import Accelerator
 
 from agentfactory.base.processes import supervised
-from agentfactory.trainers.loop.stopping import Stop, name_of
+from agentfactory.trainers.loop.stopping import Stop
 from tests.trainers.conftest import on_cpu
 
 pytestmark = pytest.mark.processes
@@ -72,7 +72,7 @@ def signalled(tmp_path: Path) -> Signalled:
     return run
 
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
+TERM = signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,6 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
     [
         # a wait is cut short
         ("waits-1", TERM, {1: 60.0}, {}, 1, ("step 1, given None, stopped by SIGTERM", 0), "heard worked-0", "works-1"),
-        ("waits-1", INT, {1: 60.0}, {}, 1, ("step 1, given None, stopped by SIGINT", 0), "heard worked-0", "works-1"),
         # work is finished
         ("works-1", TERM, {}, {1: 2.0}, 1, ("step 2, given None, stopped by SIGTERM", 0), "worked-1", "works-2"),
         # a second signal ends it at once
@@ -104,12 +103,3 @@ def test_a_signal(
     assert signalled(event, number, waits, works, times) == told
     assert all((tmp_path / name).exists() for name in done.split())
     assert not (tmp_path / undone).exists()
-
-
-def test_nothing_stops_what_does_not_listen() -> None:
-    assert [name_of(number) for number in (INT, TERM)] == ["Ctrl-C", "SIGTERM"]
-    before = signal.getsignal(signal.SIGTERM)
-    stop = Stop()
-    assert stop.wait_for(lambda: 3) == 3
-    assert not stop.agreed(on_cpu())
-    assert signal.getsignal(signal.SIGTERM) == before

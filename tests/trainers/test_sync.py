@@ -10,11 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from agentfactory.base.files.disk import DiskError
 from agentfactory.rollout.inference.weight_digest import weight_digest
-from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
@@ -162,53 +160,6 @@ def test_nothing_is_left_of_a_version_that_did_not_arrive(
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
     sync.close()
     assert list(tmp_path.iterdir()) == []
-
-
-class _Served(ServerControl):
-    """A server that reads weights from files and may stack their projections, as vLLM does."""
-
-    def __init__(self, url: str, stacks: bool) -> None:
-        super().__init__(url)
-        self._stacks = stacks
-        self._label = "default"
-        self._weights = {f"q.{part}_proj.weight": torch.zeros(4, 8, dtype=torch.bfloat16) for part in "qkv"}
-        self.gone = False
-
-    def get(self, path: str) -> dict[str, Any]:
-        return {"data": [{"id": "policy"}], "weight_version": self._label, "is_paused": False}
-
-    def post(self, path: str, body: dict[str, Any] | None = None, replica: int | None = None) -> dict[str, Any]:
-        if self.gone:
-            raise ServerGoneError(self.url)
-        if path == "/update_weights":
-            assert body is not None
-            self._weights = load_file(Path(body["update_info"]["path"], "model-00000.safetensors"))
-        self._label = (body or {}).get("weight_version", self._label)
-        served = self._weights
-        if self._stacks:
-            served = {"q.qkv_proj.weight": torch.cat([served[f"q.{part}_proj.weight"] for part in "qkv"])}
-        return {"success": True, "checksums": {name: weight_digest(value) for name, value in served.items()}}
-
-    def replicas(self) -> list[int | None]:
-        return [None]
-
-
-def test_a_server_that_was_skipped_may_have_a_layout_of_its_own(tmp_path: Path) -> None:
-    servers = [_Served("http://127.0.0.1:1", stacks=False), _Served("http://127.0.0.1:2", stacks=True)]
-    sync = FileSync([*servers], tmp_path)
-    policy: Any = None
-
-    def push(version: int) -> None:
-        state = {f"q.{part}_proj.weight": torch.randn(4, 8) for part in "qkv"}
-        # in another precision than the policy's: only digests are kept
-        sync.push(version, policy, Weights(state.items(), torch.bfloat16))
-
-    push(0)
-    servers[1].gone = True
-    push(1)
-    servers[1].gone = False
-    assert sync.restore(servers[1].url).version == 1
-    push(2)
 
 
 def test_a_server_that_refuses_or_is_gone_stops_the_run(server: ServerControl) -> None:

@@ -11,11 +11,10 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.inference.sequence_lengths import check_lengths, position_limit
 from agentfactory.trainers.batches.batch import Batching, TrainingRow, make_batches
 from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.networks.attention import whole_blocks
 from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.network import apply_options
 from agentfactory.trainers.networks.policy import Policy, check_head
-from tests.text_families import FAMILIES, ROTATED, _fitting, rows_of_many_lengths, scores_alone, tiny_network
+from tests.text_families import FAMILIES, ROTATED, rows_of_many_lengths, scores_alone, tiny_network
 
 LAYOUTS: tuple[Batching, ...] = ("padded", "packed", "tree")
 
@@ -25,13 +24,6 @@ LAYOUTS: tuple[Batching, ...] = ("padded", "packed", "tree")
 def test_a_network_whose_head_is_not_supported_is_refused(family: str, dtype: torch.dtype) -> None:
     with pytest.raises(SettingError, match=r"model\.path: .*; fix: train another model"):
         check_head(tiny_network(family).to(dtype))
-
-
-@pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3_text", "recurrent_gemma", "gpt_oss", "deepseek_v3", "axk2", "longcat_flash", "mamba2"]
-)
-def test_families_are_accepted_in_bfloat16(family: str) -> None:
-    check_head(tiny_network(family).to(torch.bfloat16))
 
 
 def test_rounding_that_deep_layers_amplify_is_no_fault() -> None:
@@ -54,16 +46,6 @@ def test_only_attention_that_selects_keys_is_chosen() -> None:
     assert resolve_batching(network, TrainConfig(steps=1)) == "padded"
     with pytest.raises(SettingError, match=r"train\.attention: flex_attention would ignore the keys that .* selects"):
         apply_options(network, train, "cpu")
-
-
-@pytest.mark.numbers
-def test_rows_share_a_line_under_a_soft_cap() -> None:
-    """Without sliding windows, rows of Gemma 2 are laid out as a tree, whose hidden states are compared with the
-    rows'."""
-    config = CONFIG_MAPPING["gemma2"](**{**_fitting("gemma2"), "layer_types": ["full_attention"] * 4})
-    torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(config).eval()
-    assert resolve_batching(network, TrainConfig(steps=1)) == "tree"
 
 
 def deviation(network: Any, rows: list[list[int]], batching: Batching) -> float:
@@ -111,20 +93,6 @@ def refusal(network: Any, batching: Batching) -> SettingError | None:
     return None
 
 
-def test_networks_that_fail_are_refused_by_name() -> None:
-    for check, words in (
-        (check_head, r"model\.path: LlamaForCausalLM fails in a first forward pass: ZeroDivisionError: division"),
-        (
-            lambda network: resolve_batching(network, TrainConfig(steps=1, batching="packed")),
-            "packed would be wrong: LlamaForCausalLM fails on rows that share a line: ZeroDivisionError",
-        ),
-    ):
-        network = tiny_network("llama")
-        network.model.norm.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(SettingError, match=words):
-            check(network)
-
-
 @pytest.mark.numbers
 @pytest.mark.parametrize("kind", ROTATED)
 def test_positions_that_depend_on_the_longest_row_of_a_pass(kind: str) -> None:
@@ -145,24 +113,3 @@ def test_positions_that_depend_on_the_longest_row_of_a_pass(kind: str) -> None:
     with pytest.raises(SettingError, match=r"server\.max_model_len: got 64: .* and rollout.max_total_tokens=32"):
         check_lengths(network.config.to_dict(), lengths)
     check_lengths(network.config.to_dict(), dict.fromkeys(lengths, 32))
-
-
-@pytest.mark.parametrize(
-    ("config", "limit"),
-    [
-        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 9}, ("su", 9)),
-        ({"max_position_embeddings": 7, "rope_scaling": {"rope_type": "dynamic"}}, ("dynamic", 7)),
-        ({"rope_parameters": {"full": {"rope_type": "longrope"}}, "max_position_embeddings": 5}, ("longrope", 5)),
-        ({"text_config": {"max_position_embeddings": 7, "rope_scaling": {"type": "dynamic"}}}, ("dynamic", 7)),
-        ({"rope_scaling": None, "max_position_embeddings": 7}, None),
-        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}}, None),
-    ],
-)
-def test_limits_in_files_of_several_ages(config: dict[str, Any], limit: tuple[str, int] | None) -> None:
-    assert position_limit(config) == limit
-
-
-def test_tokens_that_fill_blocks_have_no_later_positions() -> None:
-    ids, positions, _ = whole_blocks(torch.ones(1, 130, dtype=torch.int64), None, None)
-    assert ids.shape == (1, 256)
-    assert positions.max() == 129

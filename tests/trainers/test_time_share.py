@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,14 +26,12 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.loop import time_share
 from agentfactory.trainers.loop.rl import Services, train_rl
-from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import TimeShare
-from agentfactory.trainers.networks.policy import load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.proven_push import RetryingSync
-from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
+from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.offload import Offload
 from tests.forked import start_engine
@@ -42,15 +40,14 @@ from tests.trainers.conftest import Make, on_cpu
 from tests.trainers.test_rl import LiveSource, unlisted
 from tests.waiting import until
 
-Train = Callable[..., list[dict[str, Any]]]
 GENERATE = "/inference/v1/generate"
 
 
 class Recorder:
     """A proxy on a free loopback port. It does not record GETs, except for /is_sleeping.
 
-    `answers` replace the server's responses, by path. `loses` selects lost adapters: those loaded before the server's
-    last sleep, or all, are still listed, but requests for them get the base model (vLLM #53888).
+    `answers` replace the server's responses, by path. If it `loses_adapters`, they are still listed, but requests for
+    them get the base model (vLLM #53888).
     """
 
     def __init__(self, upstream: str, api_key_env: str | None = None) -> None:
@@ -59,9 +56,7 @@ class Recorder:
         self.bodies: list[tuple[bytes, bytes]] = []
         """Bodies of the requests for turns, and of their responses."""
         self.answers: dict[str, tuple[int, str]] = {}
-        self.loses: Literal["nothing", "what has slept", "all"] = "nothing"
-        self.held: set[str] = set()
-        """Adapters loaded since the server's last sleep."""
+        self.loses_adapters = False
         self.upstream = upstream
         self.noting = threading.Lock()
         recorder = self
@@ -107,16 +102,10 @@ class Recorder:
         with self.noting:
             if call not in ("canary", "turn") or self.calls[-1:] != [call]:
                 self.calls.append(call)
-        if path == "/sleep":
-            self.held.clear()
-        elif path == "/v1/load_lora_adapter":
-            self.held.add(body["lora_name"])
 
     def robbed(self, body: bytes) -> bytes:
         """Rewrite a request for a lost adapter as the server would handle it."""
-        asked = json.loads(body)
-        lost = self.loses == "all" or (self.loses == "what has slept" and asked["model"] not in self.held)
-        return json.dumps({**asked, "model": "policy"}).encode() if lost else body
+        return json.dumps({**json.loads(body), "model": "policy"}).encode() if self.loses_adapters else body
 
 
 class Chains(LiveSource):
@@ -164,15 +153,8 @@ def recorder(engine: str) -> Iterator[Recorder]:
 
 
 @pytest.fixture
-def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    def run(lora: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        if lora:
-            # another test may have left its full weights on the server
-            base = load_policy(make_recipe(), "cpu")
-            FileSync([ServerControl(recorder.url)], tmp_path / "base").push(0, base, base.gather())
-        return take_turns(make_recipe, lora, recorder, tmp_path, monkeypatch)
-
-    return run
+def train(make_recipe: Make, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    return lambda: take_turns(make_recipe, {"rank": 4}, recorder, tmp_path, monkeypatch)
 
 
 def take_turns(
@@ -212,31 +194,6 @@ UPDATE = [
 ]
 
 
-@pytest.mark.processes
-def test_full_weights_are_updated_in_turns(train: Train, recorder: Recorder) -> None:
-    logged = train()
-    # it proves that it still has its weights before it sleeps
-    turn = ["canary", *SLEEP, "trainer: to_device", "trainer: to_host", *UPDATE]
-    # neither paused nor resumed: vLLM would continue without its cache
-    assert recorder.calls == [*SLEEP, "trainer: made", "trainer: to_host", *UPDATE, "turn", *turn, "turn", *turn]
-    check_metrics(logged)
-
-
-def test_adapters_are_loaded_again_after_each_sleep(train: Train, recorder: Recorder) -> None:
-    # it would lose them otherwise
-    recorder.loses = "what has slept"
-    logged = train({"rank": 4})
-    # it proves that it still has its weights before it sleeps
-    turn = ["canary", *SLEEP, "trainer: to_device", "trainer: to_host", "/wake_up?tags=weights"]
-    assert recorder.calls == [
-        *(*SLEEP, "trainer: made", "trainer: to_host", "/wake_up?tags=weights"),
-        *("load run-1-v0", *CACHE, "turn"),
-        *(*turn, "unload run-1-v0", "load run-1-v0", "load run-1-v1", *CACHE, "turn"),
-        *(*turn, "unload run-1-v0", "unload run-1-v1", "load run-1-v1", "load run-1-v2", *CACHE),
-    ]
-    check_metrics(logged)
-
-
 def check_metrics(logged: list[dict[str, Any]]) -> None:
     assert [entry["step"] for entry in logged] == [0, 1, 2]
     for entry in logged:
@@ -248,11 +205,11 @@ def check_metrics(logged: list[dict[str, Any]]) -> None:
         assert entry["sync/canary_slope"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_a_lost_adapter_is_caught(train: Train, recorder: Recorder) -> None:
+def test_a_lost_adapter_is_caught(train: Callable[[], Any], recorder: Recorder) -> None:
     """It is listed with the path that was sent, but the base model computes."""
-    recorder.loses = "all"
+    recorder.loses_adapters = True
     with pytest.raises(SyncError, match=r"version 1 \(run-1-v1\): .* moved by 0.* it serves other weights"):
-        train({"rank": 4})
+        train()
     # the first adapter changes nothing
     assert recorder.calls.count("turn") == 1
 
@@ -280,20 +237,13 @@ def test_a_refusal_is_told(recorder: Recorder, path: str, answer: tuple[int, str
     assert server.asleep == (path == "/wake_up")
 
 
-def test_a_refusal_stops_the_run(train: Train, recorder: Recorder) -> None:
+def test_a_refusal_stops_the_run(train: Callable[[], Any], recorder: Recorder) -> None:
     """Neither the canary nor a chain uses a server with unproven weights."""
     recorder.answers["/wake_up"] = (500, "out of memory")
     with pytest.raises(SyncError):
-        train({"rank": 4})
+        train()
     assert not {"canary", "turn"} & set(recorder.calls)
     assert "trainer: made" in recorder.calls
-
-
-def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stop, "heard", True)
-    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), retry_seconds=600.0, stop=Stop())
-    with pytest.raises(ServerGoneError, match=r"127\.0\.0\.1:9/sleep"), turns.training():
-        pytest.fail("the trainer's turn")
 
 
 def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.rollout.chains.chat_endpoint import ChatEndpointError, look_at
+from agentfactory.rollout.chains.chat_endpoint import look_at
 from agentfactory.rollout.chains.endpoint_chain import open_chat_runner
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.evaluation.evaluate import open_sources, run_eval
@@ -48,16 +48,3 @@ def test_the_same_model_by_messages_and_by_token_ids(quickstart_run: Path, warm_
     chains = [chain for group in read_groups(tmp_path / "chat" / "final-sampled.jsonl") for chain in group.trajectories]
     assert len(chains) == 2 * TASKS
     assert all(chain.reward is not None and chain.messages[-1]["role"] in ("assistant", "tool") for chain in chains)
-
-
-def test_vllm_without_a_tool_parser_is_told_before_any_chain_runs(
-    quickstart_run: Path, warm_start: Path, tmp_path: Path
-) -> None:
-    given = recipe(warm_start, quickstart_run / "prepared" / "heldout.jsonl", [])
-    read = RolloutRecipe.model_validate(given)
-    loaded = load_all(read.held_out_parts())
-    with serve(given, tmp_path) as url:
-        opened = open_all(loaded, lambda part: open_chat_runner(part, QUICKSTART, url + "/v1"))
-        with pytest.raises(ChatEndpointError, match="--tool-call-parser NAME"):
-            run_eval(read, tmp_path, lambda record: None, opened)
-    assert not list(tmp_path.glob("final-*"))

@@ -74,20 +74,10 @@ def test_kill_leaves_no_process(recipe: Path, victim: str) -> None:
             assert "the server was ended by signal 9" in launcher.communicate()[1]
 
 
-@pytest.mark.parametrize(
-    ("override", "status", "said"),
-    [
-        ("server.max_model_len=9000", 1, "server.max_model_len=9000 is more than the model supports"),
-        ("model.path=nobody/nothing", 2, "nobody/nothing is not on this machine, and HF_HUB_OFFLINE is set"),
-    ],
-)
-def test_a_failed_start_is_explained_in_one_line(
-    recipe: Path, override: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    command = [sys.executable, "-m", "agentfactory", "serve", str(recipe), override]
+def test_a_failed_start_is_explained_in_one_line(recipe: Path) -> None:
+    command = [sys.executable, "-m", "agentfactory", "serve", str(recipe), "server.max_model_len=9000"]
     result = subprocess.run(command, cwd=recipe.parent, capture_output=True, text=True, timeout=300)
-    assert result.returncode == status
+    assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
-    assert said in last
+    assert "server.max_model_len=9000 is more than the model supports" in last
     assert "; fix: " in last

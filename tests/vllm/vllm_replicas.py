@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.errors import SettingError
-from agentfactory.launching.reach_early import check_servers_answer
 from agentfactory.rollout.inference.inference_client import InferenceClient
-from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from benchmarks.sabotage import Run
@@ -74,13 +71,6 @@ def checksums(url: str) -> list[dict[str, str]]:
     """Of the weights of each replica, by name."""
     found = ServerControl(url).post("/weight_checker", {"action": "checksum"})["checksums"].items()
     return [{key.partition(":")[2]: value for key, value in found if key.startswith(f"dp{n}:")} for n in range(2)]
-
-
-def test_an_engine_that_does_not_answer_there_is_named(server: str, model: Path) -> None:
-    given = {"model": {"path": str(model)}, "train": {"steps": 1}, "server": {"engine": "embedded", "url": server}}
-    problem = r"server\.engine: got embedded, but vLLM answers at .*set server\.engine=vllm"
-    with pytest.raises(SettingError, match=problem):
-        check_servers_answer(TrainRecipe.model_validate(given))
 
 
 async def test_a_run_is_synced_and_its_chains_keep_their_caches(server: str, model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from agentfactory.rollout.groups.group_files import read_groups
 from tests.conftest import QUICKSTART
-from tests.continued_adapter import check_it_goes_on
 from tests.rollout.test_token_exactness import check_exactness, largest_difference, play_chains
 from tests.server_process import VLLM_PYTHON, serve
 
@@ -72,12 +71,6 @@ def test_an_adapter_is_trained_and_brought_back(full_run: Path, tmp_path: Path) 
     versions = set.union(*trained_versions(tmp_path / "run"))
     assert len(versions) == STEPS, versions
     assert all("-v" in version for version in versions), "an adapter's version is its name"
-
-
-@pytest.mark.long
-def test_an_adapter_goes_on(full_run: Path, tmp_path: Path) -> None:
-    engine = {"engine": "vllm", "options": {"python": VLLM_PYTHON}, "max_model_len": 512, "max_num_seqs": 64}
-    check_it_goes_on(engine, checkpoint(full_run), full_run / "prepared", tmp_path)
 
 
 def test_no_token_drifts(full_run: Path, tmp_path: Path) -> None:

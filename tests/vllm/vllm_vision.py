@@ -198,16 +198,6 @@ async def test_images_that_cannot_be_used_are_refused(served: Served) -> None:
             assert (status, url is None) == (400, "Cache miss" in str(answer))
 
 
-async def test_the_bias_holds_without_images(served: Served) -> None:
-    pad = served.renderer.tokenizer.convert_ids_to_tokens(served.images.vision.image_token_id)
-    async with InferenceClient(served.url) as client:
-        messages: list[Message] = [{"role": "user", "content": f"No image {pad} here."}]
-        row = Row()
-        extend(served, row, messages, messages)
-        await sample(served, client, row, 0)
-        check_logprobs(served, row)
-
-
 async def test_images_of_tools_are_read(served: Served) -> None:
     [crop] = await take(served, [picture(6, (90, 60))], "a crop")
     result = ToolResult(crop["content"])
