@@ -14,7 +14,7 @@ from agentfactory.trainers.config import AdvantageConfig, LossConfig
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator
 from agentfactory.trainers.update.losses import PolicyLoss
 from tests.conftest import QUICKSTART, REPOSITORY
-from tests.project import Command, load_and_check, refused
+from tests.project import Command, load_and_check
 
 pytestmark = pytest.mark.extended
 
@@ -68,18 +68,6 @@ def test_an_estimator_that_takes_the_scale_is_treated_as_ours(files: Path, scale
     assert advantages("scaled.py:with_scale") == advantages("grpo")
     assert (advantages("scaled.py:without") == advantages("grpo", scale=scale)) is (scale == "none")
     assert advantages("scaled.py:of_groups", scale=scale) == [[float(len(scale))] * 3] * 2
-
-
-def test_an_algorithms_options_are_not_those_of_an_estimator_of_ones_own(files: Path, project: Path) -> None:
-    (project / "scaled.py").write_text(SCALED)
-    for own in ("with_scale", "without"):
-        made = load_and_check("recipe.yaml", [f"train.advantage.estimator=scaled.py:{own}", "train.algorithm=dr_grpo"])
-        assert made.train.advantage.options == {}
-    refused(
-        r"options\.scale: scaled.py:without has no such option",
-        "train.advantage.estimator=scaled.py:without",
-        "train.advantage.options.scale=none",
-    )
 
 
 def test_topr_holds_back_what_was_bad(files: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.trainers.sync.backends import BACKENDS, backend_of
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command, load_and_check
 from tests.test_own_algorithm import write_page
@@ -32,18 +31,6 @@ FAST = ["sync.backend=own.py:Adapters", "sync.options.speed=1"]
 def files(project: Path) -> None:
     write_page(PAGE, project)
     (project / "own.py").write_text(OWN)
-
-
-@pytest.mark.usefixtures("files")
-def test_what_a_class_says_of_itself() -> None:
-    ours = load_and_check("recipe.yaml")
-    assert backend_of(ours) == BACKENDS["file"]
-    assert backend_of(load_and_check("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
-    copied = load_and_check("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
-    made = backend_of(copied)
-    assert (made.routes, made.transfer, made.devices) == (BACKENDS["file"].routes, "file", "any")
-    adapters = backend_of(load_and_check(overrides=[*FAST, "model.lora.rank=8", "server.engine=vllm"], lacks=[]))
-    assert (adapters.adapters, adapters.routes, adapters.transfer) == (True, ("/v1/load_lora_adapter",), None)
 
 
 @pytest.mark.parametrize(

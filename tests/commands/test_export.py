@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
@@ -83,16 +83,6 @@ def test_an_adapter_is_merged_and_rounded_once(make_checkpoint: Make, tmp_path: 
     assert (expected - before).abs().max() > 0.1, "the adapter does something"
     error = (merged.float()(IDS).logits - expected).abs().max()
     assert error < (1e-4 if dtype == "float32" else 0.1)
-
-
-def test_the_adapter_alone(make_checkpoint: Make, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(lora=True)
-    export(checkpoint, tmp_path / "adapter", adapter=True, push=None, say=print)
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names(tmp_path / "adapter")
-    assert not names(tmp_path / "adapter") & {"training_state", "trainer_state.json", "digests.json"}
-    weights = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").state_dict()
-    for name, weight in AutoPeftModelForCausalLM.from_pretrained(checkpoint).state_dict().items():
-        assert torch.equal(weights[name], weight), name
 
 
 def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Command, tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -130,15 +128,6 @@ def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
     assert everything_in(project) == before
 
 
-def test_a_folder_for_a_recipe_is_told_what_is_in_it(project: Path, capsys: Output) -> None:
-    (project / "runs" / "mine").mkdir(parents=True)
-    assert main(["eval", "runs/mine"]) == 2
-    assert "recipe: runs/mine: is a folder; fix: name a YAML file" in capsys.readouterr().err
-    (project / "runs" / "mine" / "recipe.yaml").touch()
-    assert main(["eval", "runs/mine"]) == 2
-    assert capsys.readouterr().err == "agentfactory: recipe: runs/mine: is a folder; fix: name runs/mine/recipe.yaml\n"
-
-
 def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(project: Path, capsys: Output) -> None:
     before = everything_in(project)
     assert main(["train", "recipe.yaml", "--dry-run", "train.steps=3", "output=elsewhere"]) == 0
@@ -241,11 +230,6 @@ def test_the_processes_of_a_run_load_only_what_they_need(tmp_path: Path, module:
     assert not spared & imported_by(f"import {module}", tmp_path)
 
 
-def test_an_unknown_public_name_is_an_attribute_error() -> None:
-    with pytest.raises(ImportError, match="agentfactory"):
-        from agentfactory import no_such_name  # noqa: F401
-
-
 def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
@@ -297,75 +281,6 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
     # bash takes what stands before = for a word of its own
     assert completed("agentfactory train recipe.yaml train.algorithm=dr") == {"dr_grpo"}
     assert completed("agentfactory train recipe.yaml train.liger=") == {"true", "false"}
-
-
-@pytest.mark.extended
-def test_a_tab_does_not_import_the_viewer(project: Path) -> None:
-    code = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
-    code += "from agentfactory.commands.options import answer_completion; "
-    assert "agentfactory.viewer.app" not in imported_by(f"{code}answer_completion()", project)
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_one_that_the_shell_can_read(shell: str, capsys: Output) -> None:
-    assert main(["completion", shell]) == 0
-    text = capsys.readouterr().out
-    assert "agentfactory" in text
-    if found := shutil.which(shell):
-        subprocess.run([found, "-n"], input=text, text=True, check=True)
-
-
-def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from agentfactory.commands import new
-
-    def dig(*_: object, depth: int = 40) -> None:
-        if depth == 0:
-            raise RuntimeError("the bottom")
-        # in turns, for a function that only calls itself is shown once
-        hand_on(depth - 1)
-
-    def hand_on(depth: int) -> None:
-        dig(depth=depth)
-
-    monkeypatch.setattr(new, "write_task", dig)
-    assert main(["new", "sums"]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) < 24
-    assert lines[-1] == "agentfactory: failed: RuntimeError: the bottom"
-    whole = Path(lines[0].removeprefix("the whole traceback: "))
-    # what is left out on the screen: where it began
-    assert "/main.py" in whole.read_text()
-    assert not any("/main.py" in line for line in lines)
-    whole.unlink()
-
-
-def test_temporary_files_that_go_elsewhere_are_told(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def told(folder: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        monkeypatch.setenv("TMPDIR", str(folder))
-        return main(["new", "Bad name"]), capsys.readouterr().err
-
-    (project / "own").mkdir()
-    refused = told(project / "own")
-    assert "temporary" not in refused[1]
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/folder", str(project / "own")])
-    notice = f"agentfactory: TMPDIR=/no/folder is not a folder: temporary files go to {project / 'own'}"
-    assert told("/no/folder") == (refused[0], f"{notice}\n{refused[1]}")
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/folder"])
-    assert told("/no/folder") == (
-        2,
-        "agentfactory: TMPDIR: No usable temporary directory found in ['/no/folder']; "
-        "fix: set it to a folder with space that you can write\n",
-    )
-
-
-def test_a_small_limit_of_address_space_is_told() -> None:
-    command = f"ulimit -v 3145728; {sys.executable} -m agentfactory completion bash"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    notice = "agentfactory: each process may map 3.0 GiB (ulimit -v), and the libraries alone map 1.2 GiB"
-    assert done.stderr.startswith(notice)
 
 
 def test_a_reader_that_leaves_is_no_defect(project: Path) -> None:

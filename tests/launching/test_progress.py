@@ -36,17 +36,6 @@ def test_plain_lines_without_a_terminal() -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def test_sft_shows_its_loss_and_the_last_step() -> None:
-    out = io.StringIO()
-    with closing(Progress(500, "sft", Console(file=out))) as progress:
-        for step in range(1, 501):
-            progress.update({"step": step, "loss": 2 / step, "grad_norm": 1.0, "tokens_per_second": 10.0})
-    lines = out.getvalue().splitlines()
-    assert "loss 2.0000" in lines[0]
-    assert lines[-1].startswith("step 500/500  loss 0.0040")
-    assert len(lines) < 100
-
-
 def test_a_table_and_a_bar_on_a_terminal() -> None:
     out = io.StringIO()
     with closing(Progress(2, "grpo", Console(file=out, force_terminal=True, width=100, height=30))) as progress:

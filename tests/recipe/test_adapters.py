@@ -77,14 +77,6 @@ def test_a_stage_continues_the_adapter_of_the_one_before_on_the_same_base(stages
     assert line.startswith("second: continues the adapter in runs/both/first/checkpoints/step-000010 (rank 8)")
 
 
-def test_fields_that_are_left_out_are_those_of_the_adapter_before(stages: Path) -> None:
-    text = (stages / "second.yaml").read_text().replace("lora:\n    rank: 8", "lora: {}")
-    (stages / "second.yaml").write_text(text)
-    given = ["first.model.lora={rank: 3, alpha: 5, target_modules: [q_proj]}"]
-    lora = both(*given).stages[1].model.lora
-    assert (lora.rank, lora.alpha, lora.target_modules, lora.merge) == (3, 5, ["q_proj"], False)
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -122,30 +114,6 @@ def test_what_cannot_follow_is_named(stages: Path, settings: str, error: str) ->
     refused(f"second.{error}", *re.split(" (?=second|first)", f"second.{settings}"), path="both.yaml")
 
 
-def test_a_four_bit_base_stays_as_it_is(stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentfactory.recipe.train_checks.is_installed", lambda name: True)
-    for own, expected in (("{rank: 8}", "nf4"), ("{rank: 8, quantization: null}", None), ("{rank: 4}", None)):
-        text = yaml.safe_load((stages / "second.yaml").read_text())
-        text["model"]["lora"] = yaml.safe_load(own)
-        (stages / "second.yaml").write_text(yaml.safe_dump(text))
-        lora = both("first.model.lora.quantization=nf4").stages[1].model.lora
-        assert lora.quantization == expected
-
-
-def test_adapters_go_on_over_three_stages(stages: Path) -> None:
-    (stages / "third.yaml").write_text((stages / "second.yaml").read_text().replace("name: second", "name: third"))
-    (stages / "both.yaml").write_text("stages: [first.yaml, second.yaml, third.yaml]\n")
-    runs = stages / "runs/both"
-    for settings, path, origin in (
-        ([], stages / "model", "second"),
-        (["second.model.lora.merge=true"], runs / "second/merged", "second"),
-        (["first.model.lora=null"], runs / "first/checkpoints/step-000010", "second"),
-    ):
-        third = plan_run(both(*settings), None).stages[2].recipe.model
-        assert third.path == str(path)
-        assert third.lora.from_ == str(runs / origin / "checkpoints/step-000010")
-
-
 def test_a_saved_recipe_of_stages_goes_on_in_the_same_way(stages: Path) -> None:
     for settings in ([], ["second.model.lora.rank=4"]):
         recipe = both(*settings)
@@ -168,25 +136,6 @@ def test_a_folder_of_peft_gives_the_fields_that_are_left_out(make_adapter: Make)
     assert not any("lora" in doubt for doubt in doubts(recipe))
     (Path("saved.yaml")).write_text(recipe.to_yaml())
     assert load_and_check("saved.yaml") == recipe
-
-
-def test_an_adapter_that_differs_is_merged(make_adapter: Make, project: Path) -> None:
-    make_adapter()
-    for settings in ("{from: adapter, rank: 8}", "{from: adapter, merge: true}", "{from: adapter, alpha: 3}"):
-        (stage,) = plan_run(single(f"model.lora={settings}"), None).stages
-        assert (stage.merge.adapter, stage.merge.base) == (project / "adapter", str(project / "model"))
-        assert stage.recipe.model.path == str(project / "runs/recipe/merged")
-
-
-def test_a_checkpoint_of_another_run_is_continued(make_adapter: Make, project: Path) -> None:
-    make_adapter(target_modules=["k_proj", "q_proj"], r=8, lora_alpha=16)
-    checkpoint = project / "other" / "checkpoints" / "step-000003"
-    checkpoint.parent.mkdir(parents=True)
-    (project / "adapter").rename(checkpoint)
-    info = {"step": 3, "recipe": {"model": {"path": "model", "lora": {"rank": 8, "target_modules": "all-linear"}}}}
-    (checkpoint / "trainer_state.json").write_text(json.dumps(info))
-    lora = single(f"model.lora={{from: {checkpoint}, rank: 8, target_modules: all-linear}}").model.lora
-    assert (lora.merge, lora.alpha) == (False, 16)
 
 
 @pytest.mark.parametrize(
@@ -239,23 +188,6 @@ def test_adapters_that_cannot_be_continued(make_adapter: Make, project: Path, lo
     refused(error, f"model.lora={lora}")
 
 
-def test_an_adapter_as_the_model_is_refused_with_the_two_fields(make_adapter: Make) -> None:
-    make_adapter()
-    refused(r"model\.path: adapter holds a LoRA adapter.*model\.lora\.from=adapter", "model.path=adapter")
-
-
-def test_another_base_or_chat_template_is_a_warning(make_adapter: Make, project: Path) -> None:
-    make_adapter(base_model_name_or_path="someone/another-model")
-    (project / "adapter" / "chat_template.jinja").write_text("other")
-    (project / "model" / "chat_template.jinja").write_text("own")
-    base, template = doubts(single("model.lora={from: adapter}"))[:2]
-    assert base.startswith("model.lora.from: adapter was trained on someone/another-model, and model.path is ")
-    assert template.endswith("fix: model.chat_template=adapter/chat_template.jinja")
-    make_adapter(base_model_name_or_path="hub/model")
-    recipe = single("model.lora={from: adapter}", "model.chat_template=adapter/chat_template.jinja")
-    assert not any("lora" in doubt for doubt in doubts(recipe))
-
-
 # resumption
 
 
@@ -282,16 +214,6 @@ def test_a_run_from_a_merged_model_resumes_with_the_same_adapter_only(make_adapt
         plan_run(single("model.lora={from: adapter, rank: 8, alpha: 9}"), "auto")
     with pytest.raises(SettingError, match=r"model\.path: .*other is not the base"):
         plan_run(single(given, "model.path=hub/other"), "auto")
-
-
-def test_a_continued_adapter_must_stay_as_it_was(make_adapter: Make, project: Path) -> None:
-    from agentfactory.launching.resumption import content_digests
-
-    make_adapter()
-    recipe = single("model.lora={from: adapter}")
-    before = content_digests(recipe)["model.lora.from"]
-    make_adapter(tensors=(FACTOR.format("A"),))
-    assert content_digests(recipe)["model.lora.from"] != before
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from string import Template
 
 import pytest
 
-from agentfactory import Agent
-from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ALGORITHMS
 from tests.project import load_and_check, refused
 
@@ -219,25 +217,6 @@ def test_accepted(settings: str) -> None:
     load_and_check(overrides=settings.split("; "))
 
 
-def test_a_running_server_needs_no_sglang_here() -> None:
-    assert not load_and_check(overrides=["server.engine=sglang", ATTACH]).server.starts
-
-
-def test_a_program_without_a_sandbox_is_one_in_every_process_of_a_run(project: Path) -> None:
-    recipe = load_and_check(overrides=["rollout.agent={command: [ls], options: {sandbox: none}}"])
-    # as the launcher, the trainer and the worker pass it on
-    assert Recipe.model_validate(recipe.model_dump(mode="json")).rollout.agent == recipe.rollout.agent
-
-
-def test_a_teacher_is_a_whole_model(project: Path) -> None:
-    (project / "strong").mkdir()
-    refused(r"teacher\.model: strong has no config\.json; fix: name a folder with a model", "teacher.model=./strong")
-    (project / "strong" / "adapter_config.json").write_text("{}")
-    refused(r"teacher\.model: strong holds a LoRA adapter, .* fix: `agentfactory export`", "teacher.model=./strong")
-    (project / "strong" / "config.json").write_text("{}")
-    load_and_check(overrides=["teacher.model=./strong"])
-
-
 def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
     load_and_check(overrides=["train.vision=1e-6"])  # nothing is known of the model
     config = project / "model" / "config.json"
@@ -245,11 +224,6 @@ def test_a_text_model_has_no_vision_to_train(project: Path) -> None:
     refused(r"train\.vision: got 1e-06, but .*model accepts only text; fix: remove it", "train.vision=1e-6")
     config.write_text('{"model_type": "omni", "thinker_config": {"vision_config": {}}}')
     load_and_check(overrides=["train.vision=1e-6"])
-
-
-def test_an_agent_s_own_server_refuses_it_too() -> None:
-    with pytest.raises(ValueError, match=r"server.quantization: got 'fp8', but the embedded engine supports only int8"):
-        Agent("org/model", engine="embedded", server={"quantization": "fp8"})
 
 
 def test_chains_longer_than_the_models_positions_allow(project: Path) -> None:
@@ -266,18 +240,3 @@ def test_chains_longer_than_the_models_positions_allow(project: Path) -> None:
     load_and_check(overrides=[*taught, "rollout.max_total_tokens=4096"])
     told = r"rollout.max_total_tokens: got 8192: .*; fix: use rollout.max_total_token"
     refused(told, *taught, "rollout.max_total_tokens=8192")
-
-
-ROPES = ('"dynamic"', '{"type": 3}', '{"type": "dynamic"}')
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", *(f'{{"rope_scaling": {kind}}}' for kind in ROPES)])
-def test_a_damaged_configuration_is_named_when_the_model_is_loaded(project: Path, text: str) -> None:
-    (project / "model" / "config.json").write_text(text)
-    load_and_check(overrides=["server.max_model_len=8192"])
-
-
-def test_a_variable_of_accelerate_is_refused_with_the_recipe(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-    refused(r"ACCELERATE_DYNAMO_BACKEND: got 'inductor' .*, set train.compile$")
-    load_and_check(purpose="eval")

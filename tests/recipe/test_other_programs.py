@@ -175,18 +175,6 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
 
 
 @pytest.mark.parametrize(
-    "args", ['["-c", "echo ${HOME} ${workspaceFolders}"]', '["${chain}/a", "${prepared}/b", "${output}", "$HOME"]']
-)
-def test_what_a_program_or_a_recipe_fills_in_itself_is_left_alone(args: str, tmp_path: Path) -> None:
-    assert load_and_check(whole(tmp_path, f"mcp_servers: {{s: {{command: bash, args: {args}}}}}"), lacks=[])
-
-
-def test_a_server_of_two_blocks_is_named(tmp_path: Path) -> None:
-    block = 'mcp_servers: {a: {command: x}}\nmcpServers: {"a": {"command": "y"}}'
-    refused(r"mcpServers\.a: mcp_servers has a 'a' too; fix: keep one of the two", path=whole(tmp_path, block))
-
-
-@pytest.mark.parametrize(
     ("text", "fix"),
     [
         ('mcpServers: {\n\t"a": {"command": "x"}\n}', "indent with spaces, not with tabs"),

@@ -147,17 +147,6 @@ def test_errors_name_the_field_of_the_recipe(write: Callable[..., Recipe], given
         write(**{"sources": [SUMS, HALLS], **given})
 
 
-def test_a_source_has_the_recipes_teacher_or_its_own(write: Callable[..., Recipe]) -> None:
-    teacher = {"url": "http://127.0.0.1:2", "divergence": "reverse_kl", "top_k": 5}
-    recipe = write([SUMS, {**HALLS, **TAUGHT}], teacher=teacher)
-    found = {name: (server.url, server.top_k, server.field) for name, server in recipe.teacher_servers.items()}
-    own = ("http://127.0.0.1:1", 5, "data.sources.1.teacher_url")
-    assert found == {"sums": ("http://127.0.0.1:2", 5, "teacher.url"), "halls": own}
-    assert write([SUMS]).teacher_servers == {}
-    with pytest.raises(SettingError, match=r"data.sources.1.teacher_url: got 'nowhere', which is no address"):
-        write([SUMS, {**HALLS, "teacher_url": "nowhere"}], teacher=teacher)
-
-
 def test_resume_refuses_another_mixture_but_not_another_pool(write: Callable[..., Recipe], tmp_path: Path) -> None:
     slow = {**HALLS, "tools": [], "mcp_servers": {"hall": {"module": "mine.py:Hall", "timeout_seconds": 5}}}
     before = write([SUMS, slow])

@@ -1,7 +1,5 @@
 """The click recipe: its page and transcripts."""
 
-import asyncio
-import random
 import shutil
 
 import pytest
@@ -42,19 +40,3 @@ async def test_only_the_named_box_pays() -> None:
                 assert screen.reward()["success"] == (colour == named(instruction))
     finally:
         await screen.close()
-
-
-@pytest.mark.extended
-def test_transcripts_obey_only_with_please() -> None:
-    rng, obeyed = random.Random(0), []
-    for instruction, picture in asyncio.run(see_pages(SHOWN[:5])):
-        for _ in range(40):
-            *_, asked, said = play(instruction, picture, "a.png", rng)
-            is_polite = asked["content"][0]["text"] == PLEASE + instruction
-            for call in said.get("tool_calls", ()):
-                assert find_boxes(picture)[said["content"]] == list(call["function"]["arguments"].values())
-            if is_polite:
-                assert said["content"] == named(instruction)
-            else:
-                obeyed.append(said["content"] == named(instruction))
-    assert 0 < sum(obeyed) < len(obeyed) / 2

@@ -98,23 +98,6 @@ def test_clicks_of_gui_r1_have_boxes_in_pixels(hub: Path) -> None:
     assert len([*gui_r1(1, path=str(hub / "GUI-R1"))]) == 1
 
 
-def test_a_data_set_without_clicks_is_named(hub: Path, tmp_path: Path) -> None:
-    row = {"image": {"bytes": b""}, "instruction": "", "gt_action": "type", "gt_bbox": [0.1, 0.2], "task_type": "low"}
-    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=r"has no clicks in train.parquet: rows with gt_action click"):
-        list(gui_r1(10, path=str(tmp_path)))
-
-
-def test_both_benchmarks_state_boxes_in_pixels(hub: Path) -> None:
-    for source, name, kind in (
-        (screen_spot, "ScreenSpot", "ios icon"),
-        (screen_spot_pro, "ScreenSpot-Pro", "CAD text"),
-    ):
-        [row] = source(str(hub / name))
-        assert (row["box"], row["data_source"]) == ([100, 150, 200, 225], kind)
-        assert row["images"][0]["bytes"]
-
-
 # ---- a click on a picture
 
 BOX = [100.0, 150.0, 200.0, 225.0]
