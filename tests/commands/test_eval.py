@@ -116,10 +116,7 @@ OWN, THERE = (), ("server.url=http://h:1",)
     ("overrides", "asked", "told"),
     [
         (OWN, (Path(), "x/y", None, None), "--checkpoint: given with --model"),
-        (OWN, (Path(), None, "http://h:1", None), "--checkpoint: given with --url"),
         (OWN, (None, None, None, 0), "--samples: got 0"),
-        (OWN, (Path(), None, None, None), None),
-        (OWN, (None, "x/y", None, None), None),
         (THERE, (Path(), None, None, None), r"--checkpoint: given with server\.url, .*; fix: set server\.url=null"),
         (THERE, (None, "x/y", None, None), r"--model: given with server\.url"),
         (THERE, (None, "x/y", "http://h:1", None), None),

@@ -62,7 +62,6 @@ def test_the_curve_is_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
-        ({}, None),
         ({"success_before": 0.5, "success_after": 0.5, "reward_before": 0, "reward_after": 1}, "success has not risen"),
         ({"success_before": 1.0, "success_after": 1.0}, None),
         ({"reward_before": 2.5, "reward_after": 2.25}, "reward has not risen"),

@@ -37,7 +37,6 @@ def load(*overrides: str) -> Recipe:
         ({"one": LOOK, "two": LOOK}, "the tool look is offered by one and by two; fix: remove one, or set mcp_serv"),
         ({"one": {**LOOK, "allow": ["fly"]}}, r"one\.allow: the server has no tool 'fly' for models, it offers look"),
         ({"one": {**LOOK, "allow": []}}, r"one\.allow: it leaves none of the server's tools \(look\)"),
-        ({"one": {**LOOK, "deny": ["look"]}}, r"one\.deny: it leaves none of the server's tools \(look\)"),
         ({"gone": GONE}, "(?s)gone: .*No module named no_such_module; fix: correct it"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import save_file
-from transformers import Qwen3Config, ViTConfig
+from transformers import Qwen3Config
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching.launch_plan import State, plan_run
@@ -81,8 +81,6 @@ def test_a_stage_continues_the_adapter_of_the_one_before_on_the_same_base(stages
     ("settings", "reason"),
     [
         (["second.model.lora.rank=4"], "rank is 4, not 8"),
-        (["second.model.lora.alpha=4"], "alpha is 4.0, not 16"),
-        (["second.model.lora.target_modules=[q_proj]"], "target_modules is ['q_proj'], not 'all-linear'"),
         (["second.model.lora=null"], "second trains all weights"),
         (["second.model.lora.merge=true"], None),
     ],
@@ -104,9 +102,7 @@ def test_a_stage_that_differs_begins_with_a_merged_model(stages: Path, settings:
     ("settings", "error"),
     [
         ("model.lora={rank: 4, merge: false}", "model.lora.rank: got 4, and the adapter of stage first has 8; fix"),
-        ("model.lora.merge=true first.model.lora=null", "model.lora.merge: got true, but stage first trains all"),
         ("train.vision=trained", "train.vision: got 'trained', and stage first trained its adapter with 'frozen'"),
-        ("model.lora.merge=true second.server.model=model", "server.model: .* merges into it"),
         ("model.lora.merge=true second.server.url=http://127.0.0.1:9", "server.url: .* merges into it"),
     ],
 )
@@ -143,9 +139,6 @@ def test_a_folder_of_peft_gives_the_fields_that_are_left_out(make_adapter: Make)
     [
         ("use_dora", True),
         ("modules_to_save", ["lm_head"]),
-        ("bias", "all"),
-        ("rank_pattern", {"q_proj": 2}),
-        ("layers_to_transform", [0]),
         ("init_lora_weights", "pissa"),
         ("tensors", ("base_model.model.model.embed_tokens.lora_embedding_A",)),
     ],
@@ -161,30 +154,21 @@ def test_an_adapter_that_is_not_plain_is_merged_or_refused_by_name(make_adapter:
 @pytest.mark.parametrize(
     ("lora", "error"),
     [
-        ("{rank: 4, from: none}", r"model\.lora\.from: none: no such folder"),
-        ("{rank: 4, from: model}", r"model\.lora\.from: model has no adapter_config"),
         ("{rank: 4, from: full}", r"full holds a full model; fix: name it as model\.path"),
         ("{rank: 4, merge: true}", r"model\.lora\.merge: got true, but there is no adapter to merge"),
         ("{from: prompt}", r"another kind: peft_type: PROMPT_TUNING"),
-        ("{from: pickled}", r"pickled has no adapter_model\.safetensors"),
         ("{from: adapter, merge: false, rank: 8}", r"model\.lora\.rank: got 8, and the adapter in adapter has 4"),
-        ("{from: adapter, target_modules: all-linear}", r"target_modules: got 'all-linear', and .* \['q_proj'\]; fix"),
         ("{from: run}", r"lora\.from: run has no adapter_config.*; fix: name .* as run/sft/checkpoints/step-000020"),
-        ("{from: run, rank: 8}", r"lora\.from: run has no adapter_config\.json; fix: name one of its checkpoints"),
-        ("{from: run/sft}", r"such as run/sft/checkpoints/step-000020"),
-        ("{from: run/sft/checkpoints}", r"such as run/sft/checkpoints/step-000020"),
-        ("{from: adapter, form: x}", r"did you mean model\.lora\.from\?"),
     ],
 )
 def test_adapters_that_cannot_be_continued(make_adapter: Make, project: Path, lora: str, error: str) -> None:
-    folder = make_adapter()
-    for name in ("full", "prompt", "pickled"):
+    make_adapter()
+    for name in ("full", "prompt"):
         (project / name).mkdir()
     for step in (10, 20):
         (project / "run" / "sft" / "checkpoints" / f"step-{step:06}").mkdir(parents=True)
     (project / "full" / "config.json").write_text("{}")
     (project / "prompt" / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
-    (project / "pickled" / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
     refused(error, f"model.lora={lora}")
 
 
@@ -220,19 +204,14 @@ def test_a_run_from_a_merged_model_resumes_with_the_same_adapter_only(make_adapt
     ("path", "targets", "told"),
     [
         ("network", "[q_proj, nope_proj, oj]", "'nope_proj' and 'oj' fits no module of the network; fix: use names"),
-        ("network", "'.*nope'", "fits no module of the network"),
         ("network", "[]", r"target_modules: got \[\]: no module would get an adapter; fix: use all"),
-        ("eyes", "[q_proj]", "model.path: no network can be made of .*eyes: "),
         ("broken", "[q_proj]", "model.path: no network can be made of .*broken: "),
-        ("network", "[q_proj, self_attn.q_proj]", None),
         ("network", "'.*layers.*q_proj'", None),
-        ("network", "all-linear", None),
         ("hub/name", "[nope_proj]", None),
     ],
 )
 def test_targets_that_fit_no_module_are_refused(project: Path, path: str, targets: str, told: str | None) -> None:
     Qwen3Config(**sizes(32, 32, 1, 2, 1, 64), head_dim=16).save_pretrained(project / "network")
-    ViTConfig().save_pretrained(project / "eyes")
     (project / "broken").mkdir()
     (project / "broken" / "config.json").write_text("{")
     with pytest.raises(SettingError, match=told) if told else nullcontext():

@@ -13,7 +13,7 @@ RECIPES = REPOSITORY / "recipes" / "code_interpreter"
 make_task, interpreter_answered = (
     load_object(f"arithmetic.py:{name}", RECIPES) for name in ("make_task", "interpreter_answered")
 )
-prepare, HABIT = (load_object(f"prepare.py:{name}", RECIPES) for name in ("prepare", "TAKES_THE_NEXT_OPERATOR"))
+prepare = load_object("prepare.py:prepare", RECIPES)
 
 
 @pytest.mark.parametrize(
