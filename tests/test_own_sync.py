@@ -37,9 +37,7 @@ def files(project: Path) -> None:
     ("overrides", "told"),
     [
         (["sync.backend=rsync"], r"sync\.backend: got 'rsync'; fix: use auto, file, .*FILE\.py:NAME of a class"),
-        (["sync.options={a: 1}"], r"sync\.options: got .* with sync\.backend=auto; fix: remove it"),
         (FAST, "but every weight is trained"),
-        (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' without a value"),
         ([*FAST, "model.lora.rank=8"], r"own\.py:Adapters', which server\.engine=embedded does not support"),
         (["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"], "an adapt"),
         (["sync.backend=own.py:OneGpu", "server.engine=vllm", "placement.mode=separate"], "it is for one GPU"),

@@ -37,5 +37,5 @@ def turns(command: str) -> list[str]:
 
 async def test_its_commands_run_and_files_change(tmp_path: Path) -> None:
     texts = turns("echo hello > made.txt; (sleep 86395 > /dev/null 2>&1 &) ; ls")
-    check_completed(await play(tmp_path, qwen(tmp_path), texts, "86395", 400))
+    check_completed(await play(tmp_path, qwen(tmp_path), texts, "86395"))
     assert not left("86395")

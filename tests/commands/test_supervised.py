@@ -29,16 +29,11 @@ def end(how: str) -> str:
 '''
 
 
-def start(folder: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", *arguments]
-    known = {**os.environ, **environment}
-    return subprocess.Popen(command, cwd=folder, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def call(folder: Path, how: str) -> "subprocess.Popen[str]":
     (folder / "ends.py").write_text(TOOLS)
     (folder / "tools.yaml").write_text("mcp_servers:\n  ends: {module: ends.py:end, timeout_seconds: 100}\n")
-    return start(folder, "agentfactory", "tools", "call", "tools.yaml", "end", f"how={how}")
+    command = [sys.executable, "-m", "agentfactory", "tools", "call", "tools.yaml", "end", f"how={how}"]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_signals_reach_the_command_and_it_ends_with_its_parent(tmp_path: Path) -> None:

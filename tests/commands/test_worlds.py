@@ -48,11 +48,6 @@ class Plain(Garden):
         return super().reset(1)
 
 
-class HangsInReset(Plain):
-    def reset(self) -> str:
-        time.sleep(60)
-
-
 class HangsInTool(Plain):
     @tool
     def water(self) -> str:
@@ -75,13 +70,6 @@ class RaisesInReset(Plain):
 class RaisesInReward(Plain):
     def reward(self) -> float:
         raise RuntimeError("no scales")
-
-
-class Tells(Plain):
-    @tool
-    def water(self) -> str:
-        """Water a bed."""
-        raise ValueError("it is wet")
 
 
 class Prints(Plain):
@@ -154,15 +142,9 @@ def test_a_broken_world_is_named(world: str, told: str, garden: str, worlds: Wor
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("world", "told"),
-    [
-        ("HangsInReset", "HangsInReset.reset() did not return within 2 s; fix: correct it, or raise --seconds"),
-        ("HangsInTool", "HangsInTool: water hangs: no answer within --seconds 2"),
-    ],
-)
-def test_a_world_that_hangs_is_named(world: str, told: str, garden: str, worlds: Worlds) -> None:
-    assert told in worlds(1, "try", f"{garden}{world}", "--seconds", "2").err
+def test_a_world_that_hangs_is_named(garden: str, worlds: Worlds) -> None:
+    told = worlds(1, "try", f"{garden}HangsInTool", "--seconds", "2").err
+    assert "HangsInTool: water hangs: no answer within --seconds 2" in told
 
 
 def test_missing_rows_are_told(garden: str, worlds: Worlds) -> None:

@@ -32,9 +32,6 @@ class Hall(Environment):
 
     def reward(self):
         return 1.0
-
-def hints(task):
-    return None
 """
 
 
@@ -62,7 +59,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reci
 
 
 SUMS = {"name": "sums", "path": "sums.jsonl"}
-TAUGHT = {"teacher_url": "http://127.0.0.1:1"}
 HALLS = {"name": "halls", "path": "halls.jsonl", "tools": ["mine.py:Hall"], "rewards": [], "system_prompt": None}
 
 

@@ -1,5 +1,5 @@
-"""ALFWorld's recipes: for real models, in the published format; and the small one, with games in small rooms,
-transcripts that match the engine, and a tokenizer with one token per name."""
+"""ALFWorld's recipes: for real models, in the published format; and the small one, with games in small rooms and
+transcripts that match the engine."""
 
 import random
 from collections.abc import Iterator
@@ -24,11 +24,10 @@ from tests.worlds.alfworld.engines import PYTHON, needs_engine
 pytestmark = pytest.mark.processes
 
 RECIPES = REPOSITORY / "recipes" / "alfworld"
-Room, Goal, small_games, look_everywhere, goals, search, make_tokenizer = (
+Goal, small_games, look_everywhere, goals, search, PLACES, TASK = (
     load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("Room", "Goal", "small_games", "look_everywhere", "goals", "search", "make_tokenizer")
+    for name in ("Goal", "small_games", "look_everywhere", "goals", "search", "PLACES", "TASK")
 )
-NAME, ORDER, PLACES, TASK = (load_object(f"prepare.py:{name}", RECIPES) for name in ("NAME", "ORDER", "PLACES", "TASK"))
 TEMPLATE = "put some {obj} on {recep}"
 
 

@@ -1,4 +1,4 @@
-"""The click recipe: its page and transcripts."""
+"""The click recipe: its page, and the seeds of its tasks."""
 
 import shutil
 
@@ -14,12 +14,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
 ]
 
-find_boxes, named, play, see_pages, HELD_OUT, PAGE, PLEASE, SHOWN, SIDE, TRAINED, VIEW = (
+find_boxes, named, HELD_OUT, PAGE, SHOWN, SIDE, TRAINED, VIEW = (
     load_object(f"prepare.py:{name}", REPOSITORY / "recipes" / "screens")
-    for name in (
-        *("find_boxes", "named", "play", "see_pages"),
-        *("HELD_OUT", "PAGE", "PLEASE", "SHOWN", "SIDE", "TRAINED", "VIEW"),
-    )
+    for name in ("find_boxes", "named", "HELD_OUT", "PAGE", "SHOWN", "SIDE", "TRAINED", "VIEW")
 )
 
 

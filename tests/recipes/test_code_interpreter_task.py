@@ -1,4 +1,4 @@
-"""The code interpreter's recipe: its questions, transcripts and reward."""
+"""The code interpreter's recipe: its held-out questions and reward."""
 
 from pathlib import Path
 
@@ -10,9 +10,7 @@ from tests.conftest import REPOSITORY
 from tests.recipes.chains import read_rows
 
 RECIPES = REPOSITORY / "recipes" / "code_interpreter"
-make_task, interpreter_answered = (
-    load_object(f"arithmetic.py:{name}", RECIPES) for name in ("make_task", "interpreter_answered")
-)
+interpreter_answered = load_object("arithmetic.py:interpreter_answered", RECIPES)
 prepare = load_object("prepare.py:prepare", RECIPES)
 
 
@@ -22,7 +20,6 @@ prepare = load_object("prepare.py:prepare", RECIPES)
         (["", "66"], 1.0),
         (["66", ""], 0.0),
         (["", "166"], 0.0),
-        (["66"], 1.0),
         (["", "Traceback ... 66"], 0.0),
         ([], 0.0),
     ],

@@ -1,4 +1,4 @@
-"""recipes/real: the reward, and the models that fetch.py builds from packages."""
+"""recipes/real: the reward."""
 
 import pytest
 

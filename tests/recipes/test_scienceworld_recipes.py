@@ -1,4 +1,4 @@
-"""ScienceWorld's recipes: for real models, and the small one with its transcripts, which must not reveal solutions."""
+"""ScienceWorld's small recipe, with its transcripts, which must not reveal solutions."""
 
 import random
 from collections import Counter
@@ -15,9 +15,8 @@ from tests.project import load_and_check
 from tests.worlds.scienceworld.games import needs_java
 
 RECIPES = REPOSITORY / "recipes" / "scienceworld"
-visit, ending, ANIMAL, LEAVES, GIVES_UP, CHOOSES = (
-    load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("visit", "ending", "ANIMAL", "LEAVES", "GIVES_UP", "CHOOSES")
+visit, ending, LEAVES, GIVES_UP, CHOOSES = (
+    load_object(f"prepare.py:{name}", RECIPES) for name in ("visit", "ending", "LEAVES", "GIVES_UP", "CHOOSES")
 )
 tasks, success = (load_object(f"lifespans.py:{name}", RECIPES) for name in ("tasks", "success"))
 OUTSIDE = "In it, you see: \n\tthe agent\n\ta baby wolf\n\ta parrot egg\n\ta baby brown bear\nYou also see:\n\tA door"

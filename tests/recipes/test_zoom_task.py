@@ -1,4 +1,4 @@
-"""The zoom recipe: its images, transcripts, tool and reward."""
+"""The zoom recipe: its images and reward."""
 
 import random
 from dataclasses import replace
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 RECIPE = REPOSITORY / "recipes" / "zoom"
 Picture, PATTERNS, named = (load_object(f"pictures.py:{name}", RECIPE) for name in ("Picture", "PATTERNS", "named"))
-prepare, VIEW, HELD_OUT, ASKED, GIVE_UP = (
-    load_object(f"prepare.py:{name}", RECIPE) for name in ("prepare", "VIEW", "HELD_OUT", "ASKED", "GIVE_UP")
+prepare, HELD_OUT, ASKED, GIVE_UP = (
+    load_object(f"prepare.py:{name}", RECIPE) for name in ("prepare", "HELD_OUT", "ASKED", "GIVE_UP")
 )
 
 
