@@ -86,6 +86,16 @@ async def test_an_environment_judges_where_no_reward_is_given_and_else_nothing_d
     assert counter.calls == sum(worked) > 0, "a method of an object acts on that object"
 
 
+async def test_it_opens_by_itself_and_again_after_it_was_closed(warm_server: str) -> None:
+    agent = Agent(warm_server, rollout={"max_tokens": 5})
+    for _ in range(2):
+        # each in a separate task, like the cells of a notebook
+        results = await asyncio.gather(*(asyncio.create_task(agent.run("go", max_turns=1)) for _ in range(2)))
+        assert len({t.id for result in results for t in result.trajectories}) == 2
+        await asyncio.create_task(agent.close())
+    await agent.close()
+
+
 async def test_a_model_gets_a_server_that_ends_with_the_agent(warm_start: Path) -> None:
     before = children()
     server = {"max_model_len": 512}

@@ -1,5 +1,4 @@
-"""Alarms of a real training made for them: a model that never calls its tools, equal rewards, slow tool processes, and
-a reward that makes the model lose its format."""
+"""Alarms of a real training made for them: a model that never calls its tools, equal rewards, slow tool processes."""
 
 import shutil
 from pathlib import Path

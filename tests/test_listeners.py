@@ -26,6 +26,7 @@ from agentfactory.base.http import http_server
 from agentfactory.base.http.server_keys import key_header
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.recipe.load import load_recipe
+from agentfactory.rollout.gateway.gateway_server import Gateway
 from agentfactory.rollout.inference.inference_client import GENERATE
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 from tests.conftest import QUICKSTART, REPOSITORY
@@ -233,6 +234,14 @@ def test_a_connection_without_a_request_is_closed(tmp_path: Path, monkeypatch: p
 
 def _serve(listener: socket.socket) -> None:
     http_server.serve_http(Starlette(), listener)
+
+
+async def test_the_gateway_listens_on_loopback() -> None:
+    """For its keys and bounds see tests/rollout/test_gateway_hostile.py."""
+    before = listening(os.getpid())
+    async with Gateway() as gateway:
+        (address,) = [each for each in listening(os.getpid()) if each not in before]
+    assert (address.ip, address.port) == ("127.0.0.1", urlsplit(gateway.url).port)
 
 
 def recipe_of(strategy: str, folder: Path) -> Path:

@@ -42,12 +42,8 @@ def mini(folder: Path) -> AgentConfig:
     return config
 
 
-def turns(command: str) -> list[str]:
-    end = call("I finish.", "bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
-    return [call("I write.", "bash", command=command), end]
-
-
 async def test_its_commands_run_and_files_change(tmp_path: Path) -> None:
-    texts = turns("echo hello > made.txt; sleep 86397 & ls")
-    check_completed(await play(tmp_path, mini(tmp_path), texts, "86397"))
+    first = call("I write.", "bash", command="echo hello > made.txt; sleep 86397 & ls")
+    end = call("I finish.", "bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    check_completed(await play(tmp_path, mini(tmp_path), [first, end], "86397"))
     assert not left("86397")

@@ -31,11 +31,8 @@ def qwen(folder: Path) -> AgentConfig:
     )
 
 
-def turns(command: str) -> list[str]:
-    return [call("I write.", "run_shell_command", command=command, is_background=False), "I am done."]
-
-
 async def test_its_commands_run_and_files_change(tmp_path: Path) -> None:
-    texts = turns("echo hello > made.txt; (sleep 86395 > /dev/null 2>&1 &) ; ls")
-    check_completed(await play(tmp_path, qwen(tmp_path), texts, "86395"))
+    command = "echo hello > made.txt; (sleep 86395 > /dev/null 2>&1 &) ; ls"
+    first = call("I write.", "run_shell_command", command=command, is_background=False)
+    check_completed(await play(tmp_path, qwen(tmp_path), [first, "I am done."], "86395"))
     assert not left("86395")

@@ -95,8 +95,7 @@ def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Comman
     assert result.stderr == f"agentfactory: --output: {output} is not empty; fix: --output OTHER\n"
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("stages", [(), ("sft", "grpo")])
+@pytest.mark.parametrize(("lora", "stages"), [(False, ()), (True, ("sft", "grpo"))])
 def test_the_last_checkpoint_of_a_run(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool, stages: tuple[str, ...]
 ) -> None:

@@ -80,6 +80,23 @@ def test_a_short_file_of_very_many_values_is_refused(run: RunFolder) -> None:
         check_weights_folder(checkpoint)
 
 
+def test_a_run_that_lacks_a_folder_is_checked_too(
+    run: RunFolder, private: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.logs.rmdir()
+    put(run.summary, "link", private)
+    assert main(["eval", str(run.recipe)]) == 2
+    assert f"{run.summary} is a link" in capsys.readouterr().err
+
+
+def test_an_export_has_only_what_was_written(run: RunFolder, tmp_path: Path) -> None:
+    (checkpoint,) = checkpoints(run.checkpoints)
+    (checkpoint / "sparse").touch()
+    os.truncate(checkpoint / "sparse", 60 << 30)
+    export(checkpoint, tmp_path / "out", adapter=False, push=None, say=print)
+    assert os.listdir(tmp_path / "out") == ["config.json"]
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_the_lock_of_a_run_is_never_written_through_a_link(kind: str, run: RunFolder, private: Path) -> None:
     put(run.path / ".lock", kind, private)

@@ -230,6 +230,16 @@ def test_the_operation_of_tools_may_change(run: RunFolder, override: str, refuse
         assert resume_stages([recipe], "auto")[0].checkpoint
 
 
+def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder) -> None:
+    def remove(saved: dict[str, Any]) -> None:
+        del saved["train"]["loss"]["behaviour_kl"], saved["train"]["advantage"]["malformed_turns"]
+
+    change_saved_recipes(run, remove)
+    refused(r"malformed_turns: got 'blamed', but .* was trained with 'like_others'")
+    as_before = ("train.loss.behaviour_kl=0", "train.advantage.malformed_turns=like_others")
+    assert resumed(*as_before).state is State.STARTED
+
+
 def test_a_completed_run_goes_on_only_for_more_steps(run: RunFolder) -> None:
     run.write_summary({"status": "completed", "steps": 40})
     refused(r"runs/recipe is completed, with 40 steps; fix: raise train.steps")

@@ -90,6 +90,12 @@ def test_overrides_reach_every_depth(project: Path) -> None:
     assert recipe.data.path == str(project / "elsewhere" / "more.jsonl")
 
 
+def test_overrides_are_relative_to_the_current_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project / "other" / "here.jsonl", TASK)
+    monkeypatch.chdir(project / "other")
+    assert loaded("../recipe.yaml", "data.path=here.jsonl").data.path == str(project / "other" / "here.jsonl")
+
+
 def test_the_resolved_recipe_runs_as_it_stands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(project / "make.py", "def make(folder, seed): ...\n")
     recipe = loaded("recipe.yaml", "prepare=make.py:make", "model.path=${prepared}/model", "seed=3")

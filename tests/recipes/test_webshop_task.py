@@ -1,4 +1,4 @@
-"""WebShop's recipes: the small recipe's tasks and transcripts, and the recipes for real models."""
+"""WebShop's small recipe: its tasks and transcripts."""
 
 import asyncio
 from pathlib import Path
