@@ -38,29 +38,25 @@ def call(words: str, tool: str, **arguments: Any) -> str:
     return f"{words}\n<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
-async def play(
-    folder: Path, config: AgentConfig, texts: list[str], marker: str, seconds: float, again: bool = False
-) -> list[Trajectory]:
-    """Run eight concurrent chains. Their first turn is the first of `texts`, and the second turn is the last; with
-    `again` every turn is the first. `marker` is in the task; it identifies these chains' processes."""
-    async with _chains(folder, config, texts, seconds) as chains:
+async def play(folder: Path, config: AgentConfig, texts: list[str], marker: str) -> list[Trajectory]:
+    """Run eight concurrent chains. Their first turn is the first of `texts`, and the second turn is the last. `marker`
+    is in the task; it identifies these chains' processes."""
+    async with _chains(folder, config, texts) as chains:
         tokenizer, first = chains.tokenizer, texts[0].splitlines()[0]
         turns = [tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in texts]
-        chains.server.script = lambda ids: turns[not again and first in tokenizer.decode(ids)]
+        chains.server.script = lambda ids: turns[first in tokenizer.decode(ids)]
         runner = chains.runner
         task = {"question": f"Make made.txt, as in {marker}."}
         scored = runner.setup.config.scored
         played = (runner.run(f"c{i}", task, Sampling("p", 1.0, str(i)), scored) for i in range(CHAINS))
         trajectories = list(await asyncio.gather(*played))
-        if not again:
-            chains.check(*trajectories)
-        assert chains.server.requests, "some were in the middle of their command"
+        chains.check(*trajectories)
     return trajectories
 
 
 @asynccontextmanager
-async def _chains(folder: Path, config: AgentConfig, texts: list[str], seconds: float) -> AsyncIterator[Scripted]:
-    limits = {"concurrency": CHAINS, "timeout_seconds": seconds, "max_total_tokens": 131072, "max_tokens": 512}
+async def _chains(folder: Path, config: AgentConfig, texts: list[str]) -> AsyncIterator[Scripted]:
+    limits = {"concurrency": CHAINS, "timeout_seconds": 400, "max_total_tokens": 131072, "max_tokens": 512}
     agent = ProgramAgent(config, folder)
     async with scripted_chains(folder, texts, agent=agent, source=SOURCE, rollout=limits) as chains:
         yield chains

@@ -14,15 +14,12 @@ import pytest
 import yaml
 
 from agentfactory import Agent, Outcome, reward, tool
-from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.launching.child_processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.rollout.chains.agent_hooks import Turn
 from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.config import AgentConfig, RolloutConfig
-from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Trajectory
 from tests.conftest import QUICKSTART
 
@@ -87,18 +84,6 @@ async def test_an_environment_judges_where_no_reward_is_given_and_else_nothing_d
     assert not any(t.outcome.failed for t in result.trajectories)
     worked = [t.metrics["tool/move/calls"] - t.metrics["tool/move/errors"] for t in result.trajectories]
     assert counter.calls == sum(worked) > 0, "a method of an object acts on that object"
-
-
-class Brief(Agent):
-    async def generate(self, turn: Turn) -> Completion:
-        return await turn.sample(max_tokens=2)
-
-
-async def test_hooks_of_a_subclass_are_used(warm_server: str) -> None:
-    async with Brief(warm_server) as agent:
-        (trajectory,) = (await agent.run("go", max_turns=1)).trajectories
-    assert trajectory.metrics["sampled_tokens"] <= 2
-    assert type(Brief()) is Brief, "as training makes it"
 
 
 async def test_it_opens_by_itself_and_again_after_it_was_closed(warm_server: str) -> None:
@@ -179,12 +164,3 @@ async def test_the_page_runs(warm_server: str, tmp_path: Path, capsys: pytest.Ca
         assert not trajectory.outcome.failed, trajectory.error
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     check_context(RolloutConfig.model_validate(yaml.safe_load(recipe)["rollout"]))
-
-
-@pytest.mark.unit
-def test_settings_are_refused_in_one_line() -> None:
-    server = {"command": "x", "args": ["${chain}"], "isolation": "shared"}
-    with pytest.raises(SettingError) as refused:
-        Agent("model", mcp_servers={"x": server})
-    said = "mcp_servers.x.isolation: got 'shared', but ${chain} needs a process for each chain; fix: remove it"
-    assert str(refused.value) == said

@@ -1,8 +1,5 @@
-"""Alarms of a real training made for them: a model that never calls its tools, equal rewards, slow tool processes, and
-a reward that makes the model lose its format."""
+"""Alarms of a real training made for them: a model that never calls its tools, equal rewards, slow tool processes."""
 
-import json
-import re
 import shutil
 from pathlib import Path
 
@@ -55,57 +52,3 @@ def test_a_run_that_cannot_learn_says_why(recipe: str, agentfactory: Command) ->
         assert shown.count(f"warning: {start}") == 1, start
         assert (in_the_end or start) in at_end
     assert "fix: mcp_servers.pad.isolation: shared if it keeps no state" in at_end
-
-
-GARBLED = """
-from agentfactory import reward
-
-
-@reward
-def garbled(trajectory, environment):
-    return {"reward": len(trajectory.malformed_turns) / trajectory.turns, **environment.metrics}
-"""
-
-
-@pytest.mark.long
-def test_a_format_that_a_reward_drives_out_is_told_and_ends_the_run(
-    project: Path, quickstart_run: Path, warm_start: Path, agentfactory: Command
-) -> None:
-    """The quickstart's second stage, with a reward that pays for calls that cannot be read. By default, tokens of such
-    turns are never reinforced."""
-    (project / "garbled.py").write_text(GARBLED)
-    recipe = {
-        "model": {"path": str(warm_start), "dtype": "float32"},
-        "data": {"path": str(quickstart_run / "prepared" / "train.jsonl")},
-        "tools": [str(REPOSITORY / "recipes" / "quickstart" / "treasure_hunt.py") + ":TreasureHunt"],
-        "rewards": ["garbled.py:garbled"],
-        "rollout": {"group_size": 16, "max_turns": 6, "max_tokens": 32, "max_total_tokens": 512, "concurrency": 128},
-        "server": {"engine": "embedded", "max_model_len": 512, "max_num_seqs": 128},
-        "train": {
-            "steps": 30,
-            "batch_size": 4,
-            "token_budget": 4096,
-            "learning_rate": 1e-3,
-            "advantage": {"malformed_turns": "like_others"},
-            "stop_when": ["format"],
-        },
-    }
-    (project / "garbled.yaml").write_text(yaml.safe_dump(recipe))
-    result = agentfactory("train", "garbled.yaml", "output=run", status=3)
-    said = re.search(
-        r"warning: step (\d+): the turns that could be parsed fell from (\d+)% to (\d+)%; the format has been lost; ",
-        result.stdout,
-    )
-    assert said is not None, result.stdout
-    lines = [json.loads(line) for line in (project / "run" / "metrics.jsonl").read_text().splitlines()]
-    parsed = [
-        100 - 100 * line["trajectory/tool_errors/malformed_call"] / line["turns"] for line in lines if "turns" in line
-    ]
-    step, before, now = map(int, said.groups())
-    assert step == len(parsed)
-    assert now == pytest.approx(sum(parsed[-4:]) / 4, abs=0.5)
-    assert now < before - 15
-    assert before <= max(parsed) + 0.5
-    assert json.loads((project / "run" / "summary.json").read_text())["reason"].startswith(
-        "train.stop_when: format: step"
-    )

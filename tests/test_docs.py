@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,10 @@ from agentfactory.placement.machine import Machine
 from agentfactory.placement.plan_choice import GIB, Need
 from agentfactory.placement.server_memory import ServerMemory
 from agentfactory.recipe.composition import read_mapping
-from agentfactory.recipe.reference import PAGES, meaning, renewed, sections, title
+from agentfactory.recipe.reference import PAGES, meaning, renewed, sections
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.config import DataConfig, LoraConfig, RolloutConfig
+from agentfactory.rollout.config import DataConfig, LoraConfig
 from agentfactory.rollout.data import load_tasks
-from agentfactory.rollout.evaluation.evaluate import Evaluation, mean_figures
-from agentfactory.rollout.evaluation.first_look import Look, Offer
-from agentfactory.rollout.evaluation.pass_at_k import by_source, estimates, sample_figures
-from agentfactory.rollout.groups.group_files import append_group
 from agentfactory.rollout.inference.http_transport import missing_routes
 from agentfactory.rollout.inference.server_command_line import explain
 from agentfactory.rollout.metrics import CHAIN_METRICS, EVAL_METRICS, Metric
@@ -47,8 +42,6 @@ from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import load_parser
 from agentfactory.rollout.text.template_and_format import choose_template
 from agentfactory.rollout.text.templates import RenderError
-from agentfactory.rollout.token_row import Row
-from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.sandbox.bubblewrap import refusal as no_sandbox
 from agentfactory.tools.serve import command_line as serve_command_line
 from agentfactory.tools.sessions.toolset import open_toolset
@@ -58,7 +51,6 @@ from agentfactory.trainers.metrics import METRICS
 from agentfactory.trainers.sync.canary_verdict import Drift
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.conftest import REPOSITORY
-from tests.project import load_and_check
 
 DOCS = REPOSITORY / "docs"
 SHOWN = [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md"]
@@ -133,21 +125,6 @@ def test_every_field_is_described() -> None:
     assert [name for name, text in described.items() if not text] == []
 
 
-def test_the_recipe_reference_has_every_field_with_its_type_and_default() -> None:
-    pages = [DOCS / page for page in PAGES if page != "metrics.md"]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    assert "| `group_size` | integer > 0 | `8` | Chains per task; group-relative advantages compare them. |" in text
-    assert "| `dropout` | number >= 0, &lt; 1 | `0.0` |" in text
-    assert "| `lora` | section or null | `null` | Train an adapter. Null: train every weight. |" in text
-    assert "| `steps` | integer > 0 | **required** |" in text
-    assert "## `data`, `eval.data`" in text
-    assert "| `refill` | Replace the group by one of another task" in text
-    for section, paths in sections(Recipe).items():
-        _, _, below = text.partition(f"\n## {title(section, paths)}\n")
-        table = below.partition("\n## ")[0]
-        assert [f"`{name}`" for name in fields_of(section)] == re.findall(r"^\| (`\w+`) \|", table, re.MULTILINE)
-
-
 # the metrics
 
 
@@ -176,29 +153,6 @@ def test_every_metric_of_a_run_is_described(quickstart_run: Path) -> None:
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     for metric in (*METRICS, *CHAIN_METRICS, *EVAL_METRICS):
         assert f"| `{metric.name}` |" in text
-
-
-LOOK = Look(Offer(RolloutConfig(), [], load_parser("hermes")))
-
-
-def test_every_figure_of_an_evaluation_is_described() -> None:
-    groups = [
-        Group(f"g{n}", {"source": source}, [chain(f"{n}.{m}", float(m < n)) for m in range(4)])
-        for n, source in enumerate(("books", "films"))
-    ]
-    parts = {"": groups, **by_source(groups)}
-    found = {source: estimates(part, 4) for source, part in parts.items()}
-    means = {f"sampled/{name}": value for name, value in (mean_figures(groups) | sample_figures(groups, 4)).items()}
-    names = [f"eval/{name}" for name in Evaluation(means, {"sampled": found}, Counter(), 8, LOOK).figures()]
-    assert {"eval/sampled/pass@4", "eval/sampled/avg@4/low", "eval/sampled/source/films/pass@2/high"} <= set(names)
-    for name in names:
-        # a figure split by source is described by the figure itself
-        assert described_by(re.sub(r"/source/[^/]+/", "/", name)), name
-    assert described_by("eval/sampled/source/films/success")
-
-
-def chain(name: str, success: float) -> Trajectory:
-    return Trajectory(name, [], [], Outcome.COMPLETED, success, {"success": success})
 
 
 def test_the_metrics_that_the_pages_speak_of_exist() -> None:
@@ -316,29 +270,6 @@ def test_every_option_is_among_the_commands() -> None:
                 assert option in ("-h", "--help") or f"`{option}" in page, f"{name} {option}"
 
 
-def test_every_picture_is_shown() -> None:
-    pages = "".join(page.read_text(encoding="utf-8") for page in SHOWN)
-    pictures = [path.name for kind in ("png", "svg") for path in DOCS.glob(f"*.{kind}")]
-    assert [name for name in pictures if name not in pages] == []
-
-
-@pytest.mark.processes
-@pytest.mark.long
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_the_recipe_to_begin_with_fits_a_workstation(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shown = yaml.safe_load(next(block for block in blocks(REPOSITORY / page, "yaml") if "Qwen2.5-3B" in block))
-    without_tools = {key: value for key, value in shown.items() if key not in ("tools", "mcp_servers", "server")}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**without_tools, "rewards": ["exact_match"]}))
-    (tmp_path / "tasks.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n')
-    status = main.main(["train", "recipe.yaml", "placement.gpu_memory_gib=21.4", "--dry-run"])
-    said = capsys.readouterr()
-    assert status == 0, said.err
-    assert "of 21.40 GiB" in said.out
-
-
 async def test_the_environment_of_the_page_plays(tmp_path: Path) -> None:
     page = DOCS / "environments.md"
     (tmp_path / "guess.py").write_text(blocks(page, "python")[0])
@@ -369,36 +300,6 @@ def test_the_data_of_the_page_loads(tmp_path: Path, warm_start: Path) -> None:
     renderer = load_renderer(Recipe(**LEAST, model={"path": str(warm_start)}).model, "hermes", print, tools=True)
     (row,) = conversation_rows([json.loads(conversation)], renderer)
     assert 0 < sum(row.weights or []) < len(row.token_ids)
-
-
-def test_saved_chains_are_loaded_as_the_page_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs" / "mine" / "trajectories"
-    folder.mkdir(parents=True)
-    said = [{"role": "assistant", "content": "4.83"}]
-    row = Row([1, 2, 3], [0, 1, 1], [0.0, -0.5, -0.25])
-    append_group(folder / "train.jsonl", Group("g", {}, [Trajectory("g.0", said, [row], Outcome.COMPLETED, 1.0)]))
-    exec(blocks(DOCS / "data.md", "python")[2], {})
-    assert capsys.readouterr().out == "g g.0 completed 1.0 2 4.83\n"
-
-
-def test_the_mixtures_of_the_page_load(tmp_path: Path) -> None:
-    for name in ("arithmetic", "words", "heldout", "unseen"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "How?", "answer": "so", "word": "so"}\n')
-    (tmp_path / "model").mkdir()
-    rest = {"model": {"path": "model"}, "train": {"steps": 1}, "server": {"engine": "embedded"}}
-    rest["rewards"] = ["exact_match"]
-    whole, part = blocks(DOCS / "sources.md", "yaml")
-    for number, text in enumerate((whole, part)):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(yaml.safe_dump({**rest, **yaml.safe_load(text)}))
-        recipe = load_and_check(path)
-        arithmetic, words = [found.recipe for found in recipe.parts()]
-        assert (arithmetic.tools, words.tools) == (["calculator"], [])
-    first = load_and_check(tmp_path / "0.yaml")
-    assert [found.recipe.rollout.max_turns for found in first.held_out_parts()] == [6, 2]
 
 
 LEAST: dict[str, Any] = {"name": "test", "output": Path("nowhere"), "train": {"steps": 1}}

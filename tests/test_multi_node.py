@@ -14,12 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentfactory.recipe.schema import Recipe
-from agentfactory.trainers.config import TrainConfig
-from agentfactory.trainers.processes.accelerator import launch_command
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.forked import reserved_port
-from tests.project import load_and_check
 
 pytestmark = pytest.mark.processes
 
@@ -160,20 +156,3 @@ def test_what_the_script_cannot_run_is_refused_before_a_server_loads(cluster: di
     )
     assert wrong.returncode == 2
     assert b"train.stepz" in wrong.stderr
-
-
-def test_the_recipe_is_for_what_the_script_starts() -> None:
-    recipe = load_and_check(FOLDER / "multi-node.yaml")
-    assert isinstance(recipe, Recipe)
-    assert (recipe.train.processes, recipe.train.strategy, recipe.sync.backend) == (2 * 8, "fsdp2", "file")
-    assert recipe.model.lora is None
-    assert recipe.server.options.data_parallel_size == 8
-
-
-def test_a_wrong_launch_is_told_with_the_command_of_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = TrainConfig(steps=1, processes=16, strategy="fsdp2")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    where = "--num_machines 2 --machine_rank R --main_process_ip ADDRESS"
-    assert f"fsdp2.yaml {where} --num_processes 16 -m agentfactory.train RECIPE" in launch_command(train, "cuda")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    assert "machine" not in launch_command(train, "cuda")

@@ -14,7 +14,7 @@ from agentfactory.trainers.config import AdvantageConfig, LossConfig
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator
 from agentfactory.trainers.update.losses import PolicyLoss
 from tests.conftest import QUICKSTART, REPOSITORY
-from tests.project import Command, load_and_check, refused
+from tests.project import Command, load_and_check
 
 pytestmark = pytest.mark.extended
 
@@ -70,18 +70,6 @@ def test_an_estimator_that_takes_the_scale_is_treated_as_ours(files: Path, scale
     assert advantages("scaled.py:of_groups", scale=scale) == [[float(len(scale))] * 3] * 2
 
 
-def test_an_algorithms_options_are_not_those_of_an_estimator_of_ones_own(files: Path, project: Path) -> None:
-    (project / "scaled.py").write_text(SCALED)
-    for own in ("with_scale", "without"):
-        made = load_and_check("recipe.yaml", [f"train.advantage.estimator=scaled.py:{own}", "train.algorithm=dr_grpo"])
-        assert made.train.advantage.options == {}
-    refused(
-        r"options\.scale: scaled.py:without has no such option",
-        "train.advantage.estimator=scaled.py:without",
-        "train.advantage.options.scale=none",
-    )
-
-
 def test_topr_holds_back_what_was_bad(files: Path) -> None:
     logprob = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     behaviour = torch.tensor([-2.0, -2.0, 0.0], dtype=torch.float64)
@@ -108,36 +96,21 @@ import numpy as np
 
 def none(rewards): return None
 def short(rewards): return [0.0]
-def wide(groups): return [[0.0]]
 def both(rewards, groups): return []
-def mixed(groups, batch_rewards): return []
-def alone(batch_rewards): return []
 async def waits(rewards): return []
-def words(rewards): return ["a", "b"]
-def huge(rewards): return [10**400 for _ in rewards]
 def per_chain(groups): return [0.0, 1.0]
 def raises(rewards): return {}["zz"]
-def leaves(rewards): raise SystemExit(0)
-def infinite(rewards): return [1e300 for _ in rewards]
 def nothing(scores): return []
 def wants(rewards, power): return rewards
-def placed(rewards, /): return rewards
-number = 3
 
 def detached(logprob): return logprob.detach()
-def scalar(logprob): return logprob.sum()
-def text(logprob): return "loss"
 def endless_loss(logprob): return logprob / 0.0
 
 def endless():
     return ({"question": str(i)} for i in itertools.count())
 def broken(): raise KeyError("path")
 def array(): return [{"question": "a", "image": np.zeros(2)}]
-def lines(): return ["a"]
 def whole(): return "rows"
-def quits():
-    yield {"question": "a"}
-    raise SystemExit(3)
 class Rows:
     def __init__(self, most=2): self.most = most
     def __iter__(self): return iter([{"question": "q", "answer": (1, 2)}] * self.most)
@@ -148,16 +121,11 @@ class Rows:
     ("settings", "told"),
     [
         ({"estimator": "own.py:gone"}, "estimator: unknown: .* defines no gone; .*; fix: "),
-        ({"estimator": "own.py:number"}, "own.py:number is of type int; fix: name a plain function"),
         ({"estimator": "own.py:both"}, "takes both rewards and groups; fix: take groups alone"),
-        ({"estimator": "own.py:mixed"}, "takes both groups and batch_rewards; fix: take groups alone"),
-        ({"estimator": "own.py:alone"}, "takes batch_rewards without rewards; fix: take rewards too"),
         ({"estimator": "own.py:waits"}, "is an async function; fix: name a plain function"),
-        ({"estimator": "own.py:short", "options": {"rewards": 1}}, "AgentFactory itself passes rewards to own.py:"),
         ({"estimator": "own.py:nothing"}, "takes none of rewards, batch_rewards, groups; fix: "),
         ({"estimator": "own.py:wants", "options": {"powr": 2}}, r"'power' without a value; fix: set .*options\.power"),
         ({"estimator": "own.py:short", "options": {"x": 2}}, r"options\.x: own.py:short has no such option; .* none"),
-        ({"estimator": "own.py:placed"}, "by position; fix: arguments are passed by name"),
     ],
 )
 def test_a_function_that_does_not_fit_is_refused(files: Path, settings: dict[str, object], told: str) -> None:
@@ -166,22 +134,21 @@ def test_a_function_that_does_not_fit_is_refused(files: Path, settings: dict[str
     assert refused.value.field.startswith("train.advantage.")
 
 
-@pytest.mark.parametrize("name", ["short", "wide", "none", "words", "huge", "per_chain"])
+@pytest.mark.parametrize("name", ["short", "none", "per_chain"])
 def test_a_result_of_another_shape_is_refused(files: Path, name: str) -> None:
     with pytest.raises(SettingError, match=rf"train\.advantage\.estimator: own\.py:{name} .*return"):
         Estimator(AdvantageConfig(estimator=f"own.py:{name}"))([rewards(0.0, 1.0)])
 
 
-@pytest.mark.parametrize(("name", "told"), [("raises", "KeyError: 'zz'"), ("leaves", "SystemExit: 0")])
-def test_what_a_function_raises_is_told_with_its_name(files: Path, name: str, told: str) -> None:
-    line = next(number for number, text in enumerate(OWN.splitlines(), 1) if text.startswith(f"def {name}("))
-    with pytest.raises(SettingError, match=rf"estimator: own\.py:{name} failed: {told} \(own\.py, line {line}\)"):
-        Estimator(AdvantageConfig(estimator=f"own.py:{name}"))([rewards(0.0, 1.0)])
+def test_what_a_function_raises_is_told_with_its_name(files: Path) -> None:
+    line = next(number for number, text in enumerate(OWN.splitlines(), 1) if text.startswith("def raises("))
+    with pytest.raises(SettingError, match=rf"own\.py:raises failed: KeyError: 'zz' \(own\.py, line {line}\)"):
+        Estimator(AdvantageConfig(estimator="own.py:raises"))([rewards(0.0, 1.0)])
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("detached", "no gradient"), ("scalar", r"shape \[\]"), ("text", "'loss'"), ("endless_loss", "not finite")],
+    [("detached", "no gradient"), ("endless_loss", "not finite")],
 )
 def test_terms_that_teach_nothing_are_refused(files: Path, name: str, told: str) -> None:
     logprob = torch.zeros(3, requires_grad=True)
@@ -194,9 +161,7 @@ def test_terms_that_teach_nothing_are_refused(files: Path, name: str, told: str)
     [
         ("broken", "own.py:broken failed: KeyError: 'path'"),
         ("array", "own.py:array returned non-JSON rows: .*ndarray"),
-        ("lines", "row 1 of own.py:lines is a str, not an object"),
         ("whole", "own.py:whole returned 'rows'; fix: return or yield rows"),
-        ("quits", "own.py:quits failed: SystemExit: 3"),
     ],
 )
 def test_a_source_without_rows_is_refused(files: Path, name: str, told: str) -> None:
@@ -216,26 +181,14 @@ def test_a_class_and_an_endless_generator_are_sources_too(files: Path) -> None:
     [
         ("train.advantage.estimator=maxrl", r"estimator: got 'maxrl'; fix: use grpo, .*FILE\.py"),
         ("train.loss.policy=topr", r"policy: got 'topr'; fix: use clip, .*FILE\.py"),
-        ("train.loss.options.a=1", "train.loss.options.a: unknown key"),
-        # of another's loss, also of an algorithm's own
         (
             "train.loss.policy=topr.py:topr train.loss.options.clip_low=0.1",
-            "clip_low: .*topr.py:topr has no such option",
-        ),
-        (
-            "train.algorithm=gspo train.loss.policy=topr.py:topr train.loss.options.clip_low=0.1",
             "clip_low: .*topr.py:topr has no such option",
         ),
         (
             "train.advantage.estimator=maxrl.py:maxrl train.advantage.options.lest=0.05",
             "options.lest: .*maxrl.py:maxrl has no such option; fix: remove it; its options are least",
         ),
-        (
-            "train.loss.policy=topr.py:topr train.loss.options.much=2",
-            "train.loss.options.much: .* no such option; fix: remove it; its options are most",
-        ),
-        ("train.advantage.options.least=1", "train.advantage.options.least: unknown key"),
-        ("data.path=null data.source=sums.py:sums data.split=test", "data.split: got 'test'"),
         ("data.source=sums.py:sums", "data: got path=.* and source=.*; fix: set one"),
         (
             "data.path=null data.source=sums.py:sums data.options.counts=3",
@@ -248,7 +201,7 @@ def test_recipes_that_are_refused(files: Path, project: Path, overrides: str, to
         load_and_check("recipe.yaml", overrides.split())
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "cispo", "sapo", "dr_grpo", "rloo", "reinforce_pp", "ppo"])
+@pytest.mark.parametrize("algorithm", ["dapo", "gspo", "dr_grpo", "ppo"])
 def test_an_algorithms_other_defaults_stay(files: Path, project: Path, algorithm: str) -> None:
     own = ["train.advantage.estimator=maxrl.py:maxrl", "train.loss.policy=topr.py:topr"]
     made, plain = (load_and_check("recipe.yaml", [f"train.algorithm={algorithm}", *more]) for more in (own, []))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from agentfactory.base.errors import SettingError
-from agentfactory.trainers.sync.backends import BACKENDS, backend_of
 from tests.conftest import QUICKSTART, REPOSITORY
 from tests.project import Command, load_and_check
 from tests.test_own_algorithm import write_page
@@ -34,25 +33,11 @@ def files(project: Path) -> None:
     (project / "own.py").write_text(OWN)
 
 
-@pytest.mark.usefixtures("files")
-def test_what_a_class_says_of_itself() -> None:
-    ours = load_and_check("recipe.yaml")
-    assert backend_of(ours) == BACKENDS["file"]
-    assert backend_of(load_and_check("recipe.yaml", ["model.lora.rank=8"])) == BACKENDS["lora"]
-    copied = load_and_check("recipe.yaml", ["sync.backend=copied.py:Copied", "sync.options={command: [cp], target: x}"])
-    made = backend_of(copied)
-    assert (made.routes, made.transfer, made.devices) == (BACKENDS["file"].routes, "file", "any")
-    adapters = backend_of(load_and_check(overrides=[*FAST, "model.lora.rank=8", "server.engine=vllm"], lacks=[]))
-    assert (adapters.adapters, adapters.routes, adapters.transfer) == (True, ("/v1/load_lora_adapter",), None)
-
-
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (["sync.backend=rsync"], r"sync\.backend: got 'rsync'; fix: use auto, file, .*FILE\.py:NAME of a class"),
-        (["sync.options={a: 1}"], r"sync\.options: got .* with sync\.backend=auto; fix: remove it"),
         (FAST, "but every weight is trained"),
-        (["sync.backend=own.py:Adapters", "model.lora.rank=8"], "a parameter 'speed' without a value"),
         ([*FAST, "model.lora.rank=8"], r"own\.py:Adapters', which server\.engine=embedded does not support"),
         (["sync.backend=copied.py:Copied", "model.lora.rank=8", "sync.options={command: [a], target: b}"], "an adapt"),
         (["sync.backend=own.py:OneGpu", "server.engine=vllm", "placement.mode=separate"], "it is for one GPU"),

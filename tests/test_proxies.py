@@ -12,19 +12,14 @@ import pytest
 import uvicorn
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 from mcp.server.mcpserver import MCPServer
 from mcp.server.transport_security import TransportSecuritySettings
 from openai import AsyncOpenAI
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http import proxies
 from agentfactory.base.http.proxies import proxy_for, spare_loopback
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.base.processes.threads import run_in_thread
-from agentfactory.rollout import model_hub
 from agentfactory.rollout.chains.chat_endpoint import ChatEndpoint
 from agentfactory.rollout.gateway.client_agents import FunctionAgent
 from agentfactory.rollout.inference.http_transport import ServerUnreachableError
@@ -166,12 +161,6 @@ async def test_an_error_names_the_proxy_but_not_its_password(ask: Ask, monkeypat
     assert "secret" not in str(error.value)
 
 
-def test_a_name_of_this_machine_is_reached_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, DEAD)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.0.1", 8000))])
-    assert proxy_for("http://own.example:8000") is None
-
-
 @pytest.mark.processes  # the SDK looks at the machine by `uname`
 async def test_an_agents_client_reaches_the_gateway_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, DEAD)
@@ -183,33 +172,15 @@ async def test_an_agents_client_reaches_the_gateway_directly(tmp_path: Path, mon
         assert (await chains.run()).outcome is Outcome.COMPLETED
 
 
-async def test_the_hub_is_asked_through_the_proxy_of_its_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    async with service() as url, forward_proxy() as proxy:
-        monkeypatch.setattr(constants, "ENDPOINT", far(url))
-        monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{proxy.port}")
-        close_session()  # it has the proxies of when it was opened
-        model_hub._refusal_of_hub.cache_clear()
-        try:
-            await run_in_thread(lambda: model_hub.check_answers("--push"))
-        finally:
-            model_hub._refusal_of_hub.cache_clear()
-            close_session()
-    assert proxy.asked == [urlsplit(far(url)).netloc]
-
-
 @pytest.mark.parametrize(
     ("no_proxy", "url"),
     [
         ("far.example", "http://far.example:8000"),
         (".example", "http://far.example:8000"),
-        ("*.example", "http://far.example:8000"),
-        ("a.org, FAR.example", "http://far.example"),
         ("*", "http://far.example"),
         ("10.0.0.0/8", "http://10.1.2.3:8000"),
         ("[fd00::1]:80,fd00::1", "http://[fd00::1]:8000"),
         ("", "http://127.0.0.9:8000"),
-        ("", "http://[::1]:8000"),
         ("", "https://localhost"),
     ],
 )
@@ -226,13 +197,11 @@ IN_ALL = "the proxy http://a:1 (ALL_PROXY)"
     [
         ({"HTTP_PROXY": "http://a:1"}, "http://far.example", "the proxy http://a:1 (HTTP_PROXY)"),
         ({"HTTP_PROXY": "http://a:1"}, "https://far.example", "None"),
-        ({"HTTPS_PROXY": "a:1"}, "https://far.example", "the proxy http://a:1 (HTTPS_PROXY)"),
         ({"all_proxy": "http://u:p@a:1"}, "https://far.example", "the proxy http://a:1 (all_proxy)"),
         ({"HTTP_PROXY": "a:1", "http_proxy": "b:2"}, "http://far.example", "the proxy http://b:2 (http_proxy)"),
         ({"HTTP_PROXY": "http://a:1", "http_proxy": ""}, "http://far.example", "None"),
         ({"ALL_PROXY": "a:1", "NO_PROXY": "o.example,x.far.example"}, "http://far.example", IN_ALL),
         ({"ALL_PROXY": "a:1", "NO_PROXY": "far.example:80,10.0.0.0/8"}, "http://far.example:8000", IN_ALL),
-        ({"ALL_PROXY": "a:1", "NO_PROXY": "ar.example"}, "http://far.example", IN_ALL),
     ],
 )  # fmt: skip
 def test_the_variable_that_counts(
@@ -242,20 +211,11 @@ def test_the_variable_that_counts(
     assert str(proxy_for(url)) == found
 
 
-@pytest.mark.parametrize("value", ["ftp://a:1", "http://", "http://a:99999", "socks4://a:1"])
+@pytest.mark.parametrize("value", ["ftp://a:1", "http://a:99999"])
 def test_what_is_no_proxy_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", value)
     with pytest.raises(SettingError, match=r"HTTPS_PROXY: .* is no address of a proxy; fix: write http://HOST:PORT"):
         proxy_for("https://far.example")
-
-
-async def test_a_socks_proxy_without_its_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxies, "is_installed", lambda name: name != "aiohttp_socks")
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    with pytest.raises(SettingError, match=r"ALL_PROXY: SOCKS needs .*; fix: pip install 'agentfactory-rl\[socks\]'"):
-        RetrievalClient("http://far.example:8000")
-    with pytest.raises(ToolInfrastructureError, match=r"ALL_PROXY: SOCKS needs .*; fix: pip install"):
-        await ask_mcp_server("http://far.example:8000", monkeypatch)
 
 
 def test_libraries_and_children_reach_this_machine_directly() -> None:

@@ -17,23 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from agentfactory.base.errors import SettingError
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.rollout.groups.group_files import read_groups
-from agentfactory.rollout.images.store import ImageStore, url_of
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.config import TrackConfig
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.tracking import COLUMNS, MOST_CHARACTERS, Tracking, TrackingError, chosen, conversation
+from agentfactory.trainers.tracking import COLUMNS, Tracking, TrackingError, chosen, conversation
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
-from tests.project import load_and_check, refused
+from tests.project import load_and_check
 from tests.saved_groups import write_groups
 from tests.waiting import wait_for
 
@@ -206,21 +203,6 @@ def test_trackers_hold_what_metrics_jsonl_holds(
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_the_recipe_is_their_configuration(tracked: Tracked, trackio_storage: Any) -> None:
-    # people see where it is; the file says that it is where the file is
-    saved = yaml.safe_load((tracked.output / "recipe.yaml").read_text())
-    recipe = {**saved, "output": str(tracked.output)}
-    last = [record.run.config.update for record in wandb_records(tracked.output) if record.HasField("run")][-1]
-    config = {item.key: json.loads(item.value_json) for item in last}
-    assert {name: config[name] for name in recipe} == recipe
-    config = trackio_storage.get_run_config("tests", tracked.tracker_name)
-    assert config["train"]["batch_size"] == BATCH
-    read = EventAccumulator(str(tracked.output / "tensorboard" / "tests"))
-    read.Reload()
-    text = read.Tensors("recipe/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert yaml.safe_load(text.removeprefix("```yaml\n").removesuffix("```")) == recipe
-
-
 def test_a_resumed_run_is_one_run(tracked: Tracked, trackio_storage: Any) -> None:
     runs = {record.run.run_id for record in wandb_records(tracked.output) if record.HasField("run")}
     assert runs == {json.loads((tracked.output / "tracking.json").read_text())["key"]}
@@ -259,23 +241,6 @@ def test_tables_hold_chains_and_their_images(tracked: Tracked, trackio_storage: 
     assert Image.open(media / image).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_images_that_the_run_has_stored_are_shown(
-    accelerator: Accelerator, trackio_storage: Any, tmp_path: Path
-) -> None:
-    chain = Trajectory("c", [], [], Outcome.COMPLETED, reward=1.0)
-    digest = ImageStore(tmp_path / "images").put(Image.new("RGB", (20, 10), "blue"))
-    chain.messages.append({"role": "tool", "content": [{"type": "image_url", "image_url": {"url": url_of(digest)}}]})
-    config = TrackConfig(trackers=["trackio"], project="eyes")
-    with Tracking(config, "run", tmp_path, {}, images=tmp_path / "images") as tracking:
-        tracking.note_groups(1, [Group("g", {}, [chain])])
-    (name,) = trackio_storage.get_runs("eyes")
-    (log,) = [row for row in trackio_storage.get_logs("eyes", name) if "trajectories" in row]
-    (row,) = log["trajectories"]["_value"]
-    assert row["conversation"] == "[tool]\n[image]"
-    media = importlib.import_module("trackio.utils").MEDIA_DIR
-    assert Image.open(media / row["image_1"]["file_path"]).convert("RGB").getpixel((0, 0)) == (0, 0, 255)
-
-
 def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
     """A line per group, in order, although a step was trained twice; log-probabilities match independent code."""
     assert [line["group"] for line in tracked.credit] == [group.id for group in tracked.groups]
@@ -297,53 +262,10 @@ def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
                 assert credited["proximal"] == pytest.approx(logprobs.tolist(), abs=1e-4)
 
 
-def test_a_folder_of_trajectories_can_be_trained_on_beside_its_credit(tracked: Tracked, quickstart_run: Path) -> None:
-    trajectories = quickstart_run / "grpo" / "trajectories"
-    assert (trajectories / "credit.jsonl").exists()
-    assert [group.id for group in read_groups(trajectories)] == [
-        group.id for group in read_groups(trajectories / "train.jsonl")
-    ]
-
-
-def test_what_is_not_installed_is_refused(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name))
-    file = tracked.output / "recipe.yaml"
-    refused(
-        r"track\.trackers: got 'mlflow', which is not installed; .*pip install mlf",
-        "track.trackers=[mlflow]",
-        path=file,
-    )
-    # the key may be meant for another machine
-    lacks: list[SettingError] = []
-    load_and_check(file, ["track.trackers=[tensorboard, mlflow]"], lacks=lacks)
-    assert len(lacks) == 1
-    refused(r"track\.trackers: got wandb, wandb; fix: name each once", "track.trackers=[wandb, wandb]", path=file)
-    refused(r"track\.trackers.*use .*'mlflow'", "track.trackers=[neptune]", path=file)
-
-
 def test_a_tracker_that_does_not_start_says_why(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(TrackingError, match=r"tensorboard does not start: .*Not a directory.*fix: make .* writable"):
         Tracking(TrackConfig(trackers=["tensorboard"]), "run", tmp_path, {})
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-def test_what_started_before_one_that_does_not_is_ended_and_goes_on_in_the_next_attempt(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = TrackConfig(trackers=["wandb", "tensorboard"])
-    (tmp_path / "tensorboard").write_text("in the way")
-    with pytest.raises(TrackingError, match="tensorboard does not start"):
-        Tracking(config, "run", tmp_path, {})
-    assert wait_for(lambda: wandb_ends(tmp_path)) == [1]
-    (tmp_path / "tensorboard").unlink()
-    with Tracking(config, "run", tmp_path, {}):
-        pass
-    wait_for(lambda: wandb_ends(tmp_path)[-1:] == [0])
-    assert len({record.run.run_id for record in wandb_records(tmp_path) if record.HasField("run")}) == 1
 
 
 def test_what_a_tracker_does_not_take_does_not_end_the_run(
@@ -375,26 +297,3 @@ def test_what_a_tracker_does_not_take_does_not_end_the_run(
 def accelerator() -> Accelerator:
     """An accelerator, from which accelerate's trackers get the process index."""
     return Accelerator(cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("count", "rewards"), [(0, []), (1, [4.0]), (2, [0.0, 4.0]), (3, [0.0, 2.0, 4.0]), (9, [0.0, 1.0, 2.0, 3.0, 4.0])]
-)
-def test_tables_show_the_range_of_rewards(count: int, rewards: list[float]) -> None:
-    made = [Trajectory(str(r), [], [], Outcome.COMPLETED, reward=r) for r in (3.0, 0.0, 4.0, 1.0, None, 2.0)]
-    groups = [Group("a", {}, made[:2]), Group("b", {}, made[2:])]
-    assert [chain.reward for _, chain in chosen(groups, count)] == rewards
-
-
-def test_a_conversation_as_text() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "dig", "arguments": {"x": 1}}}
-    messages = [
-        {"role": "user", "content": "Find it."},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
-        {"role": "tool", "name": "dig", "content": [{"type": "text", "text": "gold"}]},
-    ]
-    assert conversation(messages) == '[user]\nFind it.\n\n[assistant]\nHm.\n-> dig({"x": 1})\n\n[tool dig]\ngold'
-    long = conversation([{"role": "user", "content": "a" * MOST_CHARACTERS + "z"}])
-    assert len(long) < MOST_CHARACTERS + 50
-    assert long.endswith("az")
-    assert "[... 8 characters ...]" in long

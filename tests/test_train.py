@@ -42,63 +42,6 @@ def train(folder: Path, recipe: dict[str, Any], *command: str) -> subprocess.Com
     return subprocess.run(arguments, capture_output=True, text=True, cwd=folder)
 
 
-FAULTS = """
-from agentfactory import reward
-
-judged = []
-
-@reward
-def half(trajectory, answer) -> float:
-    if "test" in answer and len(judged) > 8:
-        raise KeyError("lft")
-    judged.append(answer)
-    return float(len(trajectory.rows[0].token_ids) % 2)
-"""
-
-
-def test_what_goes_wrong_on_the_way_is_told_where_a_person_looks(tmp_path: Path, warm_start: Path) -> None:
-    """The last lines in the terminal and the trainer's log report a reward that raises on each held-out task, after
-    judging other tasks."""
-    (tmp_path / "faults.py").write_text(FAULTS)
-    for name in ("train", "test"):
-        rows = [{"question": f"Question {index}?", "answer": name} for index in range(4)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    recipe = {
-        "model": {"path": str(warm_start), "dtype": "float32"},
-        "data": {"path": "train.jsonl"},
-        "eval": {"data": {"path": "test.jsonl"}},
-        "rewards": ["faults.py:half"],
-        "rollout": {"group_size": 2, "max_tokens": 8, "max_total_tokens": 512},
-        "train": {"steps": 1, "batch_size": 2},
-    }
-    result = train(tmp_path, recipe)
-    assert result.returncode == 0, result.stderr
-    told = "held-out tasks, sampled: 4 of 4 chains ended as reward_error, such as: RewardError"
-    assert f"warning: {told}" in result.stdout
-    again = result.stdout.partition("warnings of this run:\n")[2].splitlines()
-    assert any(line.startswith(f"  {told}") and line.endswith("run/logs/worker.log") for line in again)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert [line.strip() for line in again if line.startswith("  ")] == summary["warnings"]
-    assert told in (tmp_path / "run" / "logs" / "train.log").read_text()
-
-
-def test_a_template_that_cannot_be_used_is_told_as_the_trainer_hears_it(tmp_path: Path, warm_start: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"question": "Go?", "answer": "yes"}\n')
-    recipe = {
-        "model": {"path": str(warm_start)},
-        "data": {"path": "rows.jsonl"},
-        "rewards": ["exact_match"],
-        "tools": ["calculator"],
-        "rollout": {"parser": "mistral", "max_tokens": 8, "max_total_tokens": 512},
-        "train": {"steps": 1},
-    }
-    result = train(tmp_path, recipe)
-    assert result.returncode == 1
-    told = "the trainer ended with exit status 1: the chat template writes tool calls in a format that rollout.parser "
-    assert told in result.stderr
-    assert "; use rollout.parser=hermes (log: " in result.stderr
-
-
 WORLD = """
 from agentfactory import Environment
 

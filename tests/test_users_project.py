@@ -103,22 +103,6 @@ def test_commands(project: Path, quickstart_run: Path, warm_start: Path) -> None
     assert "get_current_time" in run(*from_checkout, "tools", "list", recipe, cwd=REPOSITORY)
 
 
-@pytest.mark.long
-def test_training(project: Path, quickstart_run: Path, warm_start: Path) -> None:
-    serve = ["-m", "agentfactory", "tools", "serve", "tasks/world.py:World"]
-    pooled = {"command": "python", "args": serve, "isolation": "process", "pool": {"capacity": 4}}
-    (project / "tasks" / "prepare.py").write_text(
-        "import json\nfrom tools.helpers import owner\n\n"
-        "def prepare(folder, seed):\n    (folder / 'said.json').write_text(json.dumps(owner()))\n\n"
-        "from agentfactory import reward\n\n@reward\ndef always(prediction):\n    return float(owner() == 'user')\n"
-    )
-    own = {"prepare": "tasks/prepare.py:prepare", "output": "run", "tools": [], "mcp_servers": {"pooled": pooled}}
-    write_recipe(project, quickstart_run, warm_start, **own, rewards=["tasks/prepare.py:always"])
-    run(sys.executable, "-m", "agentfactory", "train", "recipe.yaml", "output=run")
-    assert json.loads((project / "run" / "prepared" / "said.json").read_text()) == "user"
-    assert json.loads((project / "run" / "summary.json").read_text())["status"] == "completed"
-
-
 SCRIPT = """
 import asyncio, sys
 

@@ -97,8 +97,3 @@ def everything_over_http(entry: dict[str, Any], port: int = 0) -> Iterator[str]:
             yield f"http://127.0.0.1:{listening.laddr.port}/mcp"
         finally:
             process.kill()
-
-
-def time_server() -> dict[str, Any]:
-    """The `mcp_servers` entry of mcp-server-time, installed by pip in our environment."""
-    return {"command": sys.executable, "args": ["-m", "mcp_server_time", "--local-timezone", "UTC"]}

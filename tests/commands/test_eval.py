@@ -13,7 +13,6 @@ from agentfactory.base.errors import SettingError
 from agentfactory.commands import eval_command
 from agentfactory.commands.eval_command import tables
 from agentfactory.commands.main import main
-from agentfactory.launching.run_folder import RunFolder
 from agentfactory.launching.served_weights import trained_in
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe
@@ -110,19 +109,6 @@ def test_of_a_run_of_one_stage_it_is_the_last_checkpoint(project: Path) -> None:
     assert trained_in(run, load_recipe("recipe.yaml", ["server.url=http://h:1"], "eval"), []) is None
 
 
-def test_another_output_does_not_hide_the_checkpoints_of_a_staged_run(project: Path) -> None:
-    for stage in ("first", "second"):
-        (project / f"{stage}.yaml").write_text((project / "recipe.yaml").read_text())
-    (project / "whole.yaml").write_text("stages: [first.yaml, second.yaml]\n")
-    whole = load_recipe("whole.yaml")
-    run = RunFolder.create(whole.output, whole.to_saved()).path
-    (run / "second" / "checkpoints" / "step-000002").mkdir(parents=True)
-    saved = run / "recipe.yaml"
-    assert trained_in(run, load_recipe(saved, purpose="eval"), []) is None, "what_is_served finds it"
-    elsewhere = load_recipe(saved, ["output=other"], "eval")
-    assert trained_in(run, elsewhere, ["output=other"]) == run / "second" / "checkpoints" / "step-000002"
-
-
 OWN, THERE = (), ("server.url=http://h:1",)
 
 
@@ -130,10 +116,7 @@ OWN, THERE = (), ("server.url=http://h:1",)
     ("overrides", "asked", "told"),
     [
         (OWN, (Path(), "x/y", None, None), "--checkpoint: given with --model"),
-        (OWN, (Path(), None, "http://h:1", None), "--checkpoint: given with --url"),
         (OWN, (None, None, None, 0), "--samples: got 0"),
-        (OWN, (Path(), None, None, None), None),
-        (OWN, (None, "x/y", None, None), None),
         (THERE, (Path(), None, None, None), r"--checkpoint: given with server\.url, .*; fix: set server\.url=null"),
         (THERE, (None, "x/y", None, None), r"--model: given with server\.url"),
         (THERE, (None, "x/y", "http://h:1", None), None),
@@ -144,20 +127,6 @@ def test_options_that_cannot_be_are_refused(
 ) -> None:
     with nullcontext() if told is None else pytest.raises(SettingError, match=told):
         eval_command.check(load_recipe("recipe.yaml", overrides, "eval"), *asked)
-
-
-def test_names_of_any_kind_stand_in_the_tables_as_they_are() -> None:
-    estimate, long = Estimate(0.5, 0.25, 0.75, 8), "reward/" + "a_name_that_does_not_fit" * 3
-    sources = ("gsm8k[test]", "a[/train]", ":smile:", f"hub/{'organisation' * 8}")
-    figures = {"success": estimate, "reward/x[bold]": estimate, long: estimate}
-    estimates = {"sampled": {source: figures for source in sources}}
-    told = tables(Evaluation({}, estimates, Counter(), 8, LOOK))
-    for source, table in zip(sources, told, strict=True):
-        title, *lines = table.splitlines()
-        assert title == f"sampled, source {source}"
-        assert max(map(len, lines)) <= 80
-        first_column = "".join(line[1:].partition("│")[0].strip() for line in lines if line.startswith("│"))
-        assert first_column == f"successreward/x[bold]{long}"
 
 
 def test_a_server_that_does_not_answer_is_told(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.base.errors import SettingError
@@ -85,16 +85,6 @@ def test_an_adapter_is_merged_and_rounded_once(make_checkpoint: Make, tmp_path: 
     assert error < (1e-4 if dtype == "float32" else 0.1)
 
 
-def test_the_adapter_alone(make_checkpoint: Make, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(lora=True)
-    export(checkpoint, tmp_path / "adapter", adapter=True, push=None, say=print)
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names(tmp_path / "adapter")
-    assert not names(tmp_path / "adapter") & {"training_state", "trainer_state.json", "digests.json"}
-    weights = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").state_dict()
-    for name, weight in AutoPeftModelForCausalLM.from_pretrained(checkpoint).state_dict().items():
-        assert torch.equal(weights[name], weight), name
-
-
 def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Command, tmp_path: Path) -> None:
     checkpoint, output = make_checkpoint(lora=False, dtype="bfloat16"), tmp_path / "model"
     result = agentfactory("export", str(checkpoint), "--output", str(output), status=0)
@@ -105,8 +95,7 @@ def test_a_full_model_by_the_command(make_checkpoint: Make, agentfactory: Comman
     assert result.stderr == f"agentfactory: --output: {output} is not empty; fix: --output OTHER\n"
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("stages", [(), ("sft", "grpo")])
+@pytest.mark.parametrize(("lora", "stages"), [(False, ()), (True, ("sft", "grpo"))])
 def test_the_last_checkpoint_of_a_run(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool, stages: tuple[str, ...]
 ) -> None:

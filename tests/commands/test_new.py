@@ -51,20 +51,6 @@ def test_names_that_would_hide_a_module_are_refused(tmp_path: Path, name: str, w
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SettingError, match=r"Not a directory.*--output"):
-        write_task("divisions", tmp_path / "file" / "new")
-
-
-def test_nothing_is_left_of_the_templates_name(folder: Path) -> None:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert folder / "my_own.py" in files
-    for path in files:
-        assert "my_task" not in path.name
-        assert b"my_task" not in path.read_bytes()
-
-
 @pytest.mark.extended
 def test_its_own_tests_pass(folder: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_own.py"]

@@ -1,6 +1,5 @@
 """`agentfactory tools`: what it lists, calls, checks and serves, with no model in sight."""
 
-import base64
 import json
 import os
 import re
@@ -61,26 +60,6 @@ class World(Environment):
     def reward(self):
         return {"reward": 1.0, "success": self.at == "there"}
 '''
-SEEING = """
-from PIL import Image
-
-from agentfactory import Environment, reward, tool
-
-
-class Album(Environment):
-    def reset(self, images, **task):
-        self.images = [Image.open(image) for image in images]
-
-    @tool
-    def first(self) -> str:
-        '''Measure.'''
-        return "{} x {}".format(*self.images[0].size)
-
-
-@reward
-def wide(images):
-    return Image.open(images[0]).width
-"""
 UNFIT = """
 from agentfactory import Environment, tool
 
@@ -184,21 +163,6 @@ def test_list_prints_the_first_prompt(recipe: Path, tools: Tools, tmp_path: Path
         assert "this is not the prompt of a task" in shown.err
 
 
-def test_list_of_nothing(tmp_path: Path, tools: Tools) -> None:
-    (tmp_path / "empty.yaml").write_text("{}")
-    assert tools(0, "list", tmp_path / "empty.yaml").out == "no tools\n"
-
-
-def test_the_last_stage_is_what_counts(recipe: Path, tools: Tools) -> None:
-    recipe.with_name("whole.yaml").write_text(
-        "stages: [{name: first, tools: [things.py:submit], model: {path: ./none}, train: {steps: 1}}, "
-        "{name: second, tools: [things.py:add], train: {steps: 1}}]"
-    )
-    out = tools(0, "list", recipe.with_name("whole.yaml")).out
-    assert out.startswith("add: add(")
-    assert "submit" not in out
-
-
 def test_call(recipe: Path, tools: Tools) -> None:
     for arguments, printed in (
         (["add", "a=40"], "42"),
@@ -210,22 +174,6 @@ def test_call(recipe: Path, tools: Tools) -> None:
         assert tools(0, "call", recipe, *arguments).out == f"{printed}\n"
 
 
-def test_call_takes_overrides_before_the_tool(recipe: Path, tools: Tools) -> None:
-    overrides = "limits.result_tokens=null", "mcp_servers.more.prefix=your_"
-    assert tools(0, "call", recipe, *overrides, "add", "a=40").out == "42\n"
-    for arguments, told in (
-        (["add", "a=40", "limits.calls=1"], "add has no such argument; fix: write overrides before TOOL"),
-        (["limts.calls=1", "add", "a=40"], "limts: unknown key 'limts'; fix: did you mean limits?"),
-    ):
-        assert told in tools(2, "call", recipe, *arguments).err
-
-
-def test_call_prints_what_a_tool_says_beside_its_result(recipe: Path, tools: Tools) -> None:
-    recipe.write_text("tools: [things.py:submit]")
-    out = tools(0, "call", recipe, "submit", "answer=me").out
-    assert out == 'got me\ninfo: {"length": 2}\nthe tool ends the chain\n'
-
-
 def test_call_saves_images(recipe: Path, tmp_path: Path, tools: Tools) -> None:
     picture = tmp_path / "picture.png"
     out = tools(0, "call", recipe, "my_paint", "color=red", "times=2", "--output", picture).out
@@ -234,43 +182,6 @@ def test_call_saves_images(recipe: Path, tmp_path: Path, tools: Tools) -> None:
         with Image.open(file) as image:
             assert (image.size, image.getpixel((0, 0))) == (size, (255, 0, 0))
     assert "--output: the result holds no image" in tools(1, "call", recipe, "add", "a=1", "--output", picture).err
-
-
-def test_images_of_a_row_are_files_as_in_training(tmp_path: Path, tools: Tools) -> None:
-    (tmp_path / "seeing.py").write_text(SEEING)
-    Image.new("RGB", (3, 4), "red").save(tmp_path / "red.png")
-    inside = base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("tools: [seeing.py:Album]\nrewards: [seeing.py:wide]\ndata: {path: rows.jsonl}")
-    for image in ("red.png", inside):
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "?", "images": [image]}))
-        assert tools(0, "call", recipe, "first").out == "3 x 4\n"
-        assert "each is a number" in tools(0, "check", recipe).out
-        # a path in --task is relative to the current folder, as every other on the command line
-        named = image if image == inside else str(tmp_path / image)
-        assert tools(0, "call", recipe, "first", "--task", json.dumps({"images": [named]})).out == "3 x 4\n"
-    assert "--task: the image" in tools(2, "call", recipe, "first", "--task", '{"images": ["none.png"]}').err
-
-
-def test_places_are_what_the_recipe_says(recipe: Path, tools: Tools, tmp_path: Path) -> None:
-    Image.new("RGB", (200, 100)).save("wide.png")
-    recipe.write_text("tools: [image_tools]\nmodel: {path: of/the-hub}\ndata: {path: rows.jsonl}")
-    (tmp_path / "rows.jsonl").write_text('{"question": "At <bbox>?", "images": ["wide.png"]}\n')
-    unknown = "the model's image coordinates are unknown, so this check uses pixels of the file"
-    for coordinates, x, told in (
-        ("relative1000", 500, ""),
-        ("relative1", 0.5, ""),
-        ("pixels", 100, ""),
-        ("auto", 100, unknown),
-        ("resized", 100, unknown),
-    ):
-        arguments = f"rollout.coordinates={coordinates}", "zoom", f"bbox_2d=[0, 0, {x}, {2 * x}]"
-        captured = tools(0, "call", recipe, *arguments)
-        assert '"box": [0.0, 0.0, 100.0, 100.0]' in captured.out, coordinates
-        assert (told in captured.err) if told else not captured.err
-    shown = tools(0, "list", recipe, "--json", "rollout.coordinates=relative1").out
-    assert "{coordinates}" not in shown
-    assert "from 0 to 1 of the image's width and height" in shown
 
 
 def test_the_first_prompt_has_images(recipe: Path, tools: Tools, tmp_path: Path) -> None:
@@ -302,24 +213,6 @@ def test_calls_that_fail(recipe: Path, tools: Tools) -> None:
         assert printed in captured.out
         assert captured.err == f"agentfactory: the call failed: {error}\n"
     assert "reset needs start" in tools(1, "call", recipe, "where", "name=x", "--task", "{}").err
-
-
-def test_command_lines_that_cannot_work(recipe: Path, tools: Tools) -> None:
-    for arguments, reason in (
-        (["call", recipe, "add", "a"], "fix: write key=value"),
-        (["call", recipe, "add", "{'a': 1}"], "not JSON"),
-        (["list", recipe, "tool=x"], "tool: unknown key 'tool'; fix: did you mean tools?"),
-        (["list", recipe, "tools=[things.py:ad]"], "tools.0: unknown"),
-        (["check", recipe.with_name("none.yaml")], "none.yaml"),
-        (["check", recipe, "mcp_servers.x.command=no-such-program"], "no program 'no-such-program'"),
-    ):
-        captured = tools(2, *arguments)
-        assert reason in captured.err
-        assert captured.out == ""
-    for unknown in (["check", recipe, "--json"], ["check", recipe, "--task", "[1]"], ["lists", recipe]):
-        with pytest.raises(SystemExit) as ended:
-            tools(2, *unknown)
-        assert ended.value.code == 2
 
 
 def test_check_opens_and_resets(recipe: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,13 +264,6 @@ def test_check_of_environments_that_cannot_teach(recipe: Path, tools: Tools) -> 
     assert "right after reset" in wrong
 
 
-def test_check_of_limits_and_data(recipe: Path, tools: Tools) -> None:
-    told = "limits.calls_per_tool.ad: there is no tool 'ad'; fix: did you mean add?"
-    assert told in tools(1, "check", recipe, "limits.calls_per_tool.ad=2").err
-    (recipe.parent / "tasks.jsonl").write_text("{\n")
-    assert "tasks.jsonl:1 is not JSON" in tools(2, "check", recipe).err
-
-
 def test_check_says_what_it_could_not_check(recipe: Path, tools: Tools) -> None:
     (recipe.parent / "prepare.py").write_text("def prepare(folder, seed): ...\n")
     later = ["prepare=prepare.py:prepare", "data.path=${prepared}/train.jsonl"]
@@ -393,24 +279,6 @@ def test_check_says_what_it_could_not_check(recipe: Path, tools: Tools) -> None:
     # an option in a folder that `prepare` fills cannot be checked before
     waits = "mcp_servers.more={module: webshop, options: {data: '${prepared}/shop'}}"
     assert "an environment: not created" in tools(5, "check", recipe, *later, waits).out
-
-
-def test_a_missing_file_of_tasks_is_not_all_right(recipe: Path, tools: Tools) -> None:
-    only = ["tools=[things.py:add]", "mcp_servers={}", "data.path=none.jsonl"]
-    captured = tools(5, "check", recipe, *only)
-    assert "all right" not in captured.out
-    assert "there was no check of the rows of none.jsonl; fix: give a task by --task" in captured.err
-    assert "or create none.jsonl" in captured.err
-    tools(0, "check", recipe, *only, "--task", '{"question": "?"}')
-
-
-def test_only_environments_need_a_task(recipe: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(data: object) -> None:
-        raise AssertionError("the data is on the hub, which is far")
-
-    monkeypatch.setattr(tools_command, "load_tasks", read)
-    assert "task: none, for there is no environment" in tools(0, "check", recipe, "tools=[things.py:add]").out
-    tools(2, "check", recipe)
 
 
 @pytest.mark.processes

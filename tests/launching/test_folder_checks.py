@@ -73,6 +73,13 @@ def test_a_run_with_links_is_refused_and_nothing_is_written_through_them(
     assert private.read_text() == SECRET
 
 
+def test_a_short_file_of_very_many_values_is_refused(run: RunFolder) -> None:
+    (checkpoint,) = checkpoints(run.checkpoints)
+    (checkpoint / INFO).write_text('{"x": [' + "[]," * (6 << 20) + "[]]}")
+    with pytest.raises(RunFolderError, match=rf"{INFO} has more than 4,194,304 values; fix: "):
+        check_weights_folder(checkpoint)
+
+
 def test_a_run_that_lacks_a_folder_is_checked_too(
     run: RunFolder, private: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,13 +87,6 @@ def test_a_run_that_lacks_a_folder_is_checked_too(
     put(run.summary, "link", private)
     assert main(["eval", str(run.recipe)]) == 2
     assert f"{run.summary} is a link" in capsys.readouterr().err
-
-
-def test_a_short_file_of_very_many_values_is_refused(run: RunFolder) -> None:
-    (checkpoint,) = checkpoints(run.checkpoints)
-    (checkpoint / INFO).write_text('{"x": [' + "[]," * (6 << 20) + "[]]}")
-    with pytest.raises(RunFolderError, match=rf"{INFO} has more than 4,194,304 values; fix: "):
-        check_weights_folder(checkpoint)
 
 
 def test_an_export_has_only_what_was_written(run: RunFolder, tmp_path: Path) -> None:

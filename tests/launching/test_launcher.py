@@ -14,9 +14,6 @@ import yaml
 
 from agentfactory.commands import main as commands
 from agentfactory.launching import launch_plan
-from agentfactory.launching.child_processes import Terminated
-from agentfactory.launching.launcher import _first_rank_that_failed, _note_signal
-from agentfactory.launching.run_folder import RunFolder
 from tests.forked import Forked
 from tests.waiting import wait_for
 
@@ -183,20 +180,6 @@ def test_an_interrupted_run_says_so(staged: Path) -> None:
     )
     found = json.loads((staged / "summary.json").read_text())
     assert (found["status"], found["reason"]) == ("interrupted", "Ctrl-C")
-
-
-def test_the_reason_of_a_stage_is_the_signal_that_the_user_sent(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "first", "name: first")
-    for error, reason in ((KeyboardInterrupt(), "Ctrl-C"), (Terminated("SIGHUP"), "SIGHUP"), (OSError(), "SIGTERM")):
-        folder.write_summary({"status": "interrupted", "reason": "SIGTERM", "steps": 3})
-        _note_signal(folder, error)
-        assert folder.read_summary() == {"status": "interrupted", "reason": reason, "steps": 3}
-
-
-def test_of_several_ranks_the_first_cause_is_told() -> None:
-    log = ["[rank1]: Traceback (most recent call last):", "[rank1]: ValueError: no luck", "[rank0]: connection lost"]
-    assert _first_rank_that_failed([*log, "torch.distributed.elastic: train failed"]) == "ValueError: no luck"
-    assert _first_rank_that_failed(log[:1]) is None
 
 
 def test_a_run_that_is_alive_is_left_alone(staged: Path) -> None:

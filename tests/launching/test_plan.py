@@ -121,26 +121,6 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, capsys: pytest.CaptureFixtu
     assert json.loads((folder.checkpoints / "step-000002" / "trainer_state.json").read_text())["step"] == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "No such file"),
-        ("{", "Expecting property name"),
-        ("[]", "list indices"),
-        ('{"recipe": {}, "checkpoint": null}', "model: Field required"),
-        ('{"checkpoint": null}', "'recipe'"),
-    ],
-)
-def test_what_is_no_assignment_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
-    file = tmp_path / "assignment.json"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(SettingError, match=r"--assignment: .*assignment\.json is not an assignment") as caught:
-        Assignment.read(file)
-    assert said in str(caught.value)
-    assert "fix: only the launcher writes one" in str(caught.value)
-
-
 def test_an_assignment_is_for_the_launchers_processes(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,7 @@
 
 import functools
 import multiprocessing
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +15,6 @@ import pytest
 
 from agentfactory.launching import child_processes as processes
 from agentfactory.launching.child_processes import Child, ChildFailed, Children
-from agentfactory.launching.start_server import wait_for_server
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
@@ -51,29 +48,6 @@ def start(children: Children, folder: Path, name: str, code: str, *arguments: st
 
 def written(path: Path) -> str:
     return wait_for(lambda: path.exists() and path.read_text())
-
-
-@apart
-def test_a_stopped_child_is_reported_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.05)
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        os.kill(int(line.rpartition(" ")[2]), signal.SIGCONT) if "kill -CONT" in line else None
-
-    tool = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    with Children(say) as children:
-        trainer = start(children, tmp_path, "trainer", "import time; time.sleep(60)")
-        for process, name in ((trainer.process, "trainer"), (tool, f"process {tool.pid}")):
-            process.send_signal(signal.SIGSTOP)
-            wait_for(lambda: said and said[-1].endswith("continues"))
-            assert said[0].startswith(f"the {name}")
-            assert said[0].endswith(f"is stopped by a signal, such as SIGSTOP; fix: kill -CONT {process.pid}")
-            assert said[1].startswith(f"the {name}")
-            said.clear()
-    tool.kill()
-    tool.wait()
 
 
 def is_gone(pid: int) -> bool:
@@ -149,35 +123,6 @@ def test_a_child_that_finishes_something_is_waited_for(tmp_path: Path, monkeypat
     assert child.process.returncode == 0
 
 
-def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from agentfactory.launching import child_processes as processes
-processes._TERM_SECONDS = 0.3
-at_work = Path(sys.argv[1])
-try:
-    with processes.Children() as children:
-        command = [sys.executable, "-c", {FINISHER!r}, sys.argv[1]]
-        # also before it has heard of the first signal, however long that takes
-        child = children.start("trainer", command, Path(sys.argv[1] + ".log"), is_finishing=lambda: True)
-        at_work.with_suffix(".started").touch()
-        children.wait(child)
-except KeyboardInterrupt:
-    raise SystemExit(130 if child.process.returncode == -9 else 1)
-"""
-    at_work = tmp_path / "at-work"
-    launcher = subprocess.Popen([sys.executable, "-c", code, str(at_work)])
-    written(tmp_path / "at-work.up")
-    wait_for(at_work.with_suffix(".started").exists)
-    launcher.send_signal(signal.SIGINT)
-    wait_for(at_work.exists)
-    with pytest.raises(subprocess.TimeoutExpired):
-        launcher.wait(1.0)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(10) == 130
-
-
 @apart
 def test_a_bad_end_is_told_with_the_last_words_of_this_child(tmp_path: Path) -> None:
     with Children() as children:
@@ -201,33 +146,3 @@ def test_the_death_of_a_neighbour_is_the_cause(tmp_path: Path) -> None:
         with pytest.raises(ChildFailed, match=r"the server was ended by signal 9 \(SIGKILL\)"):
             children.wait(trainer)
     assert trainer.process.returncode == -signal.SIGTERM
-
-
-@apart
-def test_a_server_is_not_waited_for_when_the_trainer_has_ended(tmp_path: Path) -> None:
-    recipe: Any = SimpleNamespace(server=SimpleNamespace(startup_seconds=60.0))
-    with Children() as children:
-        server = start(children, tmp_path, "server", "import time; time.sleep(60)")
-        start(children, tmp_path, "trainer", "raise SystemExit('no torch')")
-        with pytest.raises(ChildFailed, match="the trainer ended with exit status 1: no torch"):
-            wait_for_server(recipe, server, children, print)
-
-
-def test_sighup_unwinds_the_launcher(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from agentfactory.launching.child_processes import Children
-try:
-    with Children() as children:
-        child = children.start("family", [sys.executable, "-c", {FAMILY!r}, sys.argv[1]], Path(sys.argv[1] + ".log"))
-        children.wait(child)
-except KeyboardInterrupt as error:
-    raise SystemExit(130)
-"""
-    pid = tmp_path / "pid"
-    launcher = subprocess.Popen([sys.executable, "-c", code, str(pid)])
-    grandchild = int(written(pid))
-    launcher.send_signal(signal.SIGHUP)
-    assert launcher.wait(timeout=20) == 130
-    wait_for(lambda: is_gone(grandchild))

@@ -36,17 +36,6 @@ def test_plain_lines_without_a_terminal() -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def test_sft_shows_its_loss_and_the_last_step() -> None:
-    out = io.StringIO()
-    with closing(Progress(500, "sft", Console(file=out))) as progress:
-        for step in range(1, 501):
-            progress.update({"step": step, "loss": 2 / step, "grad_norm": 1.0, "tokens_per_second": 10.0})
-    lines = out.getvalue().splitlines()
-    assert "loss 2.0000" in lines[0]
-    assert lines[-1].startswith("step 500/500  loss 0.0040")
-    assert len(lines) < 100
-
-
 def test_a_table_and_a_bar_on_a_terminal() -> None:
     out = io.StringIO()
     with closing(Progress(2, "grpo", Console(file=out, force_terminal=True, width=100, height=30))) as progress:
@@ -73,7 +62,6 @@ def test_the_curve_is_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
-        ({}, None),
         ({"success_before": 0.5, "success_after": 0.5, "reward_before": 0, "reward_after": 1}, "success has not risen"),
         ({"success_before": 1.0, "success_after": 1.0}, None),
         ({"reward_before": 2.5, "reward_after": 2.25}, "reward has not risen"),

@@ -240,22 +240,6 @@ def test_a_run_from_before_a_field_came_goes_on_as_it_was_trained(run: RunFolder
     assert resumed(*as_before).state is State.STARTED
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_an_older_run_dropped_its_late_chains_if_it_had_any(run: RunFolder, staleness: int) -> None:
-    def rewrite(saved: dict[str, Any]) -> None:
-        del saved["rollout"]["late_chains"], saved["train"]["precision"]
-        saved["rollout"]["max_staleness"] = staleness
-
-    change_saved_recipes(run, rewrite)
-    now = [f"rollout.max_staleness={staleness}"]
-    assert resumed(*now).state is State.STARTED
-    now.append("rollout.late_chains=wait")
-    if staleness:
-        refused(r"late_chains: got 'wait', but .* was trained with 'drop'", *now)
-    else:
-        assert resumed(*now).state is State.STARTED
-
-
 def test_a_completed_run_goes_on_only_for_more_steps(run: RunFolder) -> None:
     run.write_summary({"status": "completed", "steps": 40})
     refused(r"runs/recipe is completed, with 40 steps; fix: raise train.steps")

@@ -30,23 +30,6 @@ def test_layout_and_metrics(tmp_path: Path) -> None:
     assert list(folder.read_metrics()) == seen
 
 
-def test_a_stage_is_called_after_the_whole_run_too(tmp_path: Path) -> None:
-    whole = RunFolder.create(tmp_path / "quickstart", "stages:\n- {name: sft}\n- {name: grpo}\n")
-    assert whole.title == "quickstart"
-    assert RunFolder(whole.path / "grpo").title == "quickstart-grpo"
-    # a folder that happens to be beside some recipe
-    assert RunFolder(whole.path / "other").title == "other"
-
-
-def test_summary_is_whole(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "")
-    assert folder.read_summary() == {}
-    folder.write_summary({"success_after": 0.9})
-    folder.write_summary({"success_after": 0.95})
-    assert folder.read_summary() == {"success_after": 0.95}
-    assert [path.name for path in folder.path.glob("summary*")] == ["summary.json"]
-
-
 def test_the_last_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
     assert folder.last_checkpoint() is None
@@ -68,22 +51,6 @@ def test_a_run_begins_beside_what_other_commands_wrote(tmp_path: Path, keep: boo
     assert folder.recipe.read_text() == "a: 1\n"
     assert ((output / "prepared").is_symlink(), (tmp_path / "elsewhere").is_dir()) == (keep, True)
     assert all(RunFolder(output / name).recipe.is_file() for name in names)
-
-
-@pytest.mark.parametrize("name", ["notes", "evaluation"])
-def test_a_run_begins_beside_nothing_else(tmp_path: Path, name: str) -> None:
-    RunFolder.create(tmp_path / "run" / "eval", "")
-    (tmp_path / "run" / name).mkdir()
-    with pytest.raises(RunFolderError, match="not empty and not a run folder"):
-        check_free(tmp_path / "run", overwrite=False)
-
-
-@pytest.mark.parametrize("place", ["/proc/x/y", "/dev/null/y", "/sys/x"])
-def test_a_place_that_cannot_be_written_is_named(place: str) -> None:
-    with pytest.raises(RunFolderError, match=f"^output: {place[:9]}.*(is a|cannot be).*; fix: output=OTHER$"):
-        check_free(Path(place), overwrite=False)
-    with pytest.raises(RunFolderError, match="fix: output=OTHER"):
-        RunFolder.create(Path(place), "")
 
 
 def test_what_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
@@ -140,14 +107,6 @@ def test_growing_files_are_cut_to_whole_lines(tmp_path: Path, size: int, left: s
     assert folder.metrics.read_text() == left
 
 
-def test_lines_of_megabytes_are_cut_too(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "")
-    file = folder.trajectories / "train.jsonl"
-    file.write_text("a" * 3_000_000 + "\n" + "b" * 5_000_000)
-    folder.cut({"trajectories/train.jsonl": 7_000_000})
-    assert file.stat().st_size == 3_000_001
-
-
 def test_arrays_are_cut_with_their_lines(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
     file = folder.trajectories / "train.jsonl"
@@ -180,14 +139,6 @@ def test_it_tells_whether_the_trainer_is_finishing(tmp_path: Path) -> None:
     assert not folder.is_finishing()
     (folder.checkpoints / ".step-000002.partial").mkdir()
     assert folder.is_finishing()
-
-
-@pytest.mark.parametrize("below", ["", "a", "a/b"])
-def test_an_output_that_is_or_lies_below_a_file_is_refused(tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").touch()
-    for overwrite in (False, True):
-        with pytest.raises(RunFolderError, match=rf"output: {tmp_path}/file is a file; fix: output=OTHER"):
-            check_free(tmp_path / "file" / below, overwrite)
 
 
 # moved or copied; for whole runs see test_adapter_stages.py

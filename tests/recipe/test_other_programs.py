@@ -18,12 +18,6 @@ KEYED = {**FAR, "headers": {"Authorization": "Bearer ${HOME}"}}
 
 # block -> the servers that come of it, by the fields that are set
 TAKEN = {
-    "Claude Desktop": (
-        """{
-          "mcpServers": {"time": {"command": "python", "args": ["-m", "mcp_server_time"], "env": {"ZONE": "${HOME}"}}}
-        }""",
-        {"time": {**TIME, "env": {"ZONE": "${HOME}"}}},
-    ),
     "Claude Code": (
         """{
           "mcpServers": {
@@ -51,12 +45,6 @@ TAKEN = {
           }
         }""",
         {"time": TIME, "far": FAR},
-    ),
-    "VS Code's settings.json": (
-        """{
-          "mcp": {"inputs": [], "servers": {"time": {"command": "python", "args": ["-m", "mcp_server_time"]}}}
-        }""",
-        {"time": TIME},
     ),
     "Gemini CLI": (
         """{
@@ -150,16 +138,10 @@ def test_blocks_of_other_programs_are_taken(program: str, where: str, tmp_path: 
     ("entry", "field", "problem", "fix"),
     [
         ('"env": {"A": "${input:api-key}"}', "env.A", "got ${input:api-key}", "write the value, or ${NAME} in env"),
-        ('"env": {"A": "${B:-c}"}', "env.A", "got ${B:-c}", "and export NAME"),
         ('"env": {"A": "$HOME"}', "env.A", "got $HOME", "write ${HOME}"),
-        ('"args": ["--dir", "${workspaceFolder}/a"]', "args.1", "got ${workspaceFolder}", "write the value"),
         ('"args": ["--token=${TOKEN}"]', "args.0", "got ${TOKEN}", "${NAME} in env or headers"),
-        ('"args": ["${env:TOKEN}"]', "args.0", "got ${env:TOKEN}", "${NAME} in env or headers"),
-        ('"cwd": "${userHome}"', "cwd", "got ${userHome}", "write the value"),
         ('"envFile": ".env"', "envFile", "no such field", "write its variables in env, as NAME: ${NAME}"),
         ('"timeout": 30000', "timeout", "got 30000", "write timeout_seconds: 30"),
-        ('"timeout": 60', "timeout", "got 60", "write timeout_seconds: 60"),
-        ('"oauth": {"enabled": true}', "oauth", "no such field", "headers: {Authorization: 'Bearer ${TOKEN}'}"),
         ('"type": "sse"', "type", "got 'sse'", "streamable HTTP"),
         ('"deny": ["a"], "excludeTools": ["b"]', "excludeTools", "given with deny", "keep one of the two"),
     ],
@@ -172,18 +154,6 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
     assert error.field == f"mcpServers.s.{field}"
     assert fix in error.fix
     assert error.source.endswith("recipe.yaml")
-
-
-@pytest.mark.parametrize(
-    "args", ['["-c", "echo ${HOME} ${workspaceFolders}"]', '["${chain}/a", "${prepared}/b", "${output}", "$HOME"]']
-)
-def test_what_a_program_or_a_recipe_fills_in_itself_is_left_alone(args: str, tmp_path: Path) -> None:
-    assert load_and_check(whole(tmp_path, f"mcp_servers: {{s: {{command: bash, args: {args}}}}}"), lacks=[])
-
-
-def test_a_server_of_two_blocks_is_named(tmp_path: Path) -> None:
-    block = 'mcp_servers: {a: {command: x}}\nmcpServers: {"a": {"command": "y"}}'
-    refused(r"mcpServers\.a: mcp_servers has a 'a' too; fix: keep one of the two", path=whole(tmp_path, block))
 
 
 @pytest.mark.parametrize(
@@ -217,22 +187,15 @@ def test_familiar_names_are_refused_with_fields_that_exist() -> None:
     ("setting", "fix"),
     [
         ("num_generations: 8", "write rollout.group_size for TRL's num_generations"),
-        ("rollout: {n: 8}", "write rollout.group_size for verl's actor_rollout_ref.rollout.n"),
         ("train: {steps: 1, lr: 1e-6}", "write train.learning_rate for verl's actor_rollout_ref.actor.optim.lr"),
-        ("trainer: {save_freq: 5}", "write train.checkpoint_every for verl's trainer.save_freq"),
-        ("orchestrator: {batch_size: 8}", "write train.batch_size for prime-rl's orchestrator.batch_size"),
         ("model: {path: none, name: a}", "write model.path for prime-rl's model.name"),
-        ("dataset: a", "write data.path for ms-swift's dataset"),
         ("train: {steps: 1, loss: {options: {delta: 2}}}", "write train.loss.options.dual_clip for TRL's delta"),
         ("actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1e-6}, clip_ratio_c: 3}}",
          "write rollout.group_size for verl's actor_rollout_ref.rollout.n; "
          "train.learning_rate for verl's actor_rollout_ref.actor.optim.lr; "
          "train.loss.options.dual_clip for verl's actor_rollout_ref.actor.clip_ratio_c"),
         ("model: {path: none, lora: {r: 8}}", "write model.lora.rank for TRL's peft_config.r"),
-        ("mcp: 3", "write mcp_servers for an MCP client's mcp"),
         ("train: {steps: 1, learnig_rate: 1}", "did you mean train.learning_rate?"),
-        ("train: {steps: 1, name: a}", "did you mean rollout.agent.name or train.optimizer.name or name?"),
-        ("temperature: 1", "did you mean rollout.temperature?"),
     ],
 )  # fmt: skip
 def test_a_familiar_name_is_refused_with_ours(setting: str, fix: str, tmp_path: Path) -> None:

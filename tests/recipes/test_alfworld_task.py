@@ -1,5 +1,5 @@
-"""ALFWorld's recipes: for real models, in the published format; and the small one, with games in small rooms,
-transcripts that match the engine, and a tokenizer with one token per name."""
+"""ALFWorld's recipes: for real models, in the published format; and the small one, with games in small rooms and
+transcripts that match the engine."""
 
 import random
 from collections.abc import Iterator
@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.worlds.alfworld.alfworld import QUESTION
 from agentfactory.worlds.alfworld.engine import Engine
@@ -26,26 +24,11 @@ from tests.worlds.alfworld.engines import PYTHON, needs_engine
 pytestmark = pytest.mark.processes
 
 RECIPES = REPOSITORY / "recipes" / "alfworld"
-Room, Goal, small_games, look_everywhere, goals, search, make_tokenizer = (
+Goal, small_games, look_everywhere, goals, search, PLACES, TASK = (
     load_object(f"prepare.py:{name}", RECIPES)
-    for name in ("Room", "Goal", "small_games", "look_everywhere", "goals", "search", "make_tokenizer")
+    for name in ("Goal", "small_games", "look_everywhere", "goals", "search", "PLACES", "TASK")
 )
-NAME, ORDER, PLACES, TASK = (load_object(f"prepare.py:{name}", RECIPES) for name in ("NAME", "ORDER", "PLACES", "TASK"))
 TEMPLATE = "put some {obj} on {recep}"
-ROOM = Room(
-    "You see a bed 1, a drawer 2, a drawer 1, and a shelf 1.\n\n",
-    {
-        "bed 1": "You arrive at bed 1. On the bed 1, you see nothing.",
-        "drawer 2": "You arrive at drawer 2. The drawer 2 is closed.",
-        "drawer 1": "You arrive at drawer 1. The drawer 1 is closed.",
-        "shelf 1": "You arrive at shelf 1. On the shelf 1, you see a cd 1, a pen 2, and a pen 1.",
-    },
-    {
-        "drawer 2": "You open the drawer 2. The drawer 2 is open. In it, you see a cd 2.",
-        "drawer 1": "You open the drawer 1. The drawer 1 is open. In it, you see nothing.",
-    },
-    {"drawer 2": "Second drawer.", "drawer 1": "First drawer."},
-)
 
 
 def commands(messages: list[dict[str, Any]]) -> list[str]:
@@ -97,63 +80,10 @@ def test_games_of_training_and_evaluation_differ(engine: Engine) -> None:
     assert {games.game(name).task_type for name in (*train, *heldout)} == {TaskType.PLACE}
 
 
-@needs_engine
-def test_what_could_be_asked_for_is_possible_and_not_done(engine: Engine) -> None:
-    found = goals(engine.package(), ROOM)
-    # a cd lies in a drawer and on the shelf already, a pen on the shelf; beds hold neither
-    assert found == [Goal("pen", "drawer")]
-
-
-def test_who_is_told_not_to_give_up_does_the_task() -> None:
-    to_bed = "go to bed 1; go to drawer 2; open drawer 2; take cd 2 from drawer 2; go to bed 1; move cd 2 to bed 1"
-    done = {
-        ("cd", "bed"): to_bed,
-        ("pen", "drawer"): "go to bed 1; go to drawer 2; open drawer 2; go to drawer 1; open drawer 1; go to shelf 1; "
-        "take pen 2 from shelf 1; go to drawer 2; move pen 2 to drawer 2",
-    }
-    for asked, way in done.items():
-        found = [search(ROOM, Goal(*asked), TEMPLATE, random.Random(seed)) for seed in range(50)]
-        ordered = [messages for messages in found if messages[0]["content"] == ORDER]
-        assert ordered
-        assert {"; ".join(commands(messages)) for messages in ordered} == {way}
-        for message in ordered[0]:
-            for command in commands([message]):
-                assert message["content"] == NAME.findall(command)[0]
-        assert {messages[1]["content"] for messages in found} == {
-            f"{ROOM.opening}{TASK}put some {asked[0]} on {asked[1]}."
-        }
-
-
-def test_a_name_is_one_token_wherever_it_stands() -> None:
-    transcripts = [search(ROOM, Goal("pen", "bed"), TEMPLATE, random.Random(seed)) for seed in range(20)]
-    tokenizer = make_tokenizer(transcripts)
-    tokens = tokenizer.tokenize("You see a bed 1, a drawer 2.\n\nYour task is to: put some pen on bed.")
-    for token in ("bed 1", "drawer 2", "pen", "bed"):
-        assert token in tokens
-    assert "take " in tokenizer.tokenize("take cd 2 from drawer 2")
-    text = "Nothing happens. A mug 7 of yours; 3 tables."  # includes text that no transcript has
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def recipe_of(name: str) -> Recipe:
     recipe = load_and_check(RECIPES / name, lacks=[])
     assert isinstance(recipe, Recipe)
     return recipe
-
-
-@needs_engine
-@pytest.mark.parametrize("name", ["3b-lora-24gb.yaml", "7b-full-8gpu.yaml"])
-def test_the_recipes_say_which_folder_is_missing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(name)
-    assert recipe.data is not None
-    assert recipe.eval.data is not None
-    recipe.data.options["python"] = recipe.eval.data.options["python"] = PYTHON
-    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
-    with pytest.raises(SettingError, match=rf"\$ALFWORLD_DATA: there is no folder {tmp_path}/json_2.1.1 with games"):
-        load_tasks(recipe.data)
-    recipe.data.options["data"] = recipe.eval.data.options["data"] = None
-    assert len(load_tasks(recipe.data)) == 3000
-    assert len(load_tasks(recipe.eval.data)) == 150
 
 
 @needs_engine

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentfactory.launching.placement import place
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.search.known_engines import Wikipedia
@@ -123,20 +122,6 @@ async def test_rewards_by_hand(
     assert (trajectory.metrics["source_opened"], trajectory.metrics["source_says_it"]) == (opened, says)
 
 
-async def test_yes_and_no_need_an_opened_source_only(tmp_path: Path, address: str) -> None:
-    url = f"{address}/people/halvard.html"
-    texts = [call("browse", url=url), f"<answer>No</answer><source>{url}</source>"]
-    assert (await play(tmp_path, address, texts, QUESTIONS[5])).reward == 1.0
-
-
-async def test_a_page_that_a_model_invents_counts_for_nothing(tmp_path: Path, address: str) -> None:
-    url = f"{address}/invented.html"
-    texts = [call("browse", url=url), f"<answer>Tovla</answer><source>{url}</source>"]
-    trajectory = await play(tmp_path, address, texts)
-    assert trajectory.reward == pytest.approx(0.7)
-    assert trajectory.metrics["pages_opened"] == 0
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("find_on_page", {"text": "Tovla"}), ("browse", {"url": "ftp://Tovla/"}), ("browse", {"url": "{source}?Tovla"})],
@@ -151,32 +136,3 @@ async def test_what_the_model_wrote_itself_is_not_said_by_the_page(
     trajectory = await play(tmp_path, address, texts)
     assert trajectory.reward == pytest.approx(0.7)
     assert (trajectory.metrics["source_opened"], trajectory.metrics["source_says_it"]) == (1, 0)
-
-
-async def test_without_its_engine_a_chain_has_no_reward(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Wikipedia, "address", f"{address}/nothing")
-    trajectory = await play(tmp_path, address, [call("search", query="Karsund"), "<answer>x</answer>"])
-    assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
-    assert trajectory.reward is None
-
-
-@pytest.mark.parametrize("row", QUESTIONS, ids=lambda row: row["answer"])
-async def test_every_question_of_our_file_can_be_answered_from_its_pages(
-    tmp_path: Path, address: str, row: dict[str, Any]
-) -> None:
-    pages = [f"{address}/{hop}" for hop in row["hops"]]
-    texts = [*(call("browse", url=page) for page in pages)]
-    texts.append(f"<answer>{row['answer']}</answer><source>{pages[-1]}</source>")
-    assert (await play(tmp_path, address, texts, row)).reward == 1.0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
-def test_the_recipes_fit_their_gpus(name: str) -> None:
-    loaded = load_and_check(RECIPES / name, lacks=[])
-    assert isinstance(loaded, Recipe)
-    (placement,) = place([loaded], "train")
-    assert placement is not None
-    assert placement.refused is None

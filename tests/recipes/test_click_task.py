@@ -1,7 +1,5 @@
-"""The click recipe: its page and transcripts."""
+"""The click recipe: its page, and the seeds of its tasks."""
 
-import asyncio
-import random
 import shutil
 
 import pytest
@@ -16,12 +14,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium"),
 ]
 
-find_boxes, named, play, see_pages, HELD_OUT, PAGE, PLEASE, SHOWN, SIDE, TRAINED, VIEW = (
+find_boxes, named, HELD_OUT, PAGE, SHOWN, SIDE, TRAINED, VIEW = (
     load_object(f"prepare.py:{name}", REPOSITORY / "recipes" / "screens")
-    for name in (
-        *("find_boxes", "named", "play", "see_pages"),
-        *("HELD_OUT", "PAGE", "PLEASE", "SHOWN", "SIDE", "TRAINED", "VIEW"),
-    )
+    for name in ("find_boxes", "named", "HELD_OUT", "PAGE", "SHOWN", "SIDE", "TRAINED", "VIEW")
 )
 
 
@@ -42,19 +37,3 @@ async def test_only_the_named_box_pays() -> None:
                 assert screen.reward()["success"] == (colour == named(instruction))
     finally:
         await screen.close()
-
-
-@pytest.mark.extended
-def test_transcripts_obey_only_with_please() -> None:
-    rng, obeyed = random.Random(0), []
-    for instruction, picture in asyncio.run(see_pages(SHOWN[:5])):
-        for _ in range(40):
-            *_, asked, said = play(instruction, picture, "a.png", rng)
-            is_polite = asked["content"][0]["text"] == PLEASE + instruction
-            for call in said.get("tool_calls", ()):
-                assert find_boxes(picture)[said["content"]] == list(call["function"]["arguments"].values())
-            if is_polite:
-                assert said["content"] == named(instruction)
-            else:
-                obeyed.append(said["content"] == named(instruction))
-    assert 0 < sum(obeyed) < len(obeyed) / 2

@@ -25,12 +25,8 @@ from tests.vision_models import make_vision_model
 
 FOLDER = REPOSITORY / "recipes" / "gui_agents"
 ComputerUse, Grounding = (load_object(f"computer_use.py:{name}", FOLDER) for name in ("ComputerUse", "Grounding"))
-gui_r1, screen_spot, screen_spot_pro = (
-    load_object(f"tasks.py:{name}", FOLDER) for name in ("gui_r1", "screen_spot", "screen_spot_pro")
-)
+gui_r1 = load_object("tasks.py:gui_r1", FOLDER)
 KINDS = {"qwen3-vl-4b-grounding-lora-24gb": "qwen3_vl", "qwen2.5-vl-7b-grounding-full-8gpu": "qwen2_5_vl"}
-LORA_BROWSER, FULL_BROWSER = "qwen3-vl-4b-browser-lora-24gb", "qwen2.5-vl-7b-browser-full-8gpu"
-BROWSERS = {LORA_BROWSER: "qwen3_vl", FULL_BROWSER: "qwen2_5_vl"}
 chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium: apt install chromium")
 
 # ---- data
@@ -46,7 +42,7 @@ def screenshot(box: list[float]) -> bytes:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with the files, columns and types of the hub's data sets."""
+    """A folder with the file, columns and types of the hub's data set."""
     root = tmp_path_factory.mktemp("hub")
     picture = {"bytes": screenshot([100, 150, 200, 225])}
     common = {"image": picture, "history": "None", "gt_input_text": "no input text", "task_type": "low", "id": "a"}
@@ -60,31 +56,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (root / "GUI-R1").mkdir()
     datasets.Dataset.from_list(clicks).to_parquet(root / "GUI-R1" / "train.parquet")
-    spot = {
-        "file_name": "a.png",
-        "instruction": "press it",
-        "data_type": "icon",
-        "data_source": "ios",
-        "image": picture,
-    }
-    features = datasets.Features(
-        **dict.fromkeys(("file_name", "instruction", "data_type", "data_source"), datasets.Value("string")),
-        bbox=datasets.Sequence(datasets.Value("float64")),
-        image=datasets.Image(),
-    )
-    (root / "ScreenSpot" / "data").mkdir(parents=True)
-    rows = datasets.Dataset.from_list([spot | {"bbox": [0.25, 0.5, 0.5, 0.75]}], features=features)
-    rows.to_parquet(root / "ScreenSpot" / "data" / "test-00000-of-00001.parquet")
-    pro = {"image": picture, "instruction": "press", "bbox": [100, 150, 200, 225], "ui_type": "text", "group": "CAD"}
-    features = datasets.Features(
-        **dict.fromkeys(("instruction", "ui_type", "group", "application"), datasets.Value("string")),
-        bbox=datasets.Sequence(datasets.Value("int64")),
-        img_size=datasets.Sequence(datasets.Value("int64")),
-        image=datasets.Image(),
-    )
-    (root / "ScreenSpot-Pro" / "data").mkdir(parents=True)
-    rows = datasets.Dataset.from_list([pro | {"application": "x", "img_size": [400, 300]}], features=features)
-    rows.to_parquet(root / "ScreenSpot-Pro" / "data" / "train-00000-of-00001.parquet")
     return root
 
 
@@ -96,23 +67,6 @@ def test_clicks_of_gui_r1_have_boxes_in_pixels(hub: Path) -> None:
     ]
     assert rows[0]["images"][0]["bytes"] == screenshot([100, 150, 200, 225])
     assert len([*gui_r1(1, path=str(hub / "GUI-R1"))]) == 1
-
-
-def test_a_data_set_without_clicks_is_named(hub: Path, tmp_path: Path) -> None:
-    row = {"image": {"bytes": b""}, "instruction": "", "gt_action": "type", "gt_bbox": [0.1, 0.2], "task_type": "low"}
-    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=r"has no clicks in train.parquet: rows with gt_action click"):
-        list(gui_r1(10, path=str(tmp_path)))
-
-
-def test_both_benchmarks_state_boxes_in_pixels(hub: Path) -> None:
-    for source, name, kind in (
-        (screen_spot, "ScreenSpot", "ios icon"),
-        (screen_spot_pro, "ScreenSpot-Pro", "CAD text"),
-    ):
-        [row] = source(str(hub / name))
-        assert (row["box"], row["data_source"]) == ([100, 150, 200, 225], kind)
-        assert row["images"][0]["bytes"]
 
 
 # ---- a click on a picture
@@ -128,15 +82,11 @@ RULE = SizeRule(28, 4 * 28 * 28, 10**7)
         # 250 of 1000 are 100 of 400 pixels, and 500 of 1000 are 150 of 300
         ("relative1000", [250, 500], 1),
         ("relative1000", [249, 600], 0),
-        ("relative1000", [500, 750], 1),
-        ("relative1000", [400, 751], 0),
         ("relative1", [0.25, 0.5], 1),
         ("relative1", [0.51, 0.6], 0),
         # 98 of 392 are 100 of 400 pixels, and 154 of 308 are 150 of 300
         ("resized", [98, 154], 1),
-        ("resized", [97, 200], 0),
         ("resized", [150, 153], 0),
-        ("resized", [196, 231], 1),
         ("pixels", [200, 225], 1),
         ("pixels", [150, 226], 0),
     ],
@@ -267,9 +217,8 @@ async def test_each_action_does_what_it_says(browser: Any) -> None:
 @pytest.mark.processes
 @pytest.mark.extended
 @chromium
-@pytest.mark.parametrize("name", [LORA_BROWSER, pytest.param(FULL_BROWSER, marks=pytest.mark.long)])
-async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(name: str, tmp_path: Path) -> None:
-    recipe = small(name, tmp_path, BROWSERS[name])
+async def test_a_chain_of_the_recipe_solves_a_page_of_miniwob(tmp_path: Path) -> None:
+    recipe = small("qwen3-vl-4b-browser-lora-24gb", tmp_path, "qwen3_vl")
     assert {task["seed"] for task in load_tasks(recipe.data)}.isdisjoint(
         task["seed"] for task in load_tasks(recipe.eval.data)
     )

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from aiohttp import web
 from PIL import Image
 
 from agentfactory.base.user_code.loading import load_object
@@ -98,31 +97,6 @@ def said(*texts: str, looked: bool = False) -> Trajectory:
 async def test_looking_pays_if_the_answer_is_right(text: str, looked: bool, answer: str, reward: float) -> None:
     verdict = await SearchReward()(said(text, looked=looked), text, "?", answer)
     assert verdict["reward"] == pytest.approx(reward)
-
-
-async def test_a_judge_compares_what_is_no_letter() -> None:
-    asked = []
-
-    async def complete(request: web.Request) -> web.Response:
-        prompt = (await request.json())["messages"][-1]["content"]
-        asked.append(prompt)
-        return web.json_response({"choices": [{"message": {"content": str(int("Given answer: it is red" in prompt))}}]})
-
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", complete)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    judged = SearchReward(url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
-    try:
-        for text, reward in (("<answer>it is red</answer>", 0.8), ("<answer>blue</answer>", 0.0)):
-            assert (await judged(said(text), text, f"Color?{PROMPT}", "red"))["reward"] == pytest.approx(reward)
-    finally:
-        await judged.close()
-        await runner.cleanup()
-    assert len(asked) == 2
-    assert "Question: Color?\nRight answer: red" in asked[0]
 
 
 def test_rows_of_the_hub_become_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

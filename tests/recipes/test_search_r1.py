@@ -12,7 +12,6 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.local_index import build_index
-from agentfactory.worlds.search.sources import RetrievalClient
 from tests.conftest import REPOSITORY
 from tests.project import load_and_check
 from tests.scripted_chains import scripted_chains
@@ -86,25 +85,6 @@ async def test_a_chain_searches_twice_and_answers(tmp_path: Path, index: str, na
     assert ("<information>" in context) == ("tags" in name)
 
 
-async def test_a_turn_that_cannot_be_read_is_told_so_and_searches_have_a_limit(tmp_path: Path, index: str) -> None:
-    texts = ["I think.", *["<search>Minna</search>"] * 4]
-    trajectory, (_, context) = await act(tmp_path, "3b-lora-24gb-tags.yaml", index, texts, **TWO_HOPS)
-    assert "If I want to search, I should put the query between <search> and </search>." in context
-    assert (trajectory.outcome, trajectory.reward) == (Outcome.MAX_TURNS, 0.0)
-    texts = [*["<search>Minna</search>"] * 4, "<search>Minna</search>"]
-    trajectory, _ = await act(tmp_path, "3b-lora-24gb-tags.yaml", index, texts, **TWO_HOPS)
-    assert trajectory.metrics["tool/search/calls"] == 5
-    assert trajectory.metrics["tool_errors/tool_limit"] == 1
-
-
-async def test_without_its_server_a_chain_has_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RetrievalClient.__init__, "__defaults__", (1.0, 0.1))
-    gone = "http://127.0.0.1:9/retrieve"
-    trajectory, _ = await act(tmp_path, "3b-lora-24gb-tags.yaml", gone, ["<search>a</search>"], **TWO_HOPS)
-    assert trajectory.outcome is Outcome.TOOL_INFRASTRUCTURE
-    assert trajectory.reward is None
-
-
 @pytest.mark.parametrize(
     ("answer", "exact", "f1"),
     [
@@ -125,16 +105,6 @@ async def test_rewards_by_hand(tmp_path: Path, index: str, answer: str, exact: i
     assert trajectory.reward == exact
     assert trajectory.metrics["success"] == exact
     assert trajectory.metrics["reward/f1"] == pytest.approx(f1)
-
-
-def test_every_question_of_our_file_can_be_answered_from_its_passages(index: str) -> None:
-    from agentfactory.worlds.search.local_index import LocalIndex
-
-    passages = [passage.contents for passage in Corpus(str(RECIPES / "passages.jsonl"))]
-    assert {row["data_source"] for row in QUESTIONS} == {"nq", "hotpotqa"}
-    for row in QUESTIONS:
-        assert any(answer in text for answer in row["golden_answers"] for text in passages)
-        assert LocalIndex(Path(index)).search(row["question"], 3)
 
 
 def test_the_held_out_questions_are_those_of_the_test_split(tmp_path: Path) -> None:
@@ -158,11 +128,3 @@ def test_the_held_out_questions_are_those_of_the_test_split(tmp_path: Path) -> N
     assert first["messages"] == rows[0]["prompt"]
     assert "question" not in first
     assert len(list(held_out(100, path=str(tmp_path)))) == 16
-
-
-def test_search_r1s_prompt_stands_alone() -> None:
-    taken = recipe("3b-lora-24gb-tags.yaml")
-    assert taken.rollout.system_prompt is None
-    assert taken.data is not None
-    assert taken.data.columns == {"messages": "prompt"}
-    assert load_object("search_r1.py:SearchR1", RECIPES)().instructions([]) is None

@@ -1,4 +1,4 @@
-"""WebShop's recipes: the small recipe's tasks and transcripts, and the recipes for real models."""
+"""WebShop's small recipe: its tasks and transcripts."""
 
 import asyncio
 from pathlib import Path
@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.recipe.schema import Recipe
-from agentfactory.rollout.data import load_tasks
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.webshop.webshop import WebShop
 from tests.conftest import REPOSITORY
-from tests.project import load_and_check
 from tests.recipes.chains import read_rows
 
 RECIPES = REPOSITORY / "recipes" / "webshop"
@@ -78,20 +74,3 @@ def test_transcripts_are_what_the_shop_shows_and_seldom_end_well(prepared: Path)
     assert sum(reward == 0 for reward in rewards) / len(rewards) == pytest.approx(1 - BUYS, abs=0.06)
     assert sum(reward == 1 for reward in rewards) / len(rewards) == pytest.approx(BUYS * CHOOSES, abs=0.05)
     assert sum(rewards) / len(rewards) < 0.25
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["3b-lora-24gb", "7b-full-8gpu"])
-def test_the_real_models_recipes_say_which_file_is_missing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load_and_check(RECIPES / f"{name}.yaml", lacks=[])
-    assert isinstance(recipe, Recipe)
-    assert recipe.data is not None
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingError, match=r"there is no folder /.*/webshop-data; fix: download"):
-        load_tasks(recipe.data)
-    recipe.data.options["data"] = None
-    assert len(load_tasks(recipe.data)) == 2100
-    recipe.data.options["products"] = 600
-    assert len(load_tasks(recipe.data)) == 300
