@@ -542,18 +542,14 @@ REPORTS = [
         sft=True,
         notices=("dropped",),
     ),
-]
-
-DEEP = [
     chat(
         "content of 700 levels",
         [USER | {"content": [_nested(700)]}],
         r"row 1 .*: its messages or tools have too many levels",
-    )
+    ),
 ]
-"""Cases that a fuzzer, which recurses, does not try."""
 
-CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS, *DEEP]
+CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS]
 
 _BRIEF = {"role": "system", "content": "Be brief."}
 _GO, _RESULT, _DONE = (
