@@ -160,23 +160,6 @@ async def test_warm_instances_are_made_ahead() -> None:
     await pool.close()
 
 
-async def test_what_cannot_be_made_ahead_is_not_tried_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    factory = Factory()
-    factory.faults = [OSError("no room")] * 2
-    pool = factory.pool(warm=1)
-    pool.warm_up()
-    await settle()
-    assert len(factory.faults) == 1
-    assert "pads: the creation of an instance, in advance, failed: OSError: no room" in caplog.text
-    with pytest.raises(OSError, match="no room"):
-        await pool.acquire()
-    lease = await pool.acquire()
-    await settle()
-    assert counts(pool) == (1, 1, 0)  # after one success, instances are created in advance again
-    await lease.release()
-    await pool.close()
-
-
 async def test_worn_instances_are_replaced() -> None:
     factory = Factory()
     pool = factory.pool(capacity=1, max_uses=2)

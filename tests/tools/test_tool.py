@@ -1,7 +1,5 @@
 """Tests of `@tool`: signatures, docstrings and arguments. Types are tested in test_schemas.py."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -89,24 +87,6 @@ def test_methods() -> None:
     assert World.double(**World("c").double.parse_arguments({"number": "4"})) == 8
 
 
-def test_a_decorated_function() -> None:
-    def loudly(function: Callable[..., str]) -> Callable[..., str]:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> str:
-            return function(*args, **kwargs).upper()
-
-        return wrapper
-
-    @tool
-    @loudly
-    def say(word: str) -> str:
-        """Say it."""
-        return word
-
-    assert say.spec.description == "Say it."
-    assert say(**say.parse_arguments({"word": "a"})) == "A"
-
-
 FUTURE = """
 from __future__ import annotations
 
@@ -190,42 +170,6 @@ def test_docstring_styles(docstring: str) -> None:
     assert spec.description == "Find a book."
     texts = [schema["description"] for schema in spec.parameters["properties"].values()]
     assert texts == ['Its title, or a part of it: "The: One".', "The year."]
-
-
-def test_descriptions_that_stand_beside_the_type() -> None:
-    @tool
-    def find(
-        title: Annotated[str, Field(description="by Field")],
-        year: Annotated[int, "by a text"],
-        shelf: str = Field("a", alias="where", description="by the default"),
-    ) -> None:
-        """Find.
-
-        Args:
-            title: Not this one.
-        """
-
-    properties = find.spec.parameters["properties"]
-    assert {name: schema["description"] for name, schema in properties.items()} == {
-        "title": "by Field",
-        "year": "by a text",
-        "where": "by the default",
-    }
-    assert find.parse_arguments({"title": "x", "year": 1, "where": "b"}) == {"title": "x", "year": 1, "shelf": "b"}
-
-
-def test_lists_and_objects_written_as_text() -> None:
-    @tool
-    def keep(
-        values: list[int], table: dict[str, int] | None = None, text: str = "", either: list[str] | str = ""
-    ) -> None: ...
-
-    parsed = keep.parse_arguments({"values": "[1, 2]", "table": '{"a": 1}', "text": "[1]", "either": "[1]"})
-    assert parsed == {"values": [1, 2], "table": {"a": 1}, "text": "[1]", "either": "[1]"}
-    with pytest.raises(InvalidArguments, match=r"values.1: .* valid integer.*text: .* valid string, got 3"):
-        keep.parse_arguments({"values": '[1, "b"]', "text": 3})
-    with pytest.raises(InvalidArguments, match='values: Input should be a valid list, got "1, 2"'):
-        keep.parse_arguments({"values": "1, 2"})
 
 
 def test_a_default_is_not_shared() -> None:
