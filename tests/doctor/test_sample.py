@@ -42,14 +42,6 @@ def test_a_model_is_looked_at_before_training(
     assert {*Path(tempfile.gettempdir()).glob("agentfactory-look-*")} == before
 
 
-@pytest.mark.extended
-@pytest.mark.processes
-def test_nothing_is_sampled_if_the_recipe_cannot_run(project: Path, agentfactory: Command) -> None:
-    result = agentfactory("doctor", "recipe.yaml", "--sample", "4", "train.stepz=3")
-    assert result.returncode == 1
-    assert "warning  first look: nothing was sampled, because of the problems above\n" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("error", "left"),
     [(KeyboardInterrupt(), 0), (SettingError("data", "no such file", "name one"), 0), (ChildFailed("it died"), 1)],
