@@ -38,16 +38,16 @@ def call(name: str = "search") -> ToolCall:
     return ToolCall("call_0", name, {})
 
 
-def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float = 0.0, seconds: float = 0.0) -> Content:
-    """Make a call that takes `seconds`; return the content for the model."""
+def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float = 0.0) -> Content:
+    """Make a call that takes no time; return the content for the model."""
     admitted = chain.admit(call(name), place, now)
     if isinstance(admitted, ToolResult):
         assert admitted.error is CallError.LIMIT
         return admitted.content
     assert admitted == 0
     chain.begin(now)
-    chain.end(now + seconds)
-    return chain.settle(call(name), ToolResult("fine", None, seconds)).content
+    chain.end(now)
+    return chain.settle(call(name), ToolResult("fine")).content
 
 
 def breached(chain: ChainAccount) -> dict[str, float]:

@@ -28,12 +28,11 @@ class Thing:
 
 
 class Factory:
-    """A factory that counts the existing things. Its methods await `pause` and raise `faults`."""
+    """A factory that counts the existing things. Its methods await `pause`, and its resets raise `reset_faults`."""
 
     def __init__(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
         self.things: list[Thing] = []
         self.existing = self.most = 0
-        self.faults: list[Exception] = []
         self.reset_faults: list[Exception] = []
         self.pause = pause
 
@@ -43,8 +42,6 @@ class Factory:
         try:
             if self.pause:
                 await self.pause()
-            if self.faults:
-                raise self.faults.pop(0)
         except BaseException:
             self.existing -= 1
             raise

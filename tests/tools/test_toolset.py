@@ -30,7 +30,7 @@ for _ in range(300):
 
 WRONG, FAILED = CallError.INVALID_ARGUMENTS, CallError.TOOL_ERROR
 ODD = "Grüße, 世界 \n\t\"quoted\" \\ 'too'"
-TOOLS = ["write", "read", "tear", "add", "shout", "fail", "wait", "process_id"]
+TOOLS = ["write", "read", "tear", "add", "shout", "fail", "wait"]
 SCRIPT: list[tuple[str, dict[str, Any], str, CallError | None]] = [
     # tool, arguments, the text that the model reads (to its ...), the error
     ("read", {}, "first", None),

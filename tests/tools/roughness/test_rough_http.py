@@ -101,7 +101,7 @@ async def test_answers_over_http(status: str, kind: str, text: str | None, reads
 @pytest.mark.processes
 async def test_a_server_without_sessions_is_refused() -> None:
     reason = r"tool server far: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
-    async with http_server(lambda message: None, session=False) as url:
+    async with http_server(lambda message: ("200 OK", [], ""), session=False) as url:
         with pytest.raises(ToolInfrastructureError, match=reason):
             async with open_toolset(_recipe(url, isolation="session"), Path("/")):
                 pass
