@@ -218,6 +218,17 @@ def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
     assert breached(chain) == {f"limits/{limit}": 1, **also}
 
 
+def test_breaches_add_up_and_the_first_that_stops_is_the_reason() -> None:
+    stop = {"action": "stop", "penalty": 0.25}
+    both = {"seconds_per_call": stop, "result_tokens": stop}
+    chain = account(seconds_per_call={"slow": 1}, result_tokens=4, on_breach=both)
+    late = ToolResult("", CallError.TIMEOUT)
+    for name, result in (("fast", ToolResult(WORDS)), ("fast", ToolResult(WORDS)), ("slow", late)):
+        chain.settle(call(name), result)  # they ran side by side
+    assert breached(chain) == {"limits/seconds_per_call": 1, "limits/result_tokens": 2}
+    assert (chain.stopped, chain.penalty) == (Limit.RESULT_TOKENS, 0.75)
+
+
 def test_the_page_has_the_order_of_the_checks() -> None:
     page = (REPOSITORY / "docs" / "limits.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \d+ \| `limits\.(\w+)`", page, re.MULTILINE) == list(Limit)
