@@ -245,22 +245,16 @@ def _refused() -> list[tuple[list[Any], str]]:
         @tool
         def reset(self) -> None: ...
 
-    class Index:
-        @tool
-        def search(self, word: str) -> None: ...
-
     class Another(Environment):
         pass
 
     return [
         ([add, add], "two tools are called add"),
-        ([Counter, add], "two tools are called add"),
         ([Another, Counter], "Another and Counter are Environments; name one, and serve each by a server"),
         ([Demanding], "options.size: Demanding requires it; set it under `options:`"),
         ([Confused], "Confused.reset is not for the model"),
         ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),
         ([MCPServer("x"), add], r"is served alone"),
-        ([Index.search], "search is a method of a class: serve an instance's method"),
     ]
 
 

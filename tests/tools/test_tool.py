@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jsonschema
 import pytest
-from pydantic import Field
 
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.tool import InvalidArguments, is_tool, tool
@@ -210,10 +209,8 @@ def _functions() -> list[tuple[Any, str]]:
     def of_a_class(value: Odd) -> None: ...
     def bare(value) -> None: ...  # type: ignore[no-untyped-def]
     def starred(*values: int) -> None: ...
-    def positional(value: int, /) -> None: ...
     def unresolved(value: "Nowhere") -> None: ...  # type: ignore[name-defined]
     def bad_default(value: int = "one") -> None: ...  # type: ignore[assignment]
-    def out_of_bounds(value: Annotated[int, Field(ge=1)] = 0) -> None: ...
     def documented(value: int) -> None:
         """Do.
 
@@ -225,10 +222,8 @@ def _functions() -> list[tuple[Any, str]]:
         (of_a_class, r"of_a_class: parameter value .*Odd.*; use a type that JSON can express: str, .*pydantic models"),
         (bare, "bare: parameter value has no annotation; write value: str, or use a type that JSON can express: str"),
         (starred, r"starred: parameter \*values: int cannot be filled by name"),
-        (positional, "positional: parameter value: int cannot"),
         (unresolved, "unresolved: the annotation 'Nowhere' of value cannot be resolved: name 'Nowhere' is not defined"),
         (bad_default, "bad_default: parameter value has the default 'one'"),
-        (out_of_bounds, "out_of_bounds: parameter value has the default 0"),
         (documented, r"documented: its docstring describes \['valve'\]"),
         (object(), "not on <object"),
     ]
