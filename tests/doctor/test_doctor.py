@@ -120,21 +120,6 @@ def test_the_first_prompt_is_shown(project: Path) -> None:
     assert "refuses the conversation" in the_problem(doctor_recipe.check_format(load()))
 
 
-@pytest.mark.processes
-def test_problems_are_the_exit_status(project: Path, agentfactory: Command) -> None:
-    result = agentfactory("doctor", "recipe.yaml", "train.stepz=3")
-    assert result.returncode == 1
-    assert "problem  recipe: command line: train.stepz: unknown key 'stepz'\n" in result.stdout
-    assert "         fix: did you mean train.steps?\n" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("1 problem, ")
-    # the machine is looked at all the same
-    assert "ok       python: " in result.stdout
-    # an override is of a recipe
-    result = agentfactory("doctor", "train.steps=3")
-    assert result.returncode == 2
-    assert "name a recipe before train.steps=3" in result.stderr
-
-
 def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(doctor_machine.check_versions()) <= {Severity.OK, Severity.WARNING}
     plant_distribution(tmp_path, "peft", "0.19.1")
