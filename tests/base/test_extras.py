@@ -9,7 +9,6 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code import extras
 from agentfactory.base.user_code.entry_points import load_named
-from agentfactory.base.user_code.extras import check_extra
 from agentfactory.commands import main
 
 WEBSHOP = "agentfactory.worlds.webshop.webshop:WebShop"
@@ -30,16 +29,6 @@ def test_an_import_that_fails_names_the_extra_of_the_world(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "rapidfuzz.fuzz", None)
     with pytest.raises(SettingError, match=r"rapidfuzz is not .*; fix: pip install 'agentfactory-rl\[webshop\]'"):
         load_named(WEBSHOP)
-
-
-def test_all_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "is_installed", lambda name: name != "pypdf")
-    with pytest.raises(SettingError, match=r"^pypdf is not installed; fix: pip install 'agentfactory-rl\[browse\]'$"):
-        check_extra("browse")
-    check_extra("search")
-    monkeypatch.setattr(extras, "is_installed", lambda name: False)
-    with pytest.raises(SettingError, match=r"^html_to_markdown, pypdf and protego are not installed; fix:"):
-        check_extra("browse")
 
 
 def test_a_package_that_has_another_version_than_ours_is_named(

@@ -9,8 +9,6 @@ import psutil
 import pytest
 
 from agentfactory.base.processes import parent_watch
-from agentfactory.base.processes.killable import KillableProcesses
-from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.processes
 
@@ -61,18 +59,3 @@ def test_a_zombie_and_a_reused_number_are_not_alive() -> None:
     assert not parent_watch.is_alive(child.pid, created)
     child.wait()
     assert not parent_watch.is_alive(child.pid, created)
-
-
-def test_a_process_that_ends_is_not_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    processes = KillableProcesses("tests.ending_process", 1)
-    pids = []
-    for _ in range(3):
-        with processes.borrowed() as process:
-            process.send({})
-            told = process.receive()
-            assert told is not None
-            pids.append(told["pid"])
-            process.answered = True
-    assert pids[0] == pids[1] != pids[2]
-    processes.close()

@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +10,8 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http import server_keys
-from agentfactory.base.http.key_guard import listen
 from agentfactory.base.http.server_keys import find_key, key_file, key_folder, pinned, published_key
-from agentfactory.rollout.inference.http_transport import authorization, lacking_key
+from agentfactory.rollout.inference.http_transport import authorization
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.trainers.sync.server_control import ServerControl
 
@@ -60,11 +57,6 @@ def test_a_name_is_pinned_to_the_address_of_the_server(runtime: Path, monkeypatc
         assert pinned("http://127.0.0.2:4011") == "http://127.0.0.2:4011"
 
 
-def test_what_a_client_without_the_key_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"{runtime} has none for its address; fix: set server.api_key_env to" in lacking_key("http://a", None)
-    assert "it refuses the key in OTHERS; fix: server.api_key_env must name" in lacking_key("http://a", "OTHERS")
-
-
 @pytest.mark.processes
 def test_a_killed_server_leaves_nothing_for_long(runtime: Path) -> None:
     code = "import os\nfrom agentfactory.base.http.server_keys import published_key\n"
@@ -97,18 +89,3 @@ def test_a_folder_that_others_could_write_is_refused(runtime: Path, how: str) ->
         find_key("http://127.0.0.1:4007")
     with pytest.raises(SettingError, match="another user"), published_key("127.0.0.1", 4007):
         pass
-
-
-def test_a_free_port_is_taken() -> None:
-    with listen("127.0.0.1", 0, "--http") as listener, socket.create_connection(listener.getsockname()):
-        assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def test_a_port_that_cannot_be_used_is_named_with_its_option() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = "{}:{}".format(*other.getsockname())
-        told = rf"--http: {re.escape(address)} cannot be used: .*; fix: choose another"
-        with pytest.raises(SettingError, match=told):
-            listen("127.0.0.1", other.getsockname()[1], "--http")
-    with pytest.raises(SettingError, match=r"--port: 127\.0\.0\.1:99999 cannot be used"):
-        listen("127.0.0.1", 99999, "--port")

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from agentfactory.base.processes.threads import run_on_loop
 from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.loading import load_module
-from agentfactory.base.user_code.watch import Place, announced, described, loop_watched, parsed_dump
+from agentfactory.base.user_code.watch import Place, described, loop_watched
 from tests.waiting import wait_for
 
 SLOW = """
@@ -53,13 +52,6 @@ def test_a_slow_import_is_named_with_its_line_at_growing_intervals(tmp_path: Pat
     assert not watch._doing
 
 
-def test_what_ends_in_time_is_not_announced(said: list[str]) -> None:
-    with announced("importing quick.py"):
-        pass
-    time.sleep(0.25)
-    assert said == []
-
-
 def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> list[str]:
     (tmp_path / "asyncs.py").write_text(ASYNC)
     module = load_module(tmp_path / "asyncs.py")
@@ -95,9 +87,3 @@ def test_only_users_code_is_blamed() -> None:
     script = Place("/home/me/script.py", 9, "<module>")
     assert described([script, Place(ours, 1, "a"), Place(library, 3, "c")]) is None
     assert described([script, Place(asyncio.events.__file__, 1, "_run"), users[0]]) == "tools.py, line 4, in search"
-
-
-def test_a_dump_is_read() -> None:
-    lines = ('File "/a b/tools.py", line 7 in <module>', 'File "/x.py", line ??? in f')
-    dump = "\n  ".join(["Stack (most recent call first):", *lines, ""])
-    assert parsed_dump(dump) == [Place("/x.py", 0, "f"), Place("/a b/tools.py", 7, "<module>")]

@@ -34,8 +34,7 @@ class Case:
             import pyarrow
             import pyarrow.parquet
 
-            table = pyarrow.Table.from_pylist(content) if content else pyarrow.table({"question": [""]}).slice(1)
-            pyarrow.parquet.write_table(table, path)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
             return path
         if isinstance(content, list):
             content = lines(content)
@@ -125,19 +124,15 @@ NESTED = tool(
     },
     **{"$defs": {"Guest": {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}}},
 )
-FREE = tool("save", {"data": {"type": "object"}})
 RENAMED = r"fix: rename it with data\.columns\.{}"
 PAGE = r"docs/data\.md, Rows of other projects"
 
 FILES = [
     lined("byte order mark", b"\xef\xbb\xbf" + lines([Q]).encode(), [Q]),
     lined("blank lines", "\n" + lines([Q]) + "\n  \t\r\n" + lines([Q]) + "\n\n", [Q, Q]),
-    lined("ends of lines of Windows", lines([Q, Q]).replace("\n", "\r\n"), [Q, Q]),
     lined("separators of lines in a text", '{"question": "a\u2028b\x85c"}\n', [{"question": "a\u2028b\x85c"}]),
-    Case("a list", "a.json", json.dumps([Q, Q]), [Q, Q]),
     Case("gzip", "a.jsonl.gz", compressed(lines([Q, Q])), [Q, Q]),
     Case("gzip that is none", "a.jsonl.gz", lines([Q]), r"a\.jsonl\.gz is damaged: Not a gzipped file.*; fix: "),
-    Case("upper case", "a.JSONL", [Q], [Q]),
     cells(
         "CSV",
         'question,answer\n"What is 2 plus 3?",5\n\n"a ""b"",\nc",07\n',
@@ -146,7 +141,6 @@ FILES = [
     cells("CSV of semicolons", "question;answer\na;5\n", r"separates its columns by ';'; fix: save it with comm"),
     cells("CSV with a missing cell", "question,answer\na\n", r"a\.csv:2 does not have 2 cells"),
     cells("CSV with an open quote", 'question,answer\n"a,5\n', r"a\.csv:2 is not CSV: unexpected end"),
-    cells("CSV with a name twice", "question,question\na,5\n", r"a\.csv:1 names its columns"),
     cells(
         "CSV with messages as JSON",
         'messages,answer\n"[{""role"": ""user"", ""content"": ""hi""}]",5\n',
@@ -156,10 +150,8 @@ FILES = [
     lined("a list named as lines", json.dumps([Q], indent=1), r"a\.jsonl:1 is not JSON.*fix: rename it to \.json"),
     Case("lines named as a list", "a.json", lines([Q, Q]), r"a\.json:2 is not JSON.*; fix: rename it to \.jsonl"),
     Case("an object around the list", "a.json", json.dumps({"data": [Q]}), r"not a list of rows; fix: .*one in data"),
-    lined("a number of 5,000 digits", '{"question": ' + "9" * 5000 + "}", r"a\.jsonl:1 cannot be read as JSON"),
     lined("100,000 brackets", "[" * 100_000, r"a\.jsonl:1 cannot be read as JSON"),
     Case("tabs", "a.tsv", "question\tanswer\n", r"a\.tsv is neither .*; fix: convert it: python -c .*read_csv"),
-    Case("another name of JSONL", "a.ndjson", [Q], r"a\.ndjson is neither .*; fix: rename it to \.jsonl"),
     Case("a spreadsheet", "a.xlsx", b"PK", r"fix: convert it: python -c .*read_excel"),
     Case("zstd", "a.jsonl.zst", b"x", r"fix: decompress it: unzstd a\.jsonl\.zst"),
     lined("an empty file", "\n", r"a\.jsonl holds no rows"),
@@ -168,31 +160,12 @@ FILES = [
 
 QUESTIONS = [
     lined("messages as the question", [{"question": [USER], "answer": 1}], [{"messages": [USER], "answer": 1}]),
-    table(
-        "messages as the question, parquet",
-        [{"prompt": [USER]}],
-        [{"messages": [USER]}],
-        columns={"question": "prompt"},
-    ),
-    lined(
-        "messages without content",
-        [{"question": [{"role": "user"}]}],
-        r"row 1 .*: question: got \[.*, not text; messages belong into",
-    ),
-    lined("an object as the question", [{"question": USER}], r"row 1 .*: question: got \{.*, not text"),
-    lined("a number as the question", [{"question": 5}]),
     lined(
         "messages as JSON text in the question",
         [{"question": json.dumps([USER])}],
         r"row 1 .*: question: .*which is messages; use data",
     ),
     lined("half of a surrogate pair", '{"question": "a\\ud83d"}\n', r"row 1 .*: question: it has half of a surr"),
-    lined("both halves", '{"question": "\\ud83d\\ude00"}\n', [{"question": "😀"}]),
-    lined(
-        "half a pair in a message",
-        '{"messages": [{"role": "user", "content": "\\udc00"}]}\n',
-        r"row 1 .*: messages\.0: it has half of a surrogate pair",
-    ),
     lined("a null question", [{"question": None, "messages": [USER]}], [{"messages": [USER]}]),
 ]
 
@@ -225,7 +198,6 @@ NULLS = [
         tools=[NESTED],
         notices=("2 nulls dropped",),
     ),
-    chat("an object of any fields", talk(call("save", {"data": {"a": None}})), tools=[FREE]),
     chat("no tools to judge by", talk(call("weather", {"city": None}))),
     chat(
         "null fields of messages",
@@ -233,7 +205,6 @@ NULLS = [
         HELLO,
         notices=("^data: 5 nulls",),
     ),
-    chat("a default of null", HELLO, tools=[tool("f", {"a": {"type": "string", "default": None}})]),
     chat(
         "a cyclic schema",
         talk(call("f", {"a": None, "b": None})),
@@ -257,7 +228,6 @@ CALLS = [
         talk(call("add", "{'left': 1}")),
         r"row 1 .*: got \"\{'left': 1\}\", which is not JSON",
     ),
-    chat("null as the text of arguments", talk(call("add", "null")), r"row 1 .*the text 'null'"),
     chat("arguments as JSON text", talk(call("add", '{"left": 2, "right": 3}')), talk(_SUM), tools=[ADD]),
     chat(
         "no arguments",
@@ -271,12 +241,6 @@ CALLS = [
         "a missing argument",
         [BOTH[0], {"tools": [ADD], "messages": talk(call("add", {"left": 2}))}],
         r"row 2 .*: messages\.1\.tool_calls\.0: the row's tool 'add' refuses these arguments: 'right' is a required",
-    ),
-    chat(
-        "an argument of another type",
-        talk(call("add", {"left": "2", "right": 3})),
-        r"row 1 .*left: '2' is not of type 'integer'",
-        tools=[ADD],
     ),
     chat(
         "a tool that the row does not have",
@@ -294,17 +258,7 @@ CALLS = [
         ],
         tools=[ADD],
     ),
-    chat(
-        "a pattern of another dialect",
-        talk(call("f", {"a": "x"})),
-        tools=[tool("f", {"a": {"type": "string", "pattern": r"\p{L}+"}})],
-    ),
     chat("calls without the level function", talk(_NAMELESS), talk({"type": "function", "function": _NAMELESS})),
-    chat(
-        "calls as JSON text",
-        [USER, {"role": "assistant", "content": None, "tool_calls": json.dumps([call("add", {})])}],
-        [USER, {"role": "assistant", "content": "", "tool_calls": [call("add", {})]}],
-    ),
     chat(
         "calls of a user",
         [USER | {"tool_calls": [call("a", {})]}],
@@ -348,18 +302,11 @@ TOOLS = [
         cleaned=[ADD],
     ),
     chat("tools that are names", HELLO, r"row 1: tools\.0: .*", tools=["add"]),
-    lined("tools that are names, in RL", [{"tools": ["add"], "question": "a"}]),
     chat("a name twice", HELLO, r"row 1: tools: two .* the name 'add'", tools=[ADD, ADD]),
-    chat("tools that are not JSON", HELLO, r"row 1: tools: got 'add', which is", tools="add"),
 ]
 
 MESSAGES = [
     chat("no text", [USER | {"content": 5}], r"row 1 .*: messages\.0\.content: got 5"),
-    chat(
-        "an object as a result",
-        [*talk(call("a", {}))[:2], {"role": "tool", "content": {"a": 1}}],
-        r"row 1 .*: messages\.2\.content: got \{'a': 1\}, not text",
-    ),
     chat(
         "a role of another project",
         [USER | {"role": "human"}],
@@ -371,7 +318,6 @@ MESSAGES = [
         [USER | {"time": 3}],
         notices=("messages have the fields time, which only a chat template may read",),
     ),
-    chat("a weight that is none", [USER | {"weight": "high"}], r"row 1 .*: messages\.0\.weight: got 'high'"),
     lined(
         "a conversation without messages",
         [{"question": "a", "answer": "b"}],
@@ -424,14 +370,12 @@ LAYOUTS = [
         r"data\.columns\.answer: row 1 .* has no field 'reward_model\.truth'",
         columns={"messages": "prompt", "answer": "reward_model.truth"},
     ),
-    table("verl, SFT of a prompt and a response", [{"prompt": "a", "response": "b"}], r"row 1 .*from_turns"),
     lined(
         "TRL, RL",
         [{"prompt": [USER], "solution": "5"}],
         [{"messages": [USER], "solution": "5"}],
         columns={"messages": "prompt"},
     ),
-    lined("TRL, RL, no columns", [{"prompt": [USER], "solution": "5"}], RENAMED.format("messages=prompt")),
     lined("TRL, SFT", [{"messages": BOTH[1]["messages"], "tools": json.dumps([ADD])}], BOTH[1:], sft=True),
     lined(
         "TRL, SFT of a prompt and a completion",
@@ -439,13 +383,11 @@ LAYOUTS = [
         rf"row 1 .*; fix: set data\.source to the function in {PAGE}, from_turns \(for reinforcement learning: "
         r"data\.columns\.messages=prompt\)",
     ),
-    lined("TRL, texts", [{"text": "a"}], r"data\.columns\.question=text if it is a prompt; sft learns messages"),
     lined(
         "TRL, preferences",
         [{"chosen": HELLO, "rejected": HELLO}],
         r"no algorithm learns preferences; for sft: data\.columns\.messages=chosen",
     ),
-    lined("ms-swift, RL of a query", [{"query": "hi", "solution": "5"}], RENAMED.format("question=query")),
     lined("ms-swift, SFT", [_SWIFT], r"row 1 .*: messages\.1\.loss: got False, which is not read; write weight"),
     lined(
         "ms-swift, SFT, its roles",
@@ -453,7 +395,6 @@ LAYOUTS = [
         rf"row 1 .*role: got 'tool_call'.*the role is ms-swift's: .*{PAGE}, from_swift",
     ),
     lined("ShareGPT", [_SHAREGPT], rf"row 1 .*; fix: from and value are ShareGPT's: .*{PAGE}, from_sharegpt"),
-    lined("Alpaca", [{"instruction": "a", "input": "b", "output": "c"}], r"row 1 .*from_turns"),
 ]
 
 
@@ -471,20 +412,13 @@ _PAGE = b"<!DOCTYPE html>\n<html></html>\n"
 REPORTS = [
     lined("a pointer of Git LFS", _POINTER, r"a\.jsonl:1 is not JSON.*; fix: it is a pointer of Git LFS"),
     Case("a page instead of a file", "a.json", _PAGE, r"a\.json:1 is not JSON.*; fix: it is a page of a website"),
-    lined("gzip without its ending", compressed(lines([Q])), r"fix: it is compressed: rename it to a\.jsonl\.gz"),
-    lined("parquet as JSONL", b"PAR1\x15\x04\xff\xff", r"fix: it is parquet: rename it to \.parquet"),
-    lined("null bytes after a crash", lines([Q]).encode() + bytes(64), r"a\.jsonl:2 is not JSON"),
     lined("ends of lines of old Macs", lines([Q, Q]).replace("\n", "\r"), [Q, Q]),
-    Case(
-        "columns of pandas", "a.json", json.dumps({"question": {"0": "a"}}), r"not a list of rows; .*orient='records'"
-    ),
     cells("an index of pandas", ",question\n0,a\n", r"names its columns \['', .*; fix: .* \(pandas: index=False\)"),
     cells(
         "an empty cell of messages",
         'question,messages\na,\n"","[{""role"": ""user"", ""content"": ""hi""}]"\n',
         [{"question": "a"}, {"question": "", "messages": [USER]}],
     ),
-    table("a table without rows", [], r"a\.parquet holds no rows"),
     chat(
         "calls without the field content",
         [USER, {"role": "assistant", "tool_calls": [call("add", {})]}],
@@ -495,18 +429,9 @@ REPORTS = [
         for text in ("", " ", "[]", "null")
     ),
     *(chat(f"tools as the text {text!r}", HELLO, tools=text, cleaned=[]) for text in (" ", "[]", "null")),
-    chat("tools as the text None", HELLO, r"row 1: tools: got 'None', which", tools="None"),
     chat("a tool as JSON text in a list", talk(_SUM), tools=[json.dumps(ADD)], cleaned=[ADD]),
     chat("content of both kinds", [{"role": "system", "content": "a"}, USER | {"content": [_TEXT]}]),
-    chat(
-        "content as an object",
-        [USER | {"content": _TEXT}],
-        r"row 1 .*: messages\.0\.content: got \{.*, not text or a list of parts",
-    ),
-    chat("content as texts", [USER | {"content": ["a"]}], r"row 1 .*is 'a', not an object with a type"),
     chat("parts of another API", [USER, SAID | {"content": [{"type": "tool_use"}]}], r"row 1 .*'tool_use'; use text"),
-    lined("conversations of messages", [{"conversations": HELLO}], RENAMED.format("messages=conversations")),
-    chat("an assistant alone", [SAID]),
     *(
         chat(
             f"the field {name}",
@@ -516,7 +441,6 @@ REPORTS = [
         for name, value in {"train": False, "training": True, "trainable": False, "mask": True, "loss_mask": 0}.items()
     ),
     lined("token ids", [{"input_ids": [1], "labels": [-100]}], r"row 1 .*; fix: .*rows of token ids are not read"),
-    chat("a role in capitals", [USER | {"role": "User"}], r"row 1 .*got 'User', .*; rename it to user"),
     chat(
         "arguments under another name",
         talk({"name": "add", "parameters": {"left": 1}}),
@@ -528,32 +452,14 @@ REPORTS = [
         talk(call("add", {})),
         notices=("calls have parsed, which models do not get",),
     ),
-    chat("fields beside a tool", HELLO, tools=[ADD | {"strict": True}], cleaned=[ADD], notices=(_STRICT,)),
-    lined("a row as JSON text", json.dumps(json.dumps(Q)), r"row 1 .* is a str, not an object"),
-    chat(
-        "reasoning that is no text",
-        [USER, SAID | {"reasoning": ["a"], "reasoning_content": 5}],
-        r"row 1 .*reasoning_content: got 5, not text",
-    ),
-    table(
-        "calls of both layouts",
-        [{"messages": talk({**_NAMELESS, "function": None}, _SUM)}],
-        [{"messages": talk({"type": "function", "function": _NAMELESS}, _SUM), "tools": []}],
-        sft=True,
-        notices=("dropped",),
-    ),
-]
-
-DEEP = [
     chat(
         "content of 700 levels",
         [USER | {"content": [_nested(700)]}],
         r"row 1 .*: its messages or tools have too many levels",
-    )
+    ),
 ]
-"""Cases that a fuzzer, which recurses, does not try."""
 
-CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS, *DEEP]
+CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS]
 
 _BRIEF = {"role": "system", "content": "Be brief."}
 _GO, _RESULT, _DONE = (

@@ -60,20 +60,19 @@ class Grounder(SeeingServer):
         return web.json_response({"data": [{"id": "policy"}]})
 
 
-def recipe_of(folder: Path, model: Path, url: str | None, coordinates: str) -> Recipe:
+def recipe_of(folder: Path, model: Path, url: str) -> Recipe:
     (folder / "tasks.jsonl").write_text('{"question": "?", "answer": "!"}\n')
     (folder / "recipe.yaml").write_text(f"""
 model: {{path: {model}, max_image_pixels: 300_000, dtype: float32}}
 data: {{path: tasks.jsonl}}
 rewards: [exact_match]
-rollout: {{coordinates: {coordinates}}}
-server: {{url: {url or "null"}, engine: embedded}}
+server: {{url: {url}, engine: embedded}}
 train: {{steps: 1}}
 """)
     return load_and_check(folder / "recipe.yaml", lacks=[])
 
 
-async def asked(folder: Path, kind: str, way: Coordinates, coordinates: str = "auto") -> list[Finding]:
+async def asked(folder: Path, kind: str, way: Coordinates) -> list[Finding]:
     """What is found of a model that states places as `way`."""
     model = make_vision_model(folder / "model", kind)
     vision = load_vision(str(model), None, 300_000)
@@ -93,7 +92,7 @@ async def asked(folder: Path, kind: str, way: Coordinates, coordinates: str = "a
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        recipe = recipe_of(folder, model, f"http://127.0.0.1:{runner.addresses[0][1]}", coordinates)
+        recipe = recipe_of(folder, model, f"http://127.0.0.1:{runner.addresses[0][1]}")
         return await asyncio.to_thread(lambda: list(check_coordinates(recipe)))
     finally:
         await runner.cleanup()
@@ -114,13 +113,3 @@ async def test_another_way_is_a_problem_with_its_fix(tmp_path: Path, way: Coordi
     assert f"uses {way} coordinates (mean IoU: " in verdict.text
     assert "rollout.coordinates is relative1000" in verdict.text
     assert verdict.fix == f"rollout.coordinates={way}"
-
-
-async def test_the_fix_is_right(tmp_path: Path) -> None:
-    assert (await asked(tmp_path, "qwen3_vl", Coordinates.PIXELS, "pixels"))[-1].severity is Severity.OK
-
-
-def test_without_a_server_there_is_nobody_to_ask(tmp_path: Path) -> None:
-    model = make_vision_model(tmp_path / "model")
-    [finding] = check_coordinates(recipe_of(tmp_path, model, None, "auto"))
-    assert (finding.severity, "agentfactory serve" in finding.fix) == (Severity.PROBLEM, True)

@@ -1,6 +1,5 @@
 """`agentfactory doctor`: every planted problem is found, said with its fix, and nothing else is blamed."""
 
-import importlib
 import json
 import re
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, Severity
 from agentfactory.base.processes.memory import memory_room
 from agentfactory.doctor import machine_checks as doctor_machine
@@ -122,43 +120,12 @@ def test_the_first_prompt_is_shown(project: Path) -> None:
     assert "refuses the conversation" in the_problem(doctor_recipe.check_format(load()))
 
 
-@pytest.mark.processes
-def test_problems_are_the_exit_status(project: Path, agentfactory: Command) -> None:
-    result = agentfactory("doctor", "recipe.yaml", "train.stepz=3")
-    assert result.returncode == 1
-    assert "problem  recipe: command line: train.stepz: unknown key 'stepz'\n" in result.stdout
-    assert "         fix: did you mean train.steps?\n" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("1 problem, ")
-    # the machine is looked at all the same
-    assert "ok       python: " in result.stdout
-    # an override is of a recipe
-    result = agentfactory("doctor", "train.steps=3")
-    assert result.returncode == 2
-    assert "name a recipe before train.steps=3" in result.stderr
-
-
 def test_a_package_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(doctor_machine.check_versions()) <= {Severity.OK, Severity.WARNING}
     plant_distribution(tmp_path, "peft", "0.19.1")
     monkeypatch.syspath_prepend(tmp_path)
     said = the_problem(doctor_machine.check_versions())
     assert said == "packages: peft is 0.19.1, but AgentFactory needs <0.22,>=0.21; pip install 'peft<0.22,>=0.21'"
-
-
-def test_packages_of_the_former_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "agentfactory.egg-info").mkdir()
-    (tmp_path / "agentfactory.egg-info" / "PKG-INFO").write_text("Name: agentfactory\nVersion: 0.1.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not [finding for finding in doctor_machine.check_versions() if "agentfactory 0.1.0" in finding.text]
-    plant_distribution(tmp_path, "agentfactory", "0.0.0")
-    importlib.invalidate_caches()
-    said = the_problem(doctor_machine.check_versions())
-    assert said.startswith("packages: agentfactory 0.0.0 is another project; pip uninstall agentfactory, then install")
-    points = "[agentfactory.worlds]\ngarden = garden:Garden\n"
-    (tmp_path / "agentfactory-0.0.0.dist-info" / "entry_points.txt").write_text(points)
-    (older,) = (finding for finding in doctor_machine.check_versions() if "agentfactory 0.0.0" in finding.text)
-    assert older.severity is Severity.WARNING
-    assert older.text.endswith("is an AgentFactory from before the name agentfactory-rl")
 
 
 GPU = {"name": "A Card", "total": 24 << 30, "free": 23 << 30, "bf16": True}
@@ -210,20 +177,6 @@ def test_a_server_is_asked_for_what_training_needs(
     assert re.match(told, f"{finding.severity} {finding.text}")
 
 
-def test_models_of_the_hub(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load("model.path=an-organisation/a-model")
-    monkeypatch.setattr(doctor_recipe, "check_names", lambda wanted: None)
-    (found,) = doctor_recipe.check_hub(recipe)
-    assert (found.severity, found.text) == (Severity.OK, "model.path: an-organisation/a-model can be fetched")
-
-    def refuse(wanted: object) -> None:
-        raise SettingError("model.path", "not on the hub", "correct the name")
-
-    monkeypatch.setattr(doctor_recipe, "check_names", refuse)
-    assert the_problem(doctor_recipe.check_hub(recipe)) == "hub: model.path: not on the hub; correct the name"
-    assert list(doctor_recipe.check_hub(load())) == []
-
-
 def test_a_taken_port(project: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -232,14 +185,6 @@ def test_a_taken_port(project: Path) -> None:
         said = the_problem(doctor_recipe.check_address(load(f"server.port={port}")))
         assert said.startswith(f"port: nothing can listen on 127.0.0.1:{port}: Address already in use; server.port=0")
     assert levels(doctor_recipe.check_address(load())) == {Severity.OK}
-
-
-def test_a_server_that_is_not_there(project: Path) -> None:
-    with socket.socket() as closed:  # at which nobody listens, nor can
-        closed.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        said = the_problem(doctor_recipe.check_servers(load(f"server.url={url}")))
-    assert said == f"server: {url} does not answer: Connection refused; start it, or correct server.url"
 
 
 @pytest.mark.processes
@@ -279,12 +224,6 @@ def test_no_bubblewrap(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         bubblewrap.find_bwrap.cache_clear()
 
 
-def test_code_to_run_is_noticed(project: Path) -> None:
-    assert not doctor_recipe.runs_code(load())
-    assert doctor_recipe.runs_code(load("tools=[code_interpreter]"))
-    assert doctor_recipe.runs_code(load("mcp_servers.python.module=code_interpreter"))
-
-
 def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
     recipe = load("train.checkpoint_every=2")
     assert levels(doctor_recipe.check_fit(recipe, 2**30)) <= {Severity.OK}
@@ -297,25 +236,10 @@ def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
     assert "2 checkpoints take at least" in the_problem(doctor_recipe.check_output(few))
 
 
-def test_a_run_folder_that_is_there_or_cannot_be(project: Path) -> None:
-    (project / "runs" / "recipe").mkdir(parents=True)
-    (project / "runs" / "recipe" / "summary.json").write_text("{}")
-    (finding,) = doctor_recipe.check_output(load())
-    assert (finding.severity, "--resume" in finding.fix) == (Severity.WARNING, True)
-    (project / "file").touch()
-    assert "is a file" in the_problem(doctor_machine.check_disk(project / "file" / "run"))
-
-
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "raise_open_files", lambda: 1024)
     assert "4000 chains at a time each need a connection" in the_problem(doctor_machine.check_open_files(4000))
     assert levels(doctor_machine.check_open_files()) == {Severity.OK}
-
-
-def test_little_memory() -> None:
-    assert levels(doctor_machine.check_memory(2**30)) == {Severity.WARNING}
-    assert levels(doctor_machine.check_memory(8 * 2**30)) == {Severity.OK}
-    assert 0 < memory_room() < 2**50
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on() -> None:

@@ -1,13 +1,11 @@
 """A quantised copy is the same model; what has other shapes or computes otherwise is told apart."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from agentfactory.placement.meta_model import SHAPES, difference
+from agentfactory.placement.meta_model import difference
 from tests.placement.shapes import SEVEN, sizes
 
 QWEN: dict[str, Any] = {
@@ -27,36 +25,16 @@ def qwen(**changes: Any) -> PretrainedConfig:
     [
         {"quantization_config": AWQ, "dtype": "float16", "use_cache": False},
         {"tie_word_embeddings": True},
-        {"max_position_embeddings": 131072, "bos_token_id": 5, "sliding_window": 4096, "use_sliding_window": False},
     ],
 )
 def test_a_copy_in_another_precision_is_the_same_model(changes: dict[str, Any]) -> None:
     assert difference(qwen(), qwen(**changes)) is None
 
 
-def test_published_copies(tmp_path: Path) -> None:
-    """Qwen's own AWQ checkpoint, and another model of theirs."""
-
-    def published(name: str) -> PretrainedConfig:
-        shutil.copy(SHAPES / f"Qwen--{name}.json", tmp_path / "config.json")
-        return AutoConfig.from_pretrained(tmp_path)
-
-    model, quantised = published("Qwen2.5-7B-Instruct"), published("Qwen2.5-7B-Instruct-AWQ")
-    assert quantised.quantization_config
-    before = quantised.to_dict()
-    assert difference(model, quantised) is None
-    assert quantised.to_dict() == before
-    assert difference(published("Qwen2.5-3B-Instruct"), quantised) == "vocab_size is 152064, not 151936"
-    hybrid = published("Qwen3.5-9B")
-    assert difference(hybrid, hybrid) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"vocab_size": 151936}, "vocab_size is 151936, not 152064"),
-        ({"num_hidden_layers": 27}, "num_hidden_layers is 27, not 28"),
-        ({"num_key_value_heads": 28}, "num_key_value_heads is 28, not 4"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}, "rope_parameters is .*10000000.0}, not"),
         (
             {"intermediate_size": 18944 + 128},

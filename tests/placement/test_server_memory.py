@@ -194,12 +194,6 @@ def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
     check_planned(GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **windows), 8192, 4, LONG, dtype)
 
 
-def test_captured_steps_of_the_embedded_engine() -> None:
-    cuda, cpu = (plan(Qwen3Config(**SMALL), device, engine="embedded", max_num_seqs=32) for device in ("cuda", "cpu"))
-    logits = 32 * 8000 * 2
-    assert cuda.parts["workspace"] - cpu.parts["workspace"] == CUDA_GRAPHS + logits
-
-
 def test_what_vllm_is_told_changes_its_workspace() -> None:
     config = Qwen2Config(**SEVEN)
     usual = plan(config).parts["workspace"]

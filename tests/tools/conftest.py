@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ NOTEBOOK = {"command": "python", "args": ["-S", "notebook.py"]}
 """The `mcp_servers` entry of a program that starts quickly."""
 ROLES = {"reset": "begin", "reward": "judge", "close": None}
 """The tools of that program, and of others, that make an environment of it."""
-OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait", "process_id")]
+OBJECTS = [f"scratchpad.py:{name}" for name in ("Scratchpad", "add", "shout", "fail", "wait")]
 
 
 @pytest.fixture
@@ -38,12 +38,6 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def stdio_server(*objects: str, **fields: object) -> dict[str, object]:
     """The `mcp_servers` entry of a child that serves `objects`."""
     return {"command": "python", "args": ["-m", "agentfactory.tools.serve", *(objects or OBJECTS)], **fields}
-
-
-def http_server(
-    *objects: str, port: int = 0, more: Sequence[str] = ()
-) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    return running("-m", "agentfactory.tools.serve", *(objects or OBJECTS), "--http", str(port), *more)
 
 
 @contextmanager
@@ -71,7 +65,7 @@ async def ask(session: ToolSession, name: str, /, **arguments: Any) -> str:
 
 @pytest.fixture(scope="session")
 def http_url() -> Iterator[str]:
-    with http_server() as (_, url):
+    with running("-m", "agentfactory.tools.serve", *OBJECTS, "--http", "0") as (_, url):
         yield url
 
 

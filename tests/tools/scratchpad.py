@@ -1,7 +1,6 @@
 """The objects that the tests of this folder serve: an environment with state, and tools that fail in every way."""
 
 import asyncio
-import os
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -35,11 +34,6 @@ def fail(reason: str) -> str:
 async def wait(seconds: float) -> str:
     await asyncio.sleep(seconds)
     return "awake"
-
-
-@tool
-def process_id() -> int:
-    return os.getpid()
 
 
 @tool

@@ -27,8 +27,8 @@ async def read(context: Context[Any]) -> str:
 
 
 if __name__ == "__main__":
-    # arguments: a port (0: a free one), optionally "stateless"
-    app = server.streamable_http_app(stateless_http="stateless" in sys.argv)
+    # argument: a port (0: a free one)
+    app = server.streamable_http_app()
     config = uvicorn.Config(app, port=int(sys.argv[1]), log_level="warning", timeout_graceful_shutdown=1)
     running = uvicorn.Server(config)
     sockets = [config.bind_socket()]

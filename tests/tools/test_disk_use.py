@@ -32,14 +32,6 @@ def test_files_folders_holes_and_hard_links(tmp_path: Path) -> None:
         assert use.size == du(tmp_path)
 
 
-def test_what_has_no_content_counts(tmp_path: Path) -> None:
-    for number in range(10):
-        (tmp_path / f"file-{number}").touch()
-        (tmp_path / f"link-{number}").symlink_to("/")
-    use = measure([tmp_path, tmp_path])
-    assert (use.entries, use.size) == (40, 40 * 4096)
-
-
 def test_paths_that_are_longer_than_the_system_takes(tmp_path: Path) -> None:
     opened = os.open(tmp_path, os.O_RDONLY)
     for _ in range(20):

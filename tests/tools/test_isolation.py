@@ -1,8 +1,6 @@
 """Tests of chains' isolation: a thousand chains over sixteen instances, with cancellations, over every backend."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 
 from agentfactory.base.config import McpServerConfig
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
-from agentfactory.base.processes.memory import memory_of
 from agentfactory.tools.mcp_servers import recipe_server
 from agentfactory.tools.mcp_servers.recipe_server import ToolServer
 from agentfactory.tools.mcp_servers.server_entry import target_of
@@ -158,23 +155,6 @@ async def test_a_process_that_dies_ends_its_chain_alone(folder: Path) -> None:
 
 
 @pytest.mark.processes
-async def test_idle_processes_that_died_are_replaced(folder: Path) -> None:
-    entry = {**NOTEBOOK, "environment": ROLES, "pool": {"warm": 2}}
-    before = set(children())
-    log: list[dict[str, Any]] = []
-    async with open_toolset(recipe_of(pad=entry), folder, log.append) as toolset:
-        while (await gauges_of(toolset))["idle"] < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        for process in set(children()) - before:
-            process.kill()
-        # wait until both are known to be lost, so that the chain is not served by a new one before
-        await until(lambda: [record["event"] for record in log].count("tool_server_lost") == 2)
-        async with toolset.chain("a", {"word": "a"}) as session:
-            assert await ask(session, "read") == "a"
-        assert (await at_rest(toolset))["broken"] == 2
-
-
-@pytest.mark.processes
 async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder: Path) -> None:
     one = {**NOTEBOOK, "environment": ROLES, "pool": {"capacity": 2}}
     two = {**one, "prefix": "second_", "pool": {"capacity": 1}}
@@ -190,16 +170,6 @@ async def test_chains_that_need_two_scarce_servers_never_block_each_other(folder
         gauges = await toolset.gauges()
     counted = [gauges[f"environments/{name}/{key}"] for name in ("one", "pad", "two") for key in ("in_use", "waiting")]
     assert not any(counted)
-
-
-@pytest.mark.processes
-async def test_nothing_stays_where_one_server_does_not_start(folder: Path) -> None:
-    before = set(children())
-    servers = {"pad": NOTEBOOK, "shared": {**NOTEBOOK, "isolation": "shared"}, "bad": {"command": "no-such-program"}}
-    with pytest.raises(ToolInfrastructureError, match="no-such-program"):
-        async with open_toolset(recipe_of(**servers), folder):
-            pass
-    assert set(children()) <= before
 
 
 @pytest.mark.processes
@@ -221,18 +191,6 @@ async def test_sessions_keep_chains_apart_and_are_replaced_when_their_server_is_
             with running("sessions.py", str(port)):
                 assert await live(99) == "99"
                 assert (await at_rest(toolset))["broken"] > 0
-
-
-@pytest.mark.processes
-def test_memory_counts_the_children_of_a_process() -> None:
-    child = "kept = bytearray(b'1') * (80 << 20); print(len(kept), flush=True); input()"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {child!r}])"
-    command = [sys.executable, "-S", "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert 80 << 20 < memory_of(process.pid) < 200 << 20
-        process.communicate(b"\n")
 
 
 @pytest.mark.processes
@@ -265,19 +223,3 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, mo
         assert (await further)[1] is not None
     finally:
         await server.close()
-
-
-@pytest.mark.processes
-async def test_the_setting_to_change_for_waits_follows_from_the_isolation(folder: Path) -> None:
-    notebook = conftest.NOTEBOOK
-    again = {**notebook, "pool": {"max_uses": 4}, "prefix": "a_"}
-    shared = {**notebook, "isolation": "shared", "prefix": "s_"}
-    async with open_toolset(recipe_of(pad=notebook, again=again, all=shared), folder) as toolset:
-        why = toolset.why_chains_wait
-    assert why == {
-        "pad": (
-            "each chain starts a process of its own",
-            "mcp_servers.pad.isolation: shared if it keeps no state (try it: agentfactory tools check RECIPE)",
-        ),
-        "again": ("all its processes are in use", "raise mcp_servers.again.pool.capacity"),
-    }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentfactory.base.config import Limit, LimitsConfig
-from agentfactory.base.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult
+from agentfactory.base.messages import CallError, Content, ToolCall, ToolResult
 from agentfactory.tools.calls import limits
 from agentfactory.tools.calls.limits import ChainAccount, ChainLimits, Rates, check_limits
 from tests.conftest import REPOSITORY
@@ -38,16 +38,16 @@ def call(name: str = "search") -> ToolCall:
     return ToolCall("call_0", name, {})
 
 
-def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float = 0.0, seconds: float = 0.0) -> Content:
-    """Make a call that takes `seconds`; return the content for the model."""
+def take(chain: ChainAccount, name: str = "search", place: int = 0, now: float = 0.0) -> Content:
+    """Make a call that takes no time; return the content for the model."""
     admitted = chain.admit(call(name), place, now)
     if isinstance(admitted, ToolResult):
         assert admitted.error is CallError.LIMIT
         return admitted.content
     assert admitted == 0
     chain.begin(now)
-    chain.end(now + seconds)
-    return chain.settle(call(name), ToolResult("fine", None, seconds)).content
+    chain.end(now)
+    return chain.settle(call(name), ToolResult("fine")).content
 
 
 def breached(chain: ChainAccount) -> dict[str, float]:
@@ -90,16 +90,6 @@ def test_cost() -> None:
     chain = account(cost=0.3, cost_per_call={"search": 0.1})
     assert [take(chain) for _ in range(3)] == ["fine"] * 3, "0.1 + 0.1 + 0.1 is 0.3, as people write it"
     assert take(chain) != "fine"
-
-
-def test_tool_seconds_before_a_call() -> None:
-    chain = account(tool_seconds=5)
-    assert take(chain, now=0, seconds=3) == "fine"
-    assert take(chain, now=100, seconds=2) == "fine", "what passes between calls does not count"
-    said = "Not run: the limit of 5 s for all calls of this conversation is reached. Answer with what you have."
-    assert take(chain, now=200) == said
-    assert chain.metrics()["tool_seconds"] == 5
-    assert breached(chain) == {"limits/tool_seconds": 1}
 
 
 def test_tool_seconds_during_calls_that_run_side_by_side() -> None:
@@ -145,18 +135,6 @@ def test_rates_hold_in_every_window(rate: float, pauses: list[float]) -> None:
         asked = sum(pauses[: index + 1])
         earliest = starts[index - count] + count / rate if index >= count else 0.0
         assert start <= max(asked, earliest) + 1e-9, "nobody waits longer than the rate asks"
-
-
-def test_seconds_per_call() -> None:
-    chain = account(seconds_per_call={"search": 2.5})
-    late = ToolResult("search did not answer within 2.5 s.", CallError.TIMEOUT, 2.5)
-    result = chain.settle(call(), late)
-    said = "Stopped: the limit of 2.5 s for one call of search is reached. Try one that takes less time."
-    assert (result.content, result.error, result.seconds) == (said, CallError.TIMEOUT, 2.5)
-    assert chain.settle(call("another"), late) is late, "the time limit of its server, which is no limit of the chain"
-    failed = ToolResult("timeout", CallError.TOOL_ERROR)
-    assert chain.settle(call(), failed) is failed
-    assert breached(chain) == {"limits/seconds_per_call": 1}
 
 
 def test_result_tokens() -> None:
@@ -251,15 +229,6 @@ def test_breaches_add_up_and_the_first_that_stops_is_the_reason() -> None:
     assert (chain.stopped, chain.penalty) == (Limit.RESULT_TOKENS, 0.75)
 
 
-def test_what_is_refused_is_not_counted_as_made() -> None:
-    chain = account(calls=2, calls_per_tool={"search": 1}, cost=1, cost_per_call={"search": 0.5})
-    assert take(chain) == "fine"
-    for _ in range(3):
-        assert take(chain) != "fine"
-    assert take(chain, "another") == "fine"
-    assert chain.metrics()["tool_cost"] == 0.5
-
-
 def test_the_page_has_the_order_of_the_checks() -> None:
     page = (REPOSITORY / "docs" / "limits.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \d+ \| `limits\.(\w+)`", page, re.MULTILINE) == list(Limit)
@@ -310,8 +279,6 @@ class Tools:
             await settled()  # like a session that notifies its server
             self.cancelled.append(call.name)
             raise
-        if call.name.startswith("broken"):
-            raise ToolInfrastructureError(call.name)
         self.ended.append(call.name)
         return ToolResult(call.name)
 
@@ -377,36 +344,6 @@ async def test_time_over_cuts_the_calls_that_run(monkeypatch: pytest.MonkeyPatch
     [result] = await chain.run(calls("quick"), tools.call)
     assert str(result.content).startswith("Not run: the limit of 0.05 s")
     assert tools.begun == ["slow", "slower", "quick"]
-
-
-async def test_a_call_that_waits_for_its_time_keeps_its_place_and_may_come_too_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Let `slow` use up the seconds while the last call of `rare` waits."""
-    stop_clock(monkeypatch)
-    chain = runner(calls_per_second={"rare": 10}, tool_seconds=0.05, parallel_calls=12)
-    tools = Tools("slow")
-    running = asyncio.create_task(chain.run(calls("slow", *["rare"] * 11), tools.call))
-    await settled()
-    pass_time(0.05)
-    await settled()
-    pass_time(0.95)
-    results = await running
-    assert [result.content for result in results[1:11]] == ["rare"] * 10
-    assert str(results[11].content).startswith("Not run: the limit of 0.05 s")
-    assert tools.begun.count("rare") == 10
-    assert chain.metrics()["tool_wait_seconds"] == pytest.approx(1)
-
-
-async def test_what_a_call_raises_ends_the_calls_beside_it() -> None:
-    chain, tools = runner(), Tools("slow", "broken")
-    running = asyncio.create_task(chain.run(calls("slow", "broken"), tools.call))
-    await settled()
-    tools.gates["broken"].set()
-    with pytest.raises(ToolInfrastructureError, match="broken"):
-        await running
-    assert tools.cancelled == ["slow"], "nothing is left behind"
-    assert chain.metrics()["tool_seconds"] > 0
 
 
 async def test_cancelling_ends_all_calls_and_frees_their_places() -> None:

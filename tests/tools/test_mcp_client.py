@@ -15,8 +15,7 @@ from agentfactory.base.run_notices import notice_of
 from agentfactory.tools.mcp_servers import server_connection as mcp_client
 from agentfactory.tools.mcp_servers import server_entry as containers
 from agentfactory.tools.sessions.toolset import open_toolset
-from tests.forked import reserved_port
-from tests.tools.conftest import NOTEBOOK, OBJECTS, ROLES, ask, http_server, recipe_of, stdio_server
+from tests.tools.conftest import NOTEBOOK, ROLES, ask, recipe_of, stdio_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -68,30 +67,6 @@ async def test_a_server_that_keeps_dying_is_given_up(folder: Path, monkeypatch: 
                 await ask(session, "burn")
 
 
-@pytest.mark.extended
-async def test_a_dead_http_server(folder: Path, tmp_path: Path) -> None:
-    port = reserved_port()
-    with http_server(*OBJECTS, "scratchpad.py:block", port=port) as (process, url):
-        async with open_toolset(recipe_of(pad={"url": url}), folder) as toolset:
-            async with toolset.chain("old", {"word": "old"}) as old:
-                call = asyncio.create_task(ask(old, "block", path=str(tmp_path / "begun")))
-                await until((tmp_path / "begun").exists)
-                process.kill()
-                with pytest.raises(ToolInfrastructureError, match="tool server pad died during a call of block"):
-                    await call
-            process.wait()
-            with http_server(port=port) as (again, _):
-                async with toolset.chain("new", {"word": "new"}) as new:
-                    assert await ask(new, "read") == "new"
-                    again.kill()
-                    again.wait()
-                    with pytest.raises(ToolInfrastructureError, match="pad died"):
-                        await ask(new, "read")
-                lost = pytest.raises(ToolInfrastructureError, match=r"lost this chain's state|no state of this chain")
-                with http_server(port=port), lost:
-                    await ask(new, "read")
-
-
 @pytest.mark.parametrize(
     ("server", "reason"),
     [
@@ -99,7 +74,6 @@ async def test_a_dead_http_server(folder: Path, tmp_path: Path) -> None:
             {"command": "python", "args": ["-c", "import sys; sys.exit('no key for you')"]},
             r"tool server bad: `.*python.* -c .*exit.*` in .*Connection closed; the end of its stderr:\nno key for you",
         ),
-        ({"command": "no-such-program", "args": ["x"]}, "`no-such-program x` in .*No such file"),
         ({"url": "http://127.0.0.1:1/mcp"}, "tool server bad: http://127.0.0.1:1/mcp: ConnectError"),
     ],
 )

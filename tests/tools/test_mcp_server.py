@@ -88,23 +88,6 @@ async def test_an_environment() -> None:
             await call(client, "dance")
 
 
-async def test_chains_take_turns_with_instances() -> None:
-    before = Counter.instances
-    async with Client(build_server([Counter])) as client:
-        for chain, start in (("a", 1), ("b", 2), ("a", 10)):
-            await call(client, "reset", chain, start=start)
-        assert Counter.instances == before + 2
-        assert [await call(client, "add", chain, number=1) for chain in "ab"] == [("11", None), ("3", None)]
-        assert await gauges(client) == {"in_use": 2, "idle": 0, "waiting": 0, "made": 2, "recycled": 0, "broken": 0}
-        missing = "TypeError: Counter.reset() missing 1 required positional argument: 'start'"
-        assert await call(client, "reset", "c") == (missing, "tool_error")
-        with pytest.raises(MCPError, match="holds no state of this chain"):
-            await call(client, "add", "c", number=1)
-        for chain in "abc":
-            await call(client, "close", chain)
-        assert await gauges(client) == {"in_use": 0, "idle": 2, "waiting": 0, "made": 3, "recycled": 0, "broken": 1}
-
-
 async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:
     class Judge(Environment):
         def reward(self, prediction: str) -> float:
@@ -122,16 +105,13 @@ async def test_a_reward_takes_the_prediction_and_nothing_else() -> None:
 
 
 class Room(Environment):
-    """An environment that logs each instance's events. Its constructor waits for `gate`, and `nap` for `wake`."""
+    """An environment that logs each instance's events. `nap` waits for `wake`."""
 
     log: ClassVar[list[str]] = []
     numbers: ClassVar[Iterator[int]]
     wake: ClassVar[threading.Event]
 
-    def __init__(self, name: str = "room", gate: threading.Event | None = None) -> None:
-        if gate is not None:
-            self.log.append("at the gate")
-            gate.wait(60)
+    def __init__(self, name: str = "room") -> None:
         self.name = f"{name}{next(self.numbers)}"
         self.word = ""
         self.log.append(f"make {self.name}")
@@ -140,9 +120,6 @@ class Room(Environment):
         self.fault = fault
         if fault == "reset":
             raise ValueError("no way in")
-        if fault == "slow":
-            self.log.append(f"slow {self.name}")
-            await asyncio.sleep(60)
         before, self.word = self.word, word
         return before
 
@@ -216,41 +193,10 @@ async def test_a_call_that_was_given_up_keeps_its_instance(log: list[str]) -> No
     assert log == ["make room0", "asleep in room0", "slept in room0", "release room0", "close room0"]
 
 
-async def test_a_chain_that_is_released_while_it_waits(log: list[str]) -> None:
-    async with Client(build_server([Room], pool=PoolConfig(capacity=1))) as client:
-        await call(client, "reset", "a")
-        gone = asyncio.create_task(call(client, "reset", "c"))
-        await until_waiting(client)
-        await call(client, "close", "c")
-        await call(client, "close", "a")
-        with pytest.raises(MCPError, match="the chain was released while it waited"):
-            await gone
-        assert await gauges(client) == {"in_use": 0, "idle": 1, "waiting": 0, "made": 1, "recycled": 0, "broken": 0}
-
-
 async def until_waiting(client: Client, number: int = 1) -> None:
     async with asyncio.timeout(30):
         while (await gauges(client))["waiting"] != number:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-
-
-async def test_a_reset_that_was_given_up(log: list[str]) -> None:
-    async with Client(build_server([Room], pool=PoolConfig(capacity=1))) as client:
-        begun = asyncio.create_task(call(client, "reset", "a", fault="slow"))
-        await until(lambda: "slow room0" in log)
-        begun.cancel()
-        await call(client, "close", "a")
-        assert await call(client, "reset", "b") == ("", None)
-        assert (await gauges(client))["broken"] == 1
-    assert log == ["make room0", "slow room0", "close room0", "make room1", "close room1"]
-
-
-async def test_a_server_that_ends_while_an_instance_is_made(log: list[str]) -> None:
-    async with Client(build_server([Room], pool=PoolConfig(warm=1), options={"gate": (gate := threading.Event())})):
-        await until(lambda: log == ["at the gate"])
-    assert log == ["at the gate"]
-    gate.set()
-    await until(lambda: log == ["at the gate", "make room0", "close room0"])
 
 
 async def test_a_class_that_cannot_forget_is_made_anew() -> None:
@@ -287,16 +233,6 @@ async def test_a_chain_that_calls_nothing_any_more_loses_its_instance(log: list[
         assert await call(client, "read", "b") == ("b", None)
 
 
-async def test_two_clients_of_one_server_share_the_instances(log: list[str]) -> None:
-    server = build_server([Room])
-    async with Client(server) as one:
-        async with Client(server) as two:
-            await call(two, "reset", "a", word="a")
-        assert await call(one, "read", "a") == ("a", None)
-        assert "close room0" not in log
-    assert log[-1] == "close room0"
-
-
 def _refused() -> list[tuple[list[Any], str]]:
     @tool
     def add(number: int) -> int:
@@ -309,22 +245,16 @@ def _refused() -> list[tuple[list[Any], str]]:
         @tool
         def reset(self) -> None: ...
 
-    class Index:
-        @tool
-        def search(self, word: str) -> None: ...
-
     class Another(Environment):
         pass
 
     return [
         ([add, add], "two tools are called add"),
-        ([Counter, add], "two tools are called add"),
         ([Another, Counter], "Another and Counter are Environments; name one, and serve each by a server"),
         ([Demanding], "options.size: Demanding requires it; set it under `options:`"),
         ([Confused], "Confused.reset is not for the model"),
         ([len], "<built-in function len> is neither a @tool function or method nor an Environment"),
         ([MCPServer("x"), add], r"is served alone"),
-        ([Index.search], "search is a method of a class: serve an instance's method"),
     ]
 
 
@@ -338,7 +268,7 @@ def test_options_that_do_not_fit() -> None:
     @tool
     def add(number: int) -> int: ...
 
-    with pytest.raises(TypeError, match=r"options\.colour: Room has no such argument; it takes name, gate"):
+    with pytest.raises(TypeError, match=r"options\.colour: Room has no such argument; it takes name"):
         build_server([Room], options={"colour": "red", "name": "x"})
     with pytest.raises(TypeError, match=r"options\.size: Counter has no such argument; it takes none"):
         build_server([Counter], options={"size": 1})

@@ -28,12 +28,11 @@ class Thing:
 
 
 class Factory:
-    """A factory that counts the existing things. Its methods await `pause` and raise `faults`."""
+    """A factory that counts the existing things. Its methods await `pause`, and its resets raise `reset_faults`."""
 
     def __init__(self, pause: Callable[[], Awaitable[None]] | None = None) -> None:
         self.things: list[Thing] = []
         self.existing = self.most = 0
-        self.faults: list[Exception] = []
         self.reset_faults: list[Exception] = []
         self.pause = pause
 
@@ -43,8 +42,6 @@ class Factory:
         try:
             if self.pause:
                 await self.pause()
-            if self.faults:
-                raise self.faults.pop(0)
         except BaseException:
             self.existing -= 1
             raise
@@ -157,23 +154,6 @@ async def test_warm_instances_are_made_ahead() -> None:
     for lease in leases:
         await lease.release()
     assert (len(factory.things), counts(pool)) == (4, (0, 4, 0))
-    await pool.close()
-
-
-async def test_what_cannot_be_made_ahead_is_not_tried_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    factory = Factory()
-    factory.faults = [OSError("no room")] * 2
-    pool = factory.pool(warm=1)
-    pool.warm_up()
-    await settle()
-    assert len(factory.faults) == 1
-    assert "pads: the creation of an instance, in advance, failed: OSError: no room" in caplog.text
-    with pytest.raises(OSError, match="no room"):
-        await pool.acquire()
-    lease = await pool.acquire()
-    await settle()
-    assert counts(pool) == (1, 1, 0)  # after one success, instances are created in advance again
-    await lease.release()
     await pool.close()
 
 

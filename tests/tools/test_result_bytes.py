@@ -10,10 +10,8 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolResult
-from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.truncation import cut_bytes
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
-from tests.scripted_chains import scripted_chains
 from tests.tools.roughness.raw_server import message_of
 from tests.tools.roughness.serving import http_server, opened, plan_of, tool_of
 
@@ -129,25 +127,3 @@ async def test_servers_of_other_people(way: str, tmp_path: Path) -> None:
         assert small.error is None
         assert len(small.content[0]["image_url"]["url"]) > 1_999_000  # type: ignore[index]
         assert (await ask("text")).left_out, "the connection is as good as before"
-
-
-async def test_a_cut_result_is_told_of_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = """
-from agentfactory import reward, tool
-@tool
-def note(text: str) -> str:
-    return text * 1000
-@reward
-def turns(trajectory):
-    return 1.0
-"""
-    turn = '<tool_call>\n{"name": "note", "arguments": {"text": "word "}}\n</tool_call>'
-    limits = {"result_bytes": 100}
-    async with scripted_chains(tmp_path, [turn, turn, "done"], source=source, limits=limits) as scripted:
-        trajectory = await scripted.run()
-        said = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
-        assert said == [cut_bytes("word " * 1000, 100)] * 2
-        assert trajectory.metrics["limits/result_bytes"] == 2
-    notices = [notice for record in caplog.records if (notice := notice_of(record))]
-    text = "tool note: a result exceeded limits.result_bytes by 4,900 bytes and was truncated"
-    assert notices == [Notice("tool note is cut", text)] * 2

@@ -5,8 +5,6 @@ import dataclasses
 import datetime
 import enum
 import io
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import numpy as np
 import PIL.Image
 import pytest
 from mcp.server.mcpserver import Audio, Image
-from mcp_types import BlobResourceContents, CallToolResult, EmbeddedResource, TextContent
+from mcp_types import CallToolResult, TextContent
 from pydantic import BaseModel
 
-from agentfactory.base.messages import CallError, text_of
+from agentfactory.base.messages import text_of
 from agentfactory.tools.calls import mcp_results
 from agentfactory.tools.tool import finish
 
@@ -39,53 +37,24 @@ class User(BaseModel):
 
 TEXTS: list[tuple[Any, str]] = [
     ("text", "text"),
-    ("", ""),
     ("a\ud800b", "a?b"),
     (None, ""),
-    (3, "3"),
-    (0.5, "0.5"),
     (True, "true"),
     ({"a": [1, "ä", None]}, '{"a": [1, "ä", null]}'),
-    ({}, "{}"),
     ([1, "a"], '[1, "a"]'),
     (["a", "b"], '["a", "b"]'),
-    ([], "[]"),
-    ((1, 2), "[1, 2]"),
-    ({5}, "[5]"),
-    (Color.RED, '"red"'),
-    (Point(1), '{"x": 1, "color": "red"}'),
     ([Point(1)], '[{"x": 1, "color": "red"}]'),
     (User(name="Ada", born=datetime.date(1815, 12, 10)), '{"name": "Ada", "born": "1815-12-10"}'),
-    (Path("a/b"), '"a/b"'),
-    (np.float32(0.5), "0.5"),
     (np.arange(4).reshape(2, 2), "[[0, 1], [2, 3]]"),
     ({"observation": "seen", "steps": 3}, "seen"),
     ({"observation": {"observation": 1}}, '{"observation": 1}'),
     (finish(7), "7"),
-    (finish(), ""),
 ]
 
 
 @pytest.mark.parametrize(("value", "text"), TEXTS)
 def test_text_and_json(value: Any, text: str) -> None:
     assert mcp_results.content_of(_sent(mcp_results.result_of(value))) == text
-
-
-def test_info_and_finish() -> None:
-    plain = _sent(mcp_results.result_of("a"))
-    assert (plain.meta, plain.is_error) == (None, False)
-    seen = _sent(mcp_results.result_of({"observation": "seen", "at": Point(2), "nan": math.nan, "array": np.zeros(2)}))
-    assert seen.meta == {mcp_results.INFO_KEY: {"at": {"x": 2, "color": "red"}, "nan": "NaN", "array": [0.0, 0.0]}}
-    assert _sent(mcp_results.result_of(finish("done"))).meta == {mcp_results.FINISH_KEY: True}
-    both = _sent(mcp_results.result_of(finish({"observation": "done", "score": 1})))
-    assert both.meta == {mcp_results.FINISH_KEY: True, mcp_results.INFO_KEY: {"score": 1}}
-    assert mcp_results.content_of(both) == "done"
-    failed = _sent(mcp_results.failure(CallError.TIMEOUT, "too late"))
-    assert (failed.is_error, failed.meta, mcp_results.content_of(failed)) == (
-        True,
-        {mcp_results.ERROR_KEY: "tool_timeout"},
-        "too late",
-    )
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "F", "HSV", "I;16"])
@@ -121,39 +90,13 @@ async def nap() -> None: ...
     [
         (object(), "a tool returns text, JSON, an image, or a list with images, and not object"),
         (nap(), "a tool returns a coroutine: write `async def`, and `await`"),
-        ({"observation": object()}, "and not object"),
         ({"observation": "a", "info": object()}, "and not object"),
-        ([[PIL.Image.new("L", (1, 1))]], "and not Image"),
         ([finish(1)], "and not Finish"),
-        ({"observation": finish(1)}, "and not Finish"),
-        (lambda: 1, "and not function"),
-        (b"\xff", "utf-8"),
     ],
 )
 def test_what_cannot_be_sent(value: Any, reason: str) -> None:
     with pytest.raises((TypeError, ValueError), match=reason):
         mcp_results.result_of(value)
-
-
-def test_images_in_resources_are_seen() -> None:
-    png = base64.b64encode(b"png").decode()
-    resource = BlobResourceContents(uri="a:d", blob=png, mime_type="image/webp")
-    blocks: list[Any] = [TextContent(type="text", text="a"), EmbeddedResource(type="resource", resource=resource)]
-    assert mcp_results.content_of(CallToolResult(content=blocks)) == [
-        {"type": "text", "text": "a"},
-        {"type": "image_url", "image_url": {"url": f"data:image/webp;base64,{png}"}},
-    ]
-
-
-def test_structured_values_that_the_text_lacks() -> None:
-    text = TextContent(type="text", text=f"1.5e+06 and {10**400}")
-    values = {"seen": [1_500_000, 10**400], "huge": 10**401, "endless": 10**5000, "word": "tea"}
-    assert mcp_results.unread_of(CallToolResult(content=[text], structured_content=values)) == ["huge", "word"]
-
-
-def test_pillow_is_not_needed_without_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "PIL.Image")
-    assert mcp_results.content_of(mcp_results.result_of([1])) == "[1]"
 
 
 def _sent(result: CallToolResult) -> CallToolResult:

@@ -15,10 +15,9 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 import jsonschema
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import BaseModel, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from agentfactory.base.user_code.schema_text import inline
 from agentfactory.tools.tool import InvalidArguments, tool
 
 DRAFT = jsonschema.Draft202012Validator
@@ -95,12 +94,6 @@ class Plain(typing.TypedDict):
     limit: typing.NotRequired[int]
 
 
-class Folder(typing.TypedDict, total=False):
-    name: typing.Required[str]
-    first: Plain
-    folders: "list[Folder]"
-
-
 class User(BaseModel):
     """Somebody."""
 
@@ -108,50 +101,9 @@ class User(BaseModel):
     age: int | None = None
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    a: int
-
-
-class Range(BaseModel):
-    low: int
-    high: int
-
-    @field_validator("low")
-    @classmethod
-    def _low(cls, value: int) -> int:
-        if value == 13:
-            raise ValueError("13 brings bad luck")
-        return value
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "Range":
-        if self.low > self.high:
-            raise ValueError("low is above high")
-        return self
-
-
 class Tree(BaseModel):
     label: str
     children: list["Tree"] = []
-
-
-class Even2(TypedDict):
-    odd: "Odd2 | None"
-
-
-class Odd2(TypedDict):
-    even: "Even2 | None"
-
-
-class Cat(BaseModel):
-    kind: Literal["cat"]
-    lives: int = 9
-
-
-class Dog(BaseModel):
-    kind: Literal["dog"]
-    tricks: list[str]
 
 
 @case_of(
@@ -210,9 +162,7 @@ case(
     [([1], "x.1 is missing"), ([1, "b"], "x.1: ")],
     coerced=[As("[1, 2]", (1, 2))],
 )
-case(Sequence[str], [["a"], []], [([1], "x.0: "), (7, "instance of Sequence")])
 case(dict[str, int], [{"a": 1}, {}], [({"a": "b"}, "x.a: "), ([1], "an object")], coerced=[As('{"a": 1}', {"a": 1})])
-case(dict, [{"a": None, "b": [1]}, {}], [([], "an object"), ("a", "an object")])
 case(Any, [1, "a", None, [1, {"b": 2}]], [(Args(), "x is missing")], name="anything")
 case(int | None, [3, None], [("three", "integer"), (Args(), "x is missing")], coerced=[As("3", 3)])
 case(int | str, [3, "3", "a"], [([], "valid integer, or: Input should be a valid string, got"), (None, "got null")])
@@ -231,12 +181,6 @@ case(
     name="typed_dict_of_typing",
 )
 case(
-    Annotated[list[Folder], Field(max_length=3)],
-    [[{"name": "a", "folders": [{"name": "b"}], "first": {"text": "a"}}], []],
-    [([{"name": "a", "folders": [{}]}], "x.0.folders.0.name is missing"), ([{"name": "a", "first": {}}], "x.0.fir")],
-    name="recursive_typed_dict_of_typing",
-)
-case(
     Point,
     [As({"x": 1, "y": 2}, Point(1, 2)), As({"x": 1}, Point(1))],
     [({"y": 2}, "x.x is missing"), ({"x": "a"}, "x.x: "), (3, "x: Input should be an object, got 3")],
@@ -248,13 +192,6 @@ case(
     [({"name": ""}, "x.name: String should have at least 1 character"), ({}, "x.name is missing")],
     coerced=[As({"name": "Ada", "age": "36"}, User(name="Ada", age=36))],
 )
-case(Strict, [As({"a": 1}, Strict(a=1))], [({"a": 1, "b": 2}, "x.b: Extra inputs are not permitted, got 2")])
-case(
-    Range,
-    [As({"low": 1, "high": 2}, Range(low=1, high=2))],
-    [({"low": 1}, "x.high is missing")],
-    beyond_schema=[({"low": 3, "high": 2}, "low is above high"), ({"low": 13, "high": 20}, "bad luck")],
-)
 case(
     Tree,
     [
@@ -263,17 +200,6 @@ case(
     ],
     [({"label": "a", "children": [{"label": "b", "children": [{}]}]}, "x.children.0.children.0.label is missing")],
     name="recursive_model",
-)
-case(
-    Even2,
-    [{"odd": {"even": {"odd": None}}}],
-    [({"odd": {"even": {}}}, "x.odd.even.odd is missing")],
-    name="mutually_recursive",
-)
-case(
-    Annotated[Cat | Dog, Field(discriminator="kind")],
-    [As({"kind": "cat"}, Cat(kind="cat")), As({"kind": "dog", "tricks": []}, Dog(kind="dog", tricks=[]))],
-    [({"kind": "cow"}, "'cat', 'dog'"), ({"kind": "dog"}, "x.tricks is missing"), ({}, "x: ")],
 )
 case(
     Annotated[int, Field(ge=1, le=10)],
@@ -305,9 +231,6 @@ def _entries(*fields: str) -> list[Any]:
 def _schema_accepts(function: Any, arguments: dict[str, Any]) -> bool:
     sent = json.loads(json.dumps(arguments))
     return DRAFT(function.spec.parameters).is_valid(sent)
-
-
-RECURSIVE = ("recursive_model", "mutually_recursive", "recursive_typed_dict_of_typing")
 
 
 @pytest.mark.parametrize(("function", "entry"), _entries("good", "coerced"))
@@ -365,7 +288,7 @@ def test_schemas(case: Case) -> None:
         assert _expanded(schema, schema.get("$defs", {})) == _expanded(theirs, theirs.get("$defs", {}))
 
     written = json.dumps(schema)
-    recursive = case.function.__name__ in RECURSIVE
+    recursive = case.function.__name__ == "recursive_model"
     assert ("$ref" in written) == ("$defs" in schema) == recursive
     assert "title" not in schema["properties"].get("x", {})
     assert not {"Color", "Point", "User", "Query"} & set(re.findall(r'"title": "(\w+)"', written))
@@ -402,20 +325,3 @@ def test_what_models_read() -> None:
             "additionalProperties": False,
         }
     )
-
-
-def test_what_looks_like_a_reference_is_left_alone() -> None:
-    values = {"$ref": "#/$defs/A", "properties": {"$ref": 1}}
-    schema = {
-        "properties": {"$ref": {"type": "string"}, "a": {"$ref": "#/$defs/A", "default": values}, "items": {}},
-        "enum": [values],
-        "$defs": {"A": {"const": values, "description": "theirs"}},
-    }
-    assert inline(schema) == {
-        "properties": {
-            "$ref": {"type": "string"},
-            "a": {"const": values, "description": "theirs", "default": values},
-            "items": {},
-        },
-        "enum": [values],
-    }

@@ -1,8 +1,10 @@
-"""Tests of unmodified third-party servers, driven from a recipe: every tool, every kind of result and of error."""
+"""Tests of unmodified third-party servers, driven from a recipe: every tool, every kind of result and of error; and no
+chain sees another chain's state."""
 
 import asyncio
 import base64
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,32 +15,32 @@ import pytest
 from agentfactory.base.messages import CallError, ToolCall, ToolResult
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
-from tests.third_party_servers import everything, everything_over_http
-from tests.tools.conftest import recipe_of
+from tests.third_party_servers import everything, everything_over_http, stateful
+from tests.tools.conftest import ask, recipe_of
 
+# ruff: noqa: ASYNC221, SIM117
 pytestmark = [pytest.mark.processes, pytest.mark.extended]
 
-__all__ = ["everything"]  # a fixture
+__all__ = ["everything", "stateful"]  # fixtures
 
 ZIPPED = {"name": "a.gz", "data": "data:text/plain;base64,aGk=", "outputType": "resource"}
 ANNOTATED = {"messageType": "error", "includeImage": True}
-WAYS = ("stdio", "process", "http", "session")
 
 
 @contextmanager
 def entry_of(way: str, everything: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if way in ("stdio", "process"):
-        yield {**everything, "type": "stdio", "isolation": "process" if way == "process" else "shared"}
+    if way == "process":
+        yield {**everything, "type": "stdio", "isolation": "process"}
         return
     with everything_over_http(everything) as url:
-        yield {"url": url, "type": "http", "isolation": "session" if way == "session" else "shared"}
+        yield {"url": url, "type": "http", "isolation": "session"}
 
 
 async def call(session: ToolSession, name: str, seconds: float | None = None, /, **arguments: Any) -> ToolResult:
     return await session.call(ToolCall("1", name, arguments), seconds)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["process", "session"])
 async def test_every_tool_of_server_everything(way: str, everything: dict[str, Any], tmp_path: Path) -> None:
     with entry_of(way, everything) as entry:
         async with open_toolset(recipe_of(all=entry), tmp_path) as toolset, toolset.chain("a", {}) as session:
@@ -69,7 +71,7 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             zipped = await use("gzip-file-as-resource", **ZIPPED)
             assert zipped == "[application/gzip resource demo://resource/session/a.gz]"
             seen = json.loads(str(await use("get-env")))
-            assert "PATH" in seen or way in ("http", "session")
+            assert "PATH" in seen or way == "session"
             assert not any("AGENTFACTORY" in name for name in seen)
             for name in ("toggle-simulated-logging", "toggle-subscriber-updates"):
                 assert str(await use(name)).startswith("Started")
@@ -90,3 +92,75 @@ async def test_every_tool_of_server_everything(way: str, everything: dict[str, A
             assert wrong.error is CallError.INVALID_ARGUMENTS
             assert "location: 'Mars' is not one of ['New York', 'Chicago', 'Los Angeles']" in str(wrong.content)
             assert used == {spec.name for spec in toolset.specs}
+
+
+def thought(number: int) -> dict[str, Any]:
+    return {"thought": "x", "nextThoughtNeeded": True, "thoughtNumber": number, "totalThoughts": 9}
+
+
+async def test_sequential_thinking_without_a_word_about_isolation(stateful: dict[str, Any], tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = []
+    entry = stateful["sequential-thinking"]
+    async with (
+        open_toolset(recipe_of(think=entry), tmp_path, records.append) as toolset,
+        toolset.chain("a", {}) as one,
+        toolset.chain("b", {}) as other,
+    ):
+        for number in (1, 2, 3):
+            said = await ask(one, "sequentialthinking", **thought(number))
+        assert '"thoughtHistoryLength": 3' in said
+        assert '"thoughtHistoryLength": 1' in await ask(other, "sequentialthinking", **thought(1))
+    [record] = [record for record in records if record["event"] == "tool_server_isolated"]
+    assert record["processes"] >= 1
+    assert record["mebibytes_each"] == 75
+
+    shared = recipe_of(think={**entry, "isolation": "shared"})
+    async with (
+        open_toolset(shared, tmp_path) as toolset,
+        toolset.chain("a", {}) as one,
+        toolset.chain("b", {}) as other,
+    ):
+        await ask(one, "sequentialthinking", **thought(1))
+        assert '"thoughtHistoryLength": 2' in await ask(other, "sequentialthinking", **thought(1))
+
+
+async def test_filesystem_with_a_template(stateful: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "desk").mkdir()
+    (tmp_path / "desk" / "task.txt").write_text("sort the files")
+    (tmp_path / "desk" / "same.txt").symlink_to("task.txt")
+    program = stateful["filesystem"]
+    entry = {**program, "args": [*program["args"], "${chain}"], "cwd": "${chain}", "workspace": "desk"}
+    kept = tmp_path / "kept"
+    async with open_toolset(recipe_of(files={**entry, "keep_workspaces": "kept"}), tmp_path) as toolset:
+        async with toolset.chain("a", {}) as one, toolset.chain("b/2", {}) as other:
+            assert [one.kept, other.kept] == [[str(kept / "files" / name)] for name in ("a", "b-2")]
+            folders = [(await ask(chain, "list_allowed_directories")).split("\n")[1] for chain in (one, other)]
+            assert len(set(folders)) == 2
+            for chain, folder, word in ((one, folders[0], "mine"), (other, folders[1], "yours")):
+                assert await ask(chain, "read_text_file", path=f"{folder}/same.txt") == "sort the files"
+                await ask(chain, "write_file", path=f"{folder}/task.txt", content=word)
+            assert await ask(one, "read_text_file", path=f"{folders[0]}/task.txt") == "mine"
+            outside = await one.call(ToolCall("1", "read_text_file", {"path": f"{folders[1]}/task.txt"}))
+            assert outside.error is not None
+    assert [(kept / "files" / name / "task.txt").read_text() for name in ("a", "b-2")] == ["mine", "yours"]
+    assert sorted(path.name for path in (kept / "files").iterdir()) == ["a", "b-2"], "spares are not kept"
+    assert (tmp_path / "desk" / "task.txt").read_text() == "sort the files"
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+async def test_git_with_a_repository_of_the_chain(stateful: dict[str, Any], tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    name = ["-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q", "repository"], ["-C", "repository", *name, "commit", "-qm", "x", "--allow-empty"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    entry = {**stateful["git"], "cwd": "${chain}", "workspace": "repository"}
+    async with (
+        open_toolset(recipe_of(git=entry), tmp_path) as toolset,
+        toolset.chain("a", {}) as one,
+        toolset.chain("b", {}) as other,
+    ):
+        await ask(one, "git_create_branch", repo_path=".", branch_name="plum")
+        assert "plum" in await ask(one, "git_branch", repo_path=".", branch_type="local")
+        assert "plum" not in await ask(other, "git_branch", repo_path=".", branch_type="local")
+    branches = subprocess.run(["git", "branch"], cwd=repository, check=True, capture_output=True, text=True).stdout
+    assert "plum" not in branches

@@ -30,7 +30,7 @@ for _ in range(300):
 
 WRONG, FAILED = CallError.INVALID_ARGUMENTS, CallError.TOOL_ERROR
 ODD = "Grüße, 世界 \n\t\"quoted\" \\ 'too'"
-TOOLS = ["write", "read", "tear", "add", "shout", "fail", "wait", "process_id"]
+TOOLS = ["write", "read", "tear", "add", "shout", "fail", "wait"]
 SCRIPT: list[tuple[str, dict[str, Any], str, CallError | None]] = [
     # tool, arguments, the text that the model reads (to its ...), the error
     ("read", {}, "first", None),
@@ -233,7 +233,7 @@ OPEN_HANDED = """
 import asyncio
 from mcp.server.mcpserver import Image
 from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.tool import finish, tool
+from agentfactory.tools.tool import tool
 
 calls = []
 gate = asyncio.Event()
@@ -247,10 +247,6 @@ async def look_up(key: str, pages: int = 1) -> str:
         raise ValueError("no such key")
     return f"{key} {len(calls)}"
 
-@tool
-def submit(answer: str) -> dict:
-    return finish({"observation": f"got {answer}", "length": len(answer)})
-
 class Viewer(Environment):
     def reset(self, word):
         return ["look:", Image(data=b"x", format="png")]
@@ -259,16 +255,6 @@ class Viewer(Environment):
     def zoom(self) -> int:
         return 1
 """
-
-
-async def test_a_tool_ends_the_chain_and_says_more(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OPEN_HANDED)
-    recipe = ToolsRecipe(tools=["mine.py:submit", "mine.py:look_up"])
-    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
-        result = await session.call(make("submit", answer="42"))
-        assert (result.content, result.error, result.finish, result.info) == ("got 42", None, True, {"length": 2})
-        result = await session.call(make("look_up", key="x"))
-        assert (result.finish, result.info) == (False, {})
 
 
 async def test_openings_with_images_and_environments_that_do_not_judge(tmp_path: Path, folder: Path) -> None:
@@ -374,14 +360,6 @@ async def test_letting_go_survives_a_second_cancellation(folder: Path) -> None:
                 await chain
             async with asyncio.timeout(60), toolset.chain("b", {"word": "again"}) as session:
                 assert session.opening == "The pad says again."
-
-
-async def test_no_tools(folder: Path) -> None:
-    async with open_toolset(ToolsRecipe(), folder) as toolset, toolset.chain("a", {}) as session:
-        assert toolset.specs == []
-        assert session.opening is None
-        assert (await session.call(make("look"))).content == "There is no tool 'look'. There are no tools."
-        assert await session.reward() is None
 
 
 def pad(served: str = "Scratchpad", name: str = "pad", **fields: Any) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Tests of chains' folders, and of the fields of an MCP server's entry about isolation."""
 
 import asyncio
-import atexit
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -19,10 +17,9 @@ from pydantic import ValidationError
 from agentfactory.base.config import McpServerConfig
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import remove
-from agentfactory.base.run_notices import notice_of
 from agentfactory.base.user_code.row_files import write_files
 from agentfactory.tools.environments import workspaces
-from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
+from agentfactory.tools.environments.workspaces import ChainProgram, check_template
 from agentfactory.tools.mcp_servers.server_entry import check_entry, target_of
 from tests.conftest import REPOSITORY
 from tests.waiting import wait_for
@@ -44,31 +41,17 @@ def entry(**fields: Any) -> McpServerConfig:
             {"workspace": "desk"},
             r"workspace: got 'desk', but no chain has a folder: nothing refers to \$\{chain\}; fix: ",
         ),
-        ({"keep_workspaces": "kept"}, r"keep_workspaces: got 'kept', but no chain has a folder"),
         ({**URL, "workspace": "desk"}, "but only chains of a `command` have folders; fix: rem"),
-        ({**URL, "url": "http://a/${chain}"}, "url: got 'http://a/.*: only args, env and cwd of a `command`"),
         ({**URL, "headers": {"X": "s3cret ${chain}"}}, r"headers\.X: got '\$\{chain\}': only args"),
-        ({"command": "${chain}/run", "args": ["${chain}"]}, "command: got '.*: only args, env and cwd"),
-        ({"cwd": "/x/${chain}"}, r"cwd: got '/x/\$\{chain\}'; fix: write \$\{chain\}, or"),
         ({"args": ["${chain}"], "isolation": "shared"}, r"isolation: got 'shared', but \$\{chain\} needs a process"),
         ({"cwd": "${chain}", "cache": 10}, r"cache: got 10, but \$\{chain\} needs a process for each chain"),
         ({"env": {"A": "${chain}/a"}, "pool": {"max_uses": 2}}, r"pool\.max_uses: got 2, but a process belongs to one"),
         ({"command": None, "container": "image", "args": ["${chain}"]}, "is a folder of this machine; fix: use"),
-        ({"cache": 10, "isolation": "process"}, "cache: got 10, but the server keeps state per chain"),
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         entry(**fields)
-
-
-def test_the_placeholder_is_no_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKEN", "secret")
-    config = entry(args=["--root", "${chain}/a"], env={"A": "${chain}", "B": "${TOKEN}"}, cwd="${chain}")
-    target = target_of("x", config, tmp_path, 1000)
-    assert isinstance(target, ChainProgram)
-    assert target.program.env == {"A": "${chain}", "B": "secret"}
-    assert isinstance(target_of("x", entry(), tmp_path, 1000), StdioServerParameters)
 
 
 async def test_a_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
@@ -93,40 +76,6 @@ async def test_a_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
             (Path(str(one.env["A"])) / "left").write_text("y")  # type: ignore[index]
     assert sorted(os.listdir(kept)) == ["a-1", "a-1-2"]
     assert [(kept / name / "left").read_text() for name in os.listdir(kept)] == ["y", "y"]
-
-
-async def test_a_folder_that_cannot_be_kept_is_removed_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    kept = tmp_path / "kept"
-    kept.write_text("a file")
-    program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), None, kept)
-    assert program.place("a") is None
-    async with program.running(lambda: None) as one:
-        pass
-    assert not Path(str(one.cwd)).exists()
-    assert re.search("the folder of chain a could not be kept in .*kept, and is removed: File exists", caplog.text)
-    assert [notice_of(record) for record in caplog.records] != [None]
-
-
-async def test_a_template_that_cannot_be_copied_is_told_in_a_line(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    program = ChainProgram(StdioServerParameters(command="c", cwd="${chain}"), tmp_path)
-    told = r"^the workspace cannot be copied: .*/fifo is a FIFO; fix: replace it, or delete it$"
-    with pytest.raises(OSError, match=told):
-        async with program.running(lambda: None):
-            pass
-
-
-def test_where_folders_cannot_be_kept(tmp_path: Path) -> None:
-    check_kept("f", tmp_path / "not" / "yet")
-    assert not (tmp_path / "not").exists()
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "in"):
-        with pytest.raises(SettingError, match=r"f: got .*, but .*/file is not a folder; fix: name a folder"):
-            check_kept("f", folder)
-    with pytest.raises(SettingError, match=r"f: got /proc/nope, but /proc cannot be written"):
-        check_kept("f", Path("/proc/nope"))
 
 
 def test_read_only_folders_are_removed(tmp_path: Path) -> None:
@@ -154,21 +103,6 @@ def test_a_killed_process_leaves_no_folder() -> None:
         process.kill()
     wait_for(lambda: not folder.parent.exists())
     assert folder.parent.parent == Path(gettempdir()).resolve()
-
-
-def test_a_command_removes_its_chains_folders_without_a_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`eval` and `rollout` run chains in their own process, whose descendants they kill before they end."""
-    at_exit: list[Any] = []
-    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
-    monkeypatch.setattr(workspaces, "_sweepers", sweepers := [])
-    root = workspaces._root.__wrapped__()
-    (root / "chain").mkdir()
-    sweepers[0].kill()
-    sweepers[0].wait()
-    assert root.exists()
-    ((called, *arguments),) = at_exit
-    called(*arguments)
-    assert not root.exists()
 
 
 def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
@@ -220,9 +154,7 @@ async def test_what_a_chain_leaves_is_kept_as_it_is_on_another_disk() -> None:
         ({"env": {"A": "${chian}"}}, r"env\.A: .* chian is not set; fix: did you mean \$\{chain\}\?"),
         ({"args": ["-r", "${chian}"]}, r"args\.1: got '\$\{chian\}': .* is unknown; fix: did you mean \$\{chain\}\?"),
         ({"cwd": "${chain}/sub"}, r"cwd: got .*without `workspace` the chain's folder is empty; fix: write"),
-        ({"cwd": "${chain}/sub", "workspace": "desk"}, r"cwd: got .* desk has no such folder; fix: make it there"),
         ({"args": ["${chain}"], "workspace": "none"}, r"workspace: .*none is not a folder"),
-        ({"args": ["${chain}"], "keep_workspaces": "/proc/nope"}, r"keep_workspaces: got /proc/nope"),
     ],
 )
 def test_what_an_entry_refers_to_is_checked(
@@ -234,11 +166,6 @@ def test_what_an_entry_refers_to_is_checked(
         check_entry("x", entry(**fields), Path())
     with pytest.raises(SettingError):
         target_of("x", entry(**fields), Path(), 1000)
-
-
-def test_programs_may_have_other_placeholders(tmp_path: Path) -> None:
-    check_entry("x", entry(args=["-c", "for x in a; do echo ${x}; done"]), tmp_path)
-    check_entry("x", entry(args=["${chain}"], workspace=f"{tmp_path}/p/desk"), tmp_path, prepared=tmp_path / "p")
 
 
 def test_templates(tmp_path: Path) -> None:

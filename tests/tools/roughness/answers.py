@@ -44,10 +44,6 @@ ANSWERS = [
     _error("internal", {"code": -32603, "message": "backend down"}, "backend down", told="-32603, 'backend down'"),
     _error("code-of-closed", {"code": -32000, "message": "Rate limited"}, "Rate limited", told="-32000"),
     _error(
-        "data-text", {"code": -32603, "message": "Internal error", "data": "disk full"}, "Internal error\ndisk full"
-    ),
-    _error("message-empty", {"code": -32603, "message": ""}, "error -32603"),
-    _error(
         "params",
         {"code": -32602, "message": "No such book"},
         "Invalid arguments for t: No such book.",
@@ -55,38 +51,27 @@ ANSWERS = [
         told="",
     ),
     _error("code-text", {"code": "E_FAIL", "message": "boom"}, "boom", told="error 0"),
-    _error("error-text", "boom", "boom", told="error 0"),
     Answer("error-and-result", message_of(result=None, error={"code": 5, "message": "x"}), "x", _FAILED, "5"),
-    Answer("id-null", '{"jsonrpc": "2.0", "id": null, "error": {"code": 7, "message": "x"}}', "x", _FAILED, "7"),
     # the envelope
     Answer("error-null", message_of(result={"content": [_A]}, error=None), "a"),
     Answer("no-version", '{"id": "$ID", "result": {"content": [{"type": "text", "text": "a"}]}}', "a"),
     Answer("batch", f"[{message_of(result={'content': [_A]})}]", "a"),
-    Answer("result-null", message_of(result=None), "", told="no `content`"),
     Answer("result-text", message_of(result="plain"), "plain", told="no list, but 'plain'"),
     Answer("no-json", _HEAD + '"result": {"content": [oops]}}', _UNREADABLE, _FAILED, "error -32700"),
     Answer("too-deep", _HEAD + '"result": ' + "[" * 9999 + "]" * 9999 + "}", _UNREADABLE, _FAILED, "error -32700"),
     # text
     Answer("half-emoji", _HEAD + r'"result": {"content": [{"type": "text", "text": "cut \ud83d"}]}}', "cut \ufffd"),
-    Answer("escaped-half", _HEAD + r'"result": {"content": [{"type": "text", "text": "\\ud83d"}]}}', r"\ud83d"),
     Answer("no-utf-8", _HEAD + '"result": {"content": [{"type": "text", "text": "caf\udce9"}]}}', "caf\ufffd"),
-    Answer("tab", _HEAD + '"result": {"content": [{"type": "text", "text": "a\tb"}]}}', "a\tb"),
     Answer("not-a-number", _HEAD + '"result": {"content": [], "structuredContent": {"x": NaN}}}', '{"x": NaN}'),
-    _result("large-whole", {"content": [], "structuredContent": {"n": 10**30}}, '{"n": 1' + "0" * 30 + "}"),
     # content
     _result("no-content", {"structuredContent": {"answer": 42}}, '{"answer": 42}'),
-    _result("content-null", {"content": None, "structuredContent": {"answer": 42}}, '{"answer": 42}'),
     _result("nothing", {}, "", told="no `content`"),
-    _result("content-text", {"content": "plain"}, "plain", told="no list, but 'plain'"),
     _result("other-fields", {"answer": 42, "_meta": {}}, '{"answer": 42}', told="models read all of it"),
     _result("structured-list", {"content": [], "structuredContent": [1, 2]}, "[1, 2]"),
     _result("error-empty", {"content": [], "isError": True}, "The tool failed without a message.", _FAILED),
-    _result("error-null-flag", {"content": [_A], "isError": None}, "a"),
-    _result("result-type", {"content": [_A], "resultType": "task"}, "a"),
     # structured content beside text, as servers of PyPI and npm send it
     _both("both-equal", '{\n "n": 1\n}', {"n": 1}),
     _both("both-wrapped", "a", {"result": "a"}),
-    _both("both-escaped", '{"s": "\\u00fc\\n"}', {"s": "\u00fc\n"}),
     _both(
         "summary",
         "Found 2 items.",
@@ -94,44 +79,18 @@ ANSWERS = [
         "the text of t lacks values of its structuredContent (items.0.id, items.1.id); models read the text",
     ),
     _result("blank-text", {"content": [{"type": "text", "text": " "}], "structuredContent": {"a": 1}}, '{"a": 1}'),
-    _result("blank-both", {"content": [{"type": "text", "text": ""}], "structuredContent": {"result": ""}}, ""),
-    _result(
-        "image-and-metadata",
-        {"content": [{"type": "image", "data": _PNG, "mimeType": "image/png"}], "structuredContent": {"file": "a.png"}},
-        _SHOWN[1:],
-        told="lacks values of its structuredContent (file)",
-    ),
-    # errors as servers of npm write them
+    # on stdout beside messages
     Answer("banner-before", "Server listening\n" + message_of(result={"content": [_A]}), "a"),
-    Answer(
-        "progress-before",
-        '{"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": 9, "progress": 1}}\n'
-        '{"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "loud", "data": null}}\n'
-        + message_of(result={"content": [_A]}),
-        "a",
-    ),
     # blocks
     _block("json", {"type": "json", "json": {"n": 1}}, 'a\n[json: {"json": {"n": 1}}]'),
-    _block("thinking", {"type": "thinking", "text": "hm"}, "a\n[thinking]\nhm"),
     _block(
         "openai-image",
         {"type": "image_url", "image_url": {"url": "data:x"}},
         'a\n[image_url: {"image_url": {"url": "..."}}]',
     ),
-    _block(
-        "anthropic-image",
-        {"type": "image", "source": {"data": "AA", "type": "base64"}},
-        'a\n[image: {"source": {"type": "base64"}}]',
-    ),
     _block("text-null", {"type": "text", "text": None}, "a\n[text missing]"),
-    _block("text-number", {"type": "text", "text": 5}, "a\n5", told="a text that is 5"),
     _block("text-bare", "b", "a\nb", told="outside a block"),
-    _block("block-null", None, "a\n[null]", told="None instead of a block"),
-    _block("annotations", {**_A, "annotations": {"priority": 5, "audience": "user"}}, "a\na", told=""),
-    _block("audio", {"type": "audio", "data": "AA"}, "a\n[unknown audio]", told=""),
     _block("image", {"type": "image", "data": _PNG, "mimeType": "image/png"}, _SHOWN, told=""),
-    _block("image-no-kind", {"type": "image", "data": _PNG}, _SHOWN, told=""),
-    _block("image-kind-upper", {"type": "image", "data": _PNG, "mimeType": "IMAGE/PNG; x=y"}, _SHOWN, told=""),
     _block(
         "image-url",
         {"type": "image", "data": f"data:image/png;base64,{_PNG}", "mimeType": "image/png"},
@@ -142,20 +101,10 @@ ANSWERS = [
         "image-lines", {"type": "image", "data": f"{_PNG[:9]}\n{_PNG[9:]}", "mimeType": "image/png"}, _SHOWN, told=""
     ),
     _block(
-        "image-svg", {"type": "image", "data": "PHN2", "mimeType": "image/svg+xml"}, "a\n[image/svg+xml image]", told=""
-    ),
-    _block(
         "link",
         {"type": "resource_link", "uri": "file:///b", "name": "b", "description": "Notes"},
         "a\n[resource b (file:///b): Notes]",
         told="",
     ),
-    _block("link-no-uri", {"type": "resource_link", "name": "b"}, 'a\n[resource_link: {"name": "b"}]'),
     _block("resource", {"type": "resource", "resource": {"text": "b"}}, "a\nb", told=""),
-    _block(
-        "resource-blob",
-        {"type": "resource", "resource": {"uri": "x:y", "blob": "AA"}},
-        "a\n[binary resource x:y]",
-        told="",
-    ),
 ]

@@ -20,8 +20,7 @@ def _of(more: dict[str, Any] | None = None, /, **properties: Any) -> dict[str, A
 
 
 _TEXT, _INT = {"type": "string"}, {"type": "integer"}
-_DRAFT = {n: f"http://json-schema.org/draft-0{n}/schema#" for n in (3, 4, 6, 7)}
-_DRAFT2019 = "https://json-schema.org/draft/2019-09/schema"
+_DRAFT = {n: f"http://json-schema.org/draft-0{n}/schema#" for n in (3, 4, 7)}
 _DRAFT2020 = "https://json-schema.org/draft/2020-12/schema"
 _NODE = {
     "type": "object",
@@ -32,8 +31,6 @@ _NODE = {
 SCHEMAS = [
     # references
     Rough("dangling", _of(x={"$ref": "#/$defs/Nope"}, y=_INT), {"x": 1}, {"y": "a"}, "properties.x.$ref"),
-    Rough("ref-of-number", _of(x={"$ref": 5}), {"x": 1}, None, "properties.x.$ref (5)"),
-    Rough("self", {"$ref": "#"}, {"a": 1}, None, "$ref ('#')"),
     Rough(
         "circle",
         {
@@ -51,8 +48,6 @@ SCHEMAS = [
         {"root": {"name": "a", "children": [{}]}},
     ),
     Rough("anchor", _of({"$defs": {"Q": {"$anchor": "here", **_INT}}}, q={"$ref": "#here"}), {"q": 1}, {"q": "a"}),
-    Rough("escaped-pointer", _of({"$defs": {"a/b c": _INT}}, q={"$ref": "#/$defs/a~1b%20c"}), {"q": 1}, {"q": "a"}),
-    Rough("id-of-number", _of({"$id": 5}, q=_INT), {"q": 1}, {"q": "a"}),
     Rough(
         "elsewhere",
         _of({"x": {"Q": {"type": "strng", "minimum": 3}}}, q={"$ref": "#/x/Q"}),
@@ -65,10 +60,7 @@ SCHEMAS = [
     ),
     # patterns
     Rough("unicode-class", _of(s={"type": "string", "pattern": r"^\p{L}+$"}), {"s": "1"}, {"s": 1}, "s.pattern"),
-    Rough("dash-in-class", _of(s={"pattern": r"^[\w-.]+$"}), {"s": "!"}, None, "s.pattern"),
-    Rough("pattern-null", _of(s={"type": "string", "pattern": None}), {"s": "!"}, {"s": 1}, "s.pattern (None)"),
     Rough("slow-pattern", _of(s={"pattern": "^(a+)+$"}), {"s": "a" * 40}, {"s": "b"}),
-    Rough("lookbehind", _of(s={"pattern": "(?<=a.*)b"}), {"s": "!"}, None, "s.pattern"),
     Rough(
         "key-pattern",
         {"type": "object", "patternProperties": {r"^\p{L}": _INT}, "additionalProperties": False},
@@ -86,19 +78,9 @@ SCHEMAS = [
         {"d": "a"},
         "s.type ('str')",
     ),
-    Rough("types-empty", _of(s={"type": []}), {"s": 1}, None, "s.type ([])"),
     Rough("enum-null", _of(s={"type": "string", "enum": None, "description": None}), {"s": "a"}, {"s": 1}, "s.enum"),
-    Rough("enum-mixed", _of(s={"enum": ["x", 1, None, True]}), {"s": None}, {"s": 2}),
-    Rough("minimum-text", _of(n={"type": "integer", "minimum": "0"}), {"n": -1}, {"n": "a"}, "n.minimum ('0')"),
-    Rough("length-negative", _of(s={"minLength": -1, "maxLength": 2}), {"s": ""}, {"s": "abc"}, "s.minLength (-1)"),
-    Rough("exclusive-true", _of(n={"minimum": 0, "exclusiveMinimum": True}), {"n": 0}, {"n": -1}, "n.exclusiveMinimum"),
-    Rough(
-        "additional-text", _of({"additionalProperties": "false"}, s=_TEXT), {"t": 1}, {"s": 1}, "additionalProperties"
-    ),
-    Rough("one-of-object", _of(s={"oneOf": {"type": "string"}}), {"s": 1}, None, "s.oneOf"),
     Rough("items-list", _of(a={"type": "array", "items": [_TEXT]}), {"a": [1]}, {"a": 1}, "a.items"),
     Rough("not-hole", _of(s={"not": {"pattern": r"\p{L}"}}), {"s": "a"}, None, "s.not.pattern"),
-    Rough("one-of-hole", _of(s={"oneOf": [{"pattern": r"^\p{L}"}, _TEXT]}), {"s": "a"}, None, "s.oneOf.0.pattern"),
     Rough(
         "if-hole",
         _of(s={"if": {"$ref": "#/nope"}, "then": {"minLength": 9}, "type": "string"}),
@@ -106,29 +88,15 @@ SCHEMAS = [
         {"s": 1},
         "s.if.$ref",
     ),
-    Rough(
-        "unevaluated-hole",
-        {"type": "object", "allOf": [{"$ref": "#/nope"}], "unevaluatedProperties": False},
-        {"a": 1},
-        None,
-        "allOf.0.$ref",
-    ),
     # numbers
     Rough("cents", _of(n={"type": "number", "multipleOf": 0.01}), {"n": 0.07}, {"n": 0.071}),
     Rough("large-whole", _of(n={"type": "integer", "maximum": 9007199254740991}), {"n": 5.0}, {"n": 2**53}),
     # shapes
-    Rough("true-subschema", _of(any=True, n=_INT), {"any": [None]}, {"n": "a"}),
-    Rough("false-subschema", _of(never=False), {}, {"never": 1}),
-    Rough("empty", {}, {"a": 1}, None),
     Rough("php-list", {"type": "object", "properties": []}, {"a": 1}, None, "properties ([])"),
-    Rough(
-        "property-text", _of({"additionalProperties": False}, a="string", b=_INT), {"a": 1}, {"c": 1}, "properties.a"
-    ),
     Rough("type-of-root", {"type": "string", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 2}, "type ('string')"),
     # drafts
     Rough("draft-03", _of({"$schema": _DRAFT[3]}, n={"type": "integer", "required": True}), {"n": 1}, {}),
     Rough("draft-04", _of({"$schema": _DRAFT[4]}, n={"minimum": 0, "exclusiveMinimum": True}), {"n": 1}, {"n": 0}),
-    Rough("draft-06", _of({"$schema": _DRAFT[6]}, n={"exclusiveMinimum": 0, "const": 1}), {"n": 1}, {"n": 0}),
     Rough(
         "draft-07",
         _of({"$schema": _DRAFT[7]}, a={"items": [_TEXT]}, i={"if": _TEXT, "then": {"minLength": 2}}),
@@ -136,18 +104,11 @@ SCHEMAS = [
         {"a": [1]},
     ),
     Rough(
-        "draft-2019",
-        _of({"$schema": _DRAFT2019}, a={"contains": _TEXT, "minContains": 2}),
-        {"a": ["b", "c"]},
-        {"a": ["b"]},
-    ),
-    Rough(
         "draft-2020",
         _of({"$schema": _DRAFT2020}, a={"prefixItems": [_TEXT], "items": False}),
         {"a": ["b"]},
         {"a": ["b", 1]},
     ),
-    Rough("draft-list", _of({"$schema": ["x"]}, n=_INT), {"n": 1}, {"n": "a"}),
     Rough(
         "draft-inside",
         _of(n={"$schema": _DRAFT[4], "multipleOf": 0.01}, m={"$schema": {}}),

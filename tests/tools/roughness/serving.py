@@ -90,8 +90,8 @@ def plan_of(tools: list[Any], answers: dict[str, str] | None = None, **methods: 
 
 
 PLAN = plan_of([tool_of("t", {"type": "object"})])
-Reply = Callable[[dict[str, Any]], tuple[str, list[str], str] | None]
-"""Request -> the status line, the headers and the body; None: no answer ever."""
+Reply = Callable[[dict[str, Any]], tuple[str, list[str], str]]
+"""Request -> the status line, the headers and the body."""
 
 
 @asynccontextmanager
@@ -107,11 +107,7 @@ async def http_server(reply: Reply, session: bool = True) -> AsyncIterator[str]:
             body = (await reader.readexactly(length)).decode() or json.dumps({"method": head.split()[0]})
             message = json.loads(body)
             if message["method"] in ("tools/call", "DELETE"):
-                given = reply(message)
-                if given is None:
-                    await reader.read()
-                    return
-                status, headers, text = given
+                status, headers, text = reply(message)
             elif message["method"] == "GET":
                 status, headers, text = "405 No", [], ""
             else:

@@ -6,7 +6,6 @@ import pytest
 
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, ToolResult
 from tests.tools.roughness.answers import ANSWERS, Answer
-from tests.tools.roughness.fuzz import fuzz
 from tests.tools.roughness.raw_server import message_of
 from tests.tools.roughness.serving import opened, plan_of, tool_of
 
@@ -38,9 +37,7 @@ async def test_a_rough_answer(case: Answer) -> None:
         assert notices == []
 
 
-@pytest.mark.parametrize(
-    "text", ['{"id": "\0", "result": {}}', '{"id": "\udcff", "result": oops}', "{}", "[1]", "[]", "5", "{"]
-)
+@pytest.mark.parametrize("text", ['{"id": "\0", "result": {}}', '{"id": "\udcff", "result": oops}', "{}", "[1]", "{"])
 async def test_a_line_that_answers_nothing(text: str) -> None:
     plan = plan_of([tool_of("t", {"type": "object"}), tool_of("u", {"type": "object"})])
     plan["answers"] = {"t": text}
@@ -60,14 +57,10 @@ def listed(*tools: Any, **fields: Any) -> str:
     ("answer", "names", "told"),
     [
         (message_of(result=[TOOL]), ["t"], ""),
-        (listed(TOOL, nextCursor=""), ["t"], ""),
         (listed(TOOL, nextCursor=None, extra=[]), ["t"], ""),
         (listed({"name": "t"}), ["t"], "the tool t has no schema, but None"),
         (listed({**TOOL, "description": 5, "annotations": [], "icons": 5, "_meta": []}), ["t"], ""),
-        (listed({**TOOL, "annotations": {"readOnlyHint": "maybe", "title": 5}, "execution": 5}), ["t"], ""),
-        (listed({**TOOL, "outputSchema": {"type": "string", "required": True}, "title": []}), ["t"], ""),
         (listed(TOOL, {"inputSchema": {}}), ["t"], "the tool has no name: {'inputSchema': {}}; it is left out"),
-        (listed(TOOL, None), ["t"], "the tool has no name: None; it is left out"),
         (listed(TOOL, {**TOOL, "description": "b"}), ["t"], "several tools with the name t; the first is used"),
         (listed(tool_of("dot.name/x", {}), tool_of("名前", {}), tool_of("a b", {})), ["dot.name/x", "名前", "a b"], ""),
         (listed(), [], "tool server raw lists no tools"),
@@ -86,11 +79,8 @@ async def test_a_rough_list(answer: str, names: list[str], told: str) -> None:
     ("answer", "reason"),
     [
         (message_of(result={}), "its answer to tools/list has no list `tools`, but None"),
-        (message_of(result={"tools": {"t": TOOL}}), "its answer to tools/list has no list `tools`, but {'t'"),
-        (message_of(result="none"), "its answer to tools/list has no list `tools`, but 'none'"),
         (message_of(error={"code": -32603, "message": "cannot list"}), "MCPError: cannot list"),
         (listed(TOOL, nextCursor="same"), "its list of tools never ends: the cursor 'same' came twice"),
-        (listed(TOOL, nextCursor=5), "its list of tools never ends: the cursor '5' came twice"),
         ('{"jsonrpc": "2.0", "id": "$ID", "result": oops}', "MCPError: The server's answer cannot be read"),
     ],
 )
@@ -114,11 +104,8 @@ INFO: dict[str, Any] = {
     "changes",
     [
         {"serverInfo": None},
-        {"serverInfo": {"name": "r"}},
         {"capabilities": []},
-        {"capabilities": None},
         {"capabilities": {"tools": True, "logging": [], "prompts": None}},
-        {"instructions": 5, "extra": 1},
         {"protocolVersion": "2024-11-05"},
     ],
 )
@@ -127,9 +114,3 @@ async def test_a_rough_handshake(changes: dict[str, Any]) -> None:
     async with opened(plan) as (toolset, notices):
         assert [spec.name for spec in toolset.specs] == ["t"]
     assert notices == []
-
-
-async def test_mutants_work_or_are_named() -> None:
-    fuzzer = await fuzz(seed=39, seconds=0, steps=40)
-    assert not fuzzer.faults, "\n".join(fuzzer.faults[:3])
-    assert sum(fuzzer.found.values()) == 80

@@ -10,10 +10,10 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError
-from agentfactory.tools.mcp_servers import server_connection, server_messages, streamable_http
+from agentfactory.tools.mcp_servers import server_connection
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.tools.roughness.raw_server import message_of
-from tests.tools.roughness.serving import http_server, noticed, opened, plan_of, tool_of
+from tests.tools.roughness.serving import http_server, opened, plan_of, tool_of
 from tests.waiting import until
 
 
@@ -30,11 +30,8 @@ DENIED = json.dumps({"jsonrpc": "2.0", "id": None, "error": {"code": -32001, "me
     ("status", "headers", "body", "named"),
     [
         ("401 Unauthorized", ["WWW-Authenticate: Bearer"], "", "HTTP 401 Unauthorized, it needs a key: set `headers`"),
-        ("401 Unauthorized", ["WWW-Authenticate: Bearer"], "", "(WWW-Authenticate: Bearer)"),
         ("403 Forbidden", JSON, DENIED, "HTTP 403 Forbidden, it needs a key: set `headers` of its entry: who are you?"),
         ("429 Too Many Requests", ["Retry-After: 30"], "slow", "HTTP 429 Too Many Requests, Retry-After: 30: slow"),
-        ("503 Service Unavailable", HTML, "<h1>busy</h1>", "HTTP 503 Service Unavailable: <h1>busy</h1>"),
-        ("500 Oops", [], "", "HTTP 500 Oops"),
         ("200 OK", HTML, "<p>log in", "HTTP 200 OK with the content type text/html instead of JSON: <p>log in"),
         ("202 Accepted", [], "", "HTTP 202 Accepted, which announces no answer"),
     ],
@@ -79,10 +76,7 @@ async def test_what_refuses_every_request_is_named_when_the_server_opens(status:
     [
         ("200 OK", "application/json", r'{"text": "cut \ud83d"}', "cut \ufffd", None),
         ("200 OK", "text/event-stream", r'{"text": "cut \ud83d"}', "cut \ufffd", None),
-        ("200 OK", "text/event-stream; charset=utf-8", '{"text": "caf\udce9"}', "caf\ufffd", None),
-        ("200 OK", "application/json", '{"type": "video"}', "[video]", None),
         ("500 Oops", "application/json", None, "backend down", CallError.TOOL_ERROR),
-        ("400 Bad", "application/json", None, "backend down", CallError.TOOL_ERROR),
         ("404 Not", "application/json", None, "backend down", CallError.TOOL_ERROR),
     ],
 )
@@ -90,7 +84,7 @@ async def test_answers_over_http(status: str, kind: str, text: str | None, reads
     def reply(message: dict[str, Any]) -> tuple[str, list[str], str]:
         body = message_of(error={"code": -32000, "message": "backend down"})
         if text is not None:
-            block = text if "type" in text else text.replace("{", '{"type": "text", ', 1)
+            block = text.replace("{", '{"type": "text", ', 1)
             body = '{"jsonrpc": "2.0", "id": "$ID", "result": {"content": [%s]}}' % block  # noqa: UP031
         body = body.replace('"$ID"', str(message["id"]))
         return status, [f"Content-Type: {kind}"], f"event: message\ndata: {body}\n\n" if "stream" in kind else body
@@ -105,19 +99,9 @@ async def test_answers_over_http(status: str, kind: str, text: str | None, reads
 
 
 @pytest.mark.processes
-async def test_a_server_that_does_not_end_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamable_http, "_END_SECONDS", 0.2)
-    begun = time.monotonic()
-    async with http_server(lambda message: None) as url:
-        async with open_toolset(_recipe(url, isolation="session"), Path("/")) as toolset, toolset.chain("a", {}):
-            pass
-        assert time.monotonic() - begun < 10
-
-
-@pytest.mark.processes
 async def test_a_server_without_sessions_is_refused() -> None:
     reason = r"tool server far: .*gives its clients no sessions \(Mcp-Session-Id\); use isolation: shared"
-    async with http_server(lambda message: None, session=False) as url:
+    async with http_server(lambda message: ("200 OK", [], ""), session=False) as url:
         with pytest.raises(ToolInfrastructureError, match=reason):
             async with open_toolset(_recipe(url, isolation="session"), Path("/")):
                 pass
@@ -142,35 +126,6 @@ async def test_a_changed_tool_is_not_the_models_fault(tools: list[Any], differen
         f"tool server raw changed its tools: {difference}, new is new; the run keeps the tools that it began with, "
         "which are part of its prompts; fix: start it again to use the new ones"
     )
-
-
-async def test_a_listener_whose_stream_ends_listens_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_connection, "LISTEN_DELAYS", (0.01,))
-    info = {"supportedVersions": ["2026-07-28"], "capabilities": {"tools": {"listChanged": True}}, "instructions": ""}
-    found = {**info, "serverInfo": {"name": "r", "version": "1"}, "resultType": "complete", "ttlMs": 0}
-    plan = plan_of(
-        [tool_of("t", {"type": "object"})], server__discover=message_of(result=found | {"cacheScope": "private"})
-    )
-    plan["methods"]["subscriptions/listen"] = message_of(result={"resultType": "complete"})
-    async with opened(plan) as (toolset, notices), toolset.chain("a", {}):
-        plan["tools"].append(tool_of("more", {"type": "object"}))
-        await until(lambda: notices)
-    assert "changed its tools: more is new" in str(notices[0])
-
-
-async def test_tools_that_a_server_adds_while_it_opens_are_used() -> None:
-    changed = '{"jsonrpc": "2.0", "method": "notifications/tools/list_changed"}'
-    lists = iter([[], [tool_of("late", {"type": "object"})]])
-
-    class Lists(dict[str, Any]):
-        def __getitem__(self, key: str) -> Any:
-            return f"{changed}\n{message_of(result={'tools': next(lists)})}"
-
-    plan = plan_of([])
-    plan["methods"] = Lists({"tools/list": ""})
-    async with opened(plan) as (toolset, notices):
-        assert [spec.name for spec in toolset.specs] == ["late"]
-    assert notices == []
 
 
 async def test_a_list_that_changes_is_told() -> None:
@@ -208,19 +163,3 @@ async def test_an_opening_ends_at_once_when_it_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert time.monotonic() - begun < 2
-
-
-async def test_pages_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_messages, "MOST_PAGES", 3)
-    numbers = iter(range(99))
-
-    class Pages(dict[str, Any]):
-        def __getitem__(self, key: str) -> Any:
-            return message_of(result={"tools": [], "nextCursor": str(next(numbers))})
-
-    plan = plan_of([])
-    plan["methods"] = Pages({"tools/list": ""})
-    with noticed() as notices, pytest.raises(ToolInfrastructureError, match="has more than 3 pages"):
-        async with opened(plan):
-            pass
-    assert notices == []
