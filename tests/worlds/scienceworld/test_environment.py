@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import Toolset
 from agentfactory.tools.tool import Finish
@@ -230,12 +229,6 @@ def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
     assert not plays[-1].game.jvm.alive
 
 
-def test_a_java_process_without_memory_ends_and_says_so(opened: Open) -> None:
-    jvms = opened(Jvms, heap_mb=40, games_per_jvm=100)
-    with pytest.raises(GameLost, match="Java needed more than 40 MiB; raise heap_mb, or lower games_per_jvm"):
-        [jvms.play("boil", variation, resolved("easy", "boil")) for variation in range(30)]
-
-
 CHILD = """
 import sys
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
@@ -254,40 +247,6 @@ def test_java_ends_with_the_process_that_started_it() -> None:
     wait_for(lambda: not java.is_running() or java.status() == psutil.STATUS_ZOMBIE)
     child.stdin.close()
     child.stdout.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"simplifications": "opendoors"}, "simplifications: got 'opendoors'; fix: use easy, or names"),
-        ({"max_moves": 0}, "max_moves: got 0; fix: give a whole number from 1"),
-        ({"heap_mb": 100}, "heap_mb: got 100; fix: give a whole number from 128"),
-        ({"games_per_jvm": 1.5}, "games_per_jvm: got 1.5; fix: give a whole number from 1"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        ScienceWorld(**options)
-
-
-def test_missing_java_is_told_before_any_chain_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAVA_HOME", "/nowhere")
-    with pytest.raises(SettingError, match="there is no program /nowhere/bin/java; fix: install Java 8"):
-        ScienceWorld.check_machine()
-
-
-def test_the_anchor_is_what_was_seen_last_and_the_score(opened: Open) -> None:
-    world = opened(ScienceWorld)
-    world.reset("find-living-thing", 0)
-    first = world.anchor()
-    assert first is not None
-    assert first[1] == 0
-    world.valid_actions()
-    assert world.anchor() == first
-    world.act("teleport to outside")
-    assert world.anchor() == ("You teleport to the outside.", 8)
-    world.act("focus on air")
-    assert world.anchor() is None, "the task has failed"
 
 
 def test_the_experiment_on_the_page_is_what_the_world_shows(opened: Open) -> None:
