@@ -378,20 +378,6 @@ def test_recipes_are_compared_setting_by_setting() -> None:
     assert difference("", "a: 1")["rows"][0]["values"] == ["null", "a: 1"]
 
 
-def test_folders_of_the_run_itself_are_no_difference(tmp_path: Path) -> None:
-    texts, folders = [], []
-    for name in ("a", "b"):
-        # as runs of today and of earlier versions save them
-        here = "${here}" if name == "a" else f"{tmp_path}/b/grpo"
-        RunFolder.create(tmp_path / name, "stages: [{name: grpo}]\n")
-        recipe = {"output": here, "model": {"path": f"{here}/../sft/step-1"}, "data": {"path": f"/data/{name}"}}
-        recipe["model"]["path"] = f"{here}/../sft/step-1" if name == "a" else f"{tmp_path}/b/sft/step-1"
-        folders.append(RunFolder.create(tmp_path / name / "grpo", yaml.safe_dump(recipe)))
-        texts.append(folders[-1].recipe.read_text())
-    told = difference(*texts, folders)
-    assert told == {"rows": [{"key": "data.path", "values": ["/data/a", "/data/b"]}], "same": 2}
-
-
 def test_the_difference_of_two_recipes_is_shown_side_by_side(viewer: str, page: "Page") -> None:
     page.goto(viewer)
     page.get_by_role("link", name="Recipes").click()

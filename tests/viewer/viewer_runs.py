@@ -93,7 +93,6 @@ def show_run(folder: Path) -> RunFolder:
                 "step": step,
                 "reward": step / 40,
                 "loss": float("nan") if step == 7 else 1 / step,
-                "kl": 0.0,
                 "trajectory/tool/look/calls": 2.0,
                 "trajectory/tool/look/seconds": 0.5,
                 "trajectory/<script>window.broken = 1</script>": 1.0,

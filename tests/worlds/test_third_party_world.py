@@ -155,7 +155,6 @@ def test_a_recipe_names_a_world_of_another_package(own_process: Run, capsys: pyt
 @pytest.mark.parametrize(
     ("group", "name", "told"),
     [
-        ("worlds", "webshop", "two packages register 'webshop' in agentfactory.worlds: "),
         ("sources", "limit", "data: an installed package registers the source 'limit', which is already a"),
         (
             "worlds",

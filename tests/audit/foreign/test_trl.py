@@ -48,12 +48,6 @@ def test_messages_rewards_and_extra_columns() -> None:
     assert sum(advantages) == pytest.approx(0, abs=1e-5)
 
 
-def test_metrics_are_those_of_the_last_checkpoint() -> None:
-    lines = record_of("trl/chat").metrics
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all({"loss", "grad_norm", "reward", "entropy"} <= line.keys() for line in lines)
-
-
 async def test_what_cannot_be_checked_is_said() -> None:
     report = await audited("trl/chat")
     why = {each.topic: each.why for each in report.unchecked}

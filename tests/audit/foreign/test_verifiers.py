@@ -38,13 +38,6 @@ def test_messages_calls_rewards_and_metrics() -> None:
     assert [each.reward for each in seen.group.trajectories] == pytest.approx([1 / 18, 2 + 1 / 18, 1 / 18])
 
 
-def test_an_episode_that_failed_before_its_agents_is_a_chain(tmp_path: Path) -> None:
-    row = {"id": "e", "traces": [], "task": {"data": {"idx": 3}}, "errors": [{"type": "EnvError", "message": "no"}]}
-    (tmp_path / "traces.jsonl").write_text(json.dumps(row) + "\n")
-    ((chain,),) = (seen.group.trajectories for seen in groups_of(tmp_path))
-    assert (chain.outcome, chain.error, chain.reward) == (Outcome.AGENT_ERROR, "EnvError: no", None)
-
-
 @pytest.mark.parametrize(
     ("fields", "outcome"),
     [

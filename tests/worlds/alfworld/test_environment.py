@@ -178,13 +178,6 @@ def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: Gen
         third.act("look")
 
 
-def test_an_unknown_game_is_named(environment: AlfWorld) -> None:
-    game: Any
-    for game in ("test/000001", "train/x", "train", "", 3, None):
-        with pytest.raises(ValueError, match=f"game: got {game!r}; generated games are called train/000000"):
-            environment.reset(game)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 from aiohttp import web
 
-from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import Fetcher
 from tests.worlds.browse.site import PRIVATE, PUBLIC, NameServer, redirect, site, status
@@ -186,16 +185,6 @@ async def test_what_the_model_reads_of_failures(opened: Opener) -> None:
         port = served.port
     assert await refused(opened(), f"http://nowhere.test:{port}/") == "There is no host nowhere.test."
     assert "does not answer" in await refused(opened(), f"http://site.test:{port}/")
-
-
-async def test_an_allowed_host_that_fails_is_a_failure_of_the_infrastructure(opened: Opener) -> None:
-    async with site({"/": status(503)}, PRIVATE) as served:
-        fetcher = opened(allow_hosts=(f"127.0.0.1:{served.port}",), robots=False)
-        with pytest.raises(ToolInfrastructureError, match="cannot serve it now"):
-            await fetcher.fetch(f"http://127.0.0.1:{served.port}/")
-        assert "There is no page" in await refused(fetcher, f"http://127.0.0.1:{served.port}/nothing")
-    with pytest.raises(ToolInfrastructureError, match="does not answer"):
-        await fetcher.fetch(f"http://127.0.0.1:{served.port}/")
 
 
 RULES = """

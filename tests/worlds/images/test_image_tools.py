@@ -230,17 +230,6 @@ def test_points_are_marked_where_they_are(coordinates: str) -> None:
         assert np.array_equal(drawn[~changed], (pixels // 2)[~changed])
 
 
-@pytest.mark.parametrize("coordinates", list(Coordinates))
-def test_measure_counts_pixels(coordinates: str) -> None:
-    for rng, pixels, size in images(TRIALS):
-        ends = [[int(rng.integers(0, side + 1)) for side in size] for _ in range(2)]
-        text = tools(pixels, coordinates).measure(*(stated(end, coordinates, size) for end in ends))
-        across, down = (b - a for a, b in zip(*ends, strict=True))
-        length = (across**2 + down**2) ** 0.5
-        expected = f"{length:.1f} pixels: {across:.1f} to the right and {down:.1f} down, of an image of"
-        assert text.replace("-0.0", "0.0") == f"{expected} {size[0]} x {size[1]} pixels"
-
-
 def test_the_model_is_told_in_its_own_coordinates() -> None:
     tool = tools(np.zeros((100, 200, 3), dtype=np.uint8), "relative1000")
     assert told(tool.zoom([500, 500, 2000, 1000])) == (

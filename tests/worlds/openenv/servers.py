@@ -31,7 +31,7 @@ class LineServer:
 
     def __init__(self, places: int = 1000) -> None:
         self.url = ""
-        self.places, self.sessions, self.most = places, 0, 0
+        self.places, self.sessions = places, 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.pages: dict[str, tuple[int, Any]] = {
@@ -63,7 +63,6 @@ class LineServer:
             await socket.send(json.dumps({"type": "error", "data": full}))
             return
         self.sessions += 1
-        self.most = max(self.most, self.sessions)
         try:
             await self._play(socket)
         except ConnectionClosed:

@@ -84,21 +84,6 @@ async def test_an_address_gives_tasks_and_a_world() -> None:
         await until(lambda: server.sessions == 0)
 
 
-async def test_chains_at_the_same_time_have_their_own_sessions() -> None:
-    async with LineServer().serve() as server, playing() as toolset:
-        tasks = await rows(server, tasks=40, question="Go.", observation=["text"])
-
-        async def play(task: dict[str, Any]) -> str:
-            async with toolset.chain(f"{task['seed']}", task) as session:
-                await until(lambda: server.sessions == 40)
-                return str((await act(session, by=-1)).content)
-
-        goals = [1 + task["seed"] % 5 for task in tasks]
-        assert await asyncio.gather(*map(play, tasks)) == [f"You are at -1, the goal is {goal}." for goal in goals]
-        await until(lambda: server.sessions == 0)
-        assert server.most == 40
-
-
 async def test_a_full_server_refuses_one_chain_and_a_pool_makes_it_wait() -> None:
     async with LineServer(places=2).serve() as server:
         tasks = await rows(server)

@@ -16,7 +16,7 @@ from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import Toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.scienceworld import jvm as jvm_module
-from agentfactory.worlds.scienceworld.jvm import GameLost, Jvms
+from agentfactory.worlds.scienceworld.jvm import Jvms
 from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, resolved
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
@@ -127,15 +127,6 @@ async def test_valid_actions_are_told_on_demand_and_in_the_observation() -> None
         assert (await act(session, "look around")).info["moves"] == 1
 
 
-async def test_simplifications_are_the_options_or_the_rows() -> None:
-    async with laboratory(simplifications="") as toolset:
-        row = {"task": "boil", "variation": 0}
-        async with toolset.chain("a", row) as strict, toolset.chain("b", {**row, "simplifications": "easy"}) as easy:
-            for _ in range(2):  # interleaved in one Java process
-                assert "No known action" in str((await act(strict, "teleport to hallway")).content)
-                assert "teleport" in str((await act(easy, "teleport to hallway")).content)
-
-
 async def test_hostile_actions_are_not_understood() -> None:
     async with laboratory() as toolset, toolset.chain("a", {"task": "boil", "variation": 0}) as session:
         for text in ("", " ", "\x00", "\n", "🙂" * 500, "a" * 100_000, "open " * 300, "y\n\rq", "!sp", "0"):
@@ -203,30 +194,6 @@ async def test_a_java_process_that_does_not_answer_is_killed(monkeypatch: pytest
         assert java_processes() == others
         async with toolset.chain("b", {"task": "boil", "variation": 0}) as session:
             assert "hallway" in str((await act(session, "look around")).content)
-
-
-@pytest.mark.parametrize(("constant", "value"), [("_MOST_GAMES", 2), ("_BESIDES_HEAP_MB", -10_000)])
-def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
-    constant: str, value: int, monkeypatch: pytest.MonkeyPatch, opened: Open
-) -> None:
-    jvms = opened(Jvms, heap_mb=256, games_per_jvm=4)
-    easy = resolved("easy", "boil")
-    plays = [jvms.play("boil", 0, easy)]
-    monkeypatch.setattr(jvm_module, constant, value)
-    if constant == "_MOST_GAMES":
-        plays.append(jvms.play("boil", 1, easy))
-    plays.append(jvms.play("boil", 2, easy))
-    assert plays[0].game.jvm is not plays[-1].game.jvm
-    assert jvms.gauges() == {"jvms": 2, "games": len(plays), "jvms_lost": 0, "jvms_replaced": 1}
-    assert "hallway" in plays[0].game.step("look around").observation
-    for play in plays[:-1]:
-        play.end()
-    assert not plays[0].game.jvm.alive
-    assert plays[-1].game.jvm.alive
-    with pytest.raises(GameLost):
-        plays[0].game.look()
-    jvms.close()
-    assert not plays[-1].game.jvm.alive
 
 
 CHILD = """

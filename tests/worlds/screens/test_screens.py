@@ -42,7 +42,6 @@ PAGES = {
     "/hangs": "<button onclick='for (;;) {}' style='position:fixed; inset:0'>a</button>",
     "/dialogs": "<body onclick='for (let n = 0; n < 1000; n++) alert(n)' style='height:100vh'>",
     "/asks": "<body onclick='document.title = confirm(\"Sure?\")' style='height:100vh'>",
-    "/downloads": f"<script>onclick = () => setInterval(() => location = '/file', 100)</script>{TALL}",
     "/tab": "<a href='/plain' target='_blank' style='position:fixed; inset:0'>a</a>",
     "/tabs": "<body onclick='for (let n = 0; n < 12; n++) window.open(\"/plain\")' style='height:100vh'>",
     "/leaves": f"<script>onclick = () => location = 'http://elsewhere.test/'</script>{TALL}",
@@ -74,15 +73,9 @@ PAGES = {
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
-        if self.path == "/file":
-            self.send_header("Content-Disposition", "attachment; filename=a.bin")
-            self.end_headers()
-            with suppress(BrokenPipeError):  # the browser refuses it
-                self.wfile.write(bytes(1000))
-        else:
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(PAGES.get(self.path, "").encode())
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(PAGES.get(self.path, "").encode())
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -232,9 +225,6 @@ async def test_what_the_model_is_told(screen: Screen, server: str) -> None:
     await screen.reset(**at(server, "/tab"))
     assert (await screen.click(160, 120))["observation"][0] == "A new tab was opened."
     assert len((await screen.back())["observation"]) == 1
-    await screen.reset(**at(server, "/downloads"))
-    results = [await screen.click(160, 120), await screen.wait(0.5)]
-    assert "A download was refused." in [part for result in results for part in result["observation"]]
     await screen.reset(**at(server, "/tabs"))
     results = [await screen.click(160, 120), await screen.wait(1.0)]
     told = " ".join(part for result in results for part in result["observation"] if isinstance(part, str))
@@ -374,24 +364,6 @@ def test_rows_that_cannot_earn_anything_are_refused_with_the_recipe(project: Pat
         load({"question": "?", "page": "fom"}, "rewards=[]")
     load({**address, "check": "0"}, "rewards=[]")
     load(address)  # the recipe's own reward judges
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"width": 5}, "options.width: got 5; fix: give a number of pixels from 32 to 8192"),
-        ({"allowed": ["localhost:1/page"]}, "options.allowed.0: got 'localhost:1/page'; fix: list origins"),
-        ({"executable": "no-such-browser"}, "module: there is no program no-such-browser; fix: apt install chromium"),
-    ],
-)
-def test_options_are_checked_with_the_recipe(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    server = {"module": "screen", "options": options}
-    recipe = {"model": {"path": "MODEL"}, "mcp_servers": {"it": server}, "train": {"steps": 1}}
-    file.write_text(json.dumps(recipe | {"data": {"path": "DATA"}, "server": {"engine": "embedded"}}))
-    with pytest.raises(SettingError) as raised:
-        load_and_check(str(file), [], "train")
-    assert f"mcp_servers.it.{message}" in str(raised.value)
 
 
 ASKS_ABOUT = """async ([reached, name]) => {

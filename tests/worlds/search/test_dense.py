@@ -167,13 +167,3 @@ def test_a_dense_index_is_built_by_the_command(tmp_path: Path, model: str, capsy
     assert "no-model cannot be loaded: " in capsys.readouterr().err
     assert main([*build, str(tmp_path / "x"), "--query-prefix", "q"]) == 2
     assert "--query-prefix: only the model of --dense uses it; fix: add --dense MODEL" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("file", ["model.json", "vectors.usearch"])
-def test_damaged_vectors_are_told(tmp_path: Path, index: Path, file: str) -> None:
-    damaged = shutil.copytree(index, tmp_path / "index") / "dense" / file
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    for _ in range(2):
-        with pytest.raises(SettingError, match=r"the vectors in .* are damaged: .*; fix: remove the index, and build"):
-            open_index(tmp_path / "index")
-        damaged.unlink(missing_ok=True)

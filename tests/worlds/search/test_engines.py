@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +158,6 @@ async def test_what_passes_is_tried_again(failure: Any) -> None:
         assert len(await engine.search("x", 2)) == 2
         assert len(served.requests) == 3
         assert engine.gauges()["requests"] == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wait", ["1", "date"])
-async def test_an_engine_is_left_alone_as_long_as_it_asks(wait: str) -> None:
-    header = formatdate(time.time() + 2, usegmt=True) if wait == "date" else wait
-    refusal = web.Response(status=429, headers={"Retry-After": header})
-    async with service(refusal, RECORDED["brave"]) as served:
-        engine = served.engine(Brave, replace(FAST, retry_seconds=10.0))
-        assert len(await engine.search("x", 2)) == 2
-        assert served.times[1] - served.times[0] >= (1.0 if wait == "1" else 0.9)
 
 
 @pytest.mark.parametrize(("failure", "told"), [(429, "status 429"), (500, "status 500"), ("text", "is not JSON")])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentfactory.base.errors import SettingError
+from agentfactory.commands.main import main
 from agentfactory.worlds.search import local_index
 from agentfactory.worlds.search.corpus import Corpus
 from agentfactory.worlds.search.local_index import LocalIndex, build_index
@@ -63,13 +64,6 @@ def test_the_best_comes_first_with_all_that_was_stored(plays: LocalIndex) -> Non
     assert (found[0].title, found[0].url) == ("Faust", "http://127.0.0.1/faust")
     assert plays.search("tragedy", 0) == []
     assert len(plays.search("tragedy", 10**12)) == 3
-
-
-def test_of_a_long_query_the_rarest_words_count(tmp_path: Path) -> None:
-    common = " ".join(f"word{number}" for number in range(200))
-    passages = [Passage(str(number), f"t\n{common}") for number in range(20)]
-    index = LocalIndex(index_of(tmp_path, [*passages, Passage("rare", f"t\n{common} needle")]))
-    assert _ids(index, f"{common} needle", 1) == ["rare"]
 
 
 def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
@@ -191,3 +185,17 @@ def test_fusion_adds_the_reciprocal_ranks() -> None:
     assert reciprocal_rank([[], []]) == []
     same_id = [Passage("a", "one"), Passage("a", "two")]
     assert [passage.contents for passage in reciprocal_rank([same_id, same_id])] == ["one", "two"]
+
+
+def test_the_command_builds_an_index_that_the_tool_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": number, "contents": f'"T{number}"\nword{number}'} for number in range(20)]
+    corpus, folder = write_jsonl(tmp_path / "c.jsonl", rows), tmp_path / "deep" / "index"
+    assert main(["index", "build", str(corpus), "--output", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("indexed 20 passages in ")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"mcp_servers:\n  search:\n    module: search\n    options: {{source: {folder}}}\n")
+    assert main(["tools", "call", str(recipe), "search", "query=title: word7 AND"]) == 0
+    assert capsys.readouterr().out == 'Doc 1(Title: "T7") word7\ninfo: {"documents": ["7"]}\n'
+    assert main(["tools", "check", str(recipe)]) == 0
+    assert main(["tools", "list", str(recipe)]) == 0
+    assert "search: search(query: string)" in capsys.readouterr().out

@@ -54,13 +54,6 @@ async def test_scores_may_lack_and_documents_may_be_bare() -> None:
     assert found == [Passage("1", '"Hamlet"\nA play.', 2.5), passage, passage, Passage("", "t\nx?")]
 
 
-async def test_several_queries_are_one_request_and_more_results_than_asked_for_are_cut() -> None:
-    async with serving(lambda body: {"result": [[{"id": q, "contents": q}] * 5 for q in body["queries"]]}) as client:
-        found = await client.retrieve(["a", "b"], 2)
-        assert await client.search("", 3) == await client.search(' "?', 3) == await client.search("a", 0) == []
-    assert [[passage.id for passage in each] for each in found] == [["a", "a"], ["b", "b"]]
-
-
 async def test_a_failure_that_passes_is_tried_again() -> None:
     failures = [
         web.Response(status=503),

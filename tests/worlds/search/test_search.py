@@ -64,13 +64,6 @@ async def test_chains_see_nothing_of_each_other_and_share_one_source(tmp_path: P
     assert not sources._shared
 
 
-class Failing:
-    """An engine that lacks its key."""
-
-    def __init__(self, options: object) -> None:
-        raise SettingError("source", "the variable ENGINE_KEY is not set", "export it")
-
-
 class Engine:
     """An engine that knows whole pages."""
 
@@ -89,13 +82,10 @@ class Engine:
 
 async def test_an_engine_is_named_and_its_pages_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sources.ENGINES, "engine", f"{__name__}:Engine")
-    monkeypatch.setitem(sources.ENGINES, "failing", f"{__name__}:Failing")
     async with searching(source="engine") as toolset, toolset.chain("a", {}) as chain:
         found = await call(chain, "search", query="rain")
         assert found.content == "Doc 1(Title: A page) a snippet on rain (http://a/)"
         assert (await call(chain, "open", doc=1)).content == "A page (page 1 of 1)\n\nall about http://a/"
-    with pytest.raises(SettingError, match="the variable ENGINE_KEY is not set"):
-        Search("failing")
     with pytest.raises(SettingError, match="ranking: got 'bm25', but only a local index has rankings"):
         Search("engine", ranking="bm25")
 

@@ -14,7 +14,7 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.config import AgentConfig, RolloutRecipe
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from agentfactory.worlds.verifiers.tasks import VerifiersAgent, VerifiersSource
 from tests.scripted_chains import Scripted, scripted_chains
@@ -257,14 +257,6 @@ class TestRecipe:
         assert recipe(**found.model_dump(mode="json")).rollout == found.rollout
         held_out = recipe(data={"path": "/rows.jsonl"}, eval={"data": rows_of("b")})
         assert held_out.rollout.agent == found.rollout.agent
-
-    def test_an_agent_without_its_source_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(SettingError, match="a source whose tasks bring no agent"):
-            load_agent(AgentConfig(name="gym"), tmp_path)
-        with pytest.raises(SettingError, match=r"row 1 of data is not one of data\.verifiers"):
-            VerifiersAgent().check_rows([{"question": "1 + 1"}], "data")
-        with pytest.raises(ValueError, match=r"got 'verifier'; fix: write FILE\.py:NAME, or outside"):
-            AgentConfig(name="verifier")
 
 
 def rows_of(name: str) -> dict[str, Any]:

@@ -118,15 +118,6 @@ def test_a_broken_file_is_named(name: str, content: str, message: str, tmp_path:
         open_shop(ShopConfig(folder, kind, cache=tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("file", ["shop.sqlite", "index/index.json"])
-def test_a_damaged_cache_is_named(file: str, tmp_path: Path) -> None:
-    config = ShopConfig(write_published_files(tmp_path / "data"), cache=tmp_path / "cache")
-    built = shop_module._built(config)
-    (built / file).write_bytes(b"x" * 5000)
-    with pytest.raises(SettingError, match=rf"cache: the shop in {built} cannot be read: .*; fix: remove this folder"):
-        open_shop(config)
-
-
 def test_a_shop_is_built_once_and_again_when_its_files_change(tmp_path: Path) -> None:
     config = ShopConfig(write_published_files(tmp_path / "data"), cache=tmp_path / "cache")
     first = shop_module._built(config)
@@ -138,17 +129,6 @@ def test_a_shop_is_built_once_and_again_when_its_files_change(tmp_path: Path) ->
     second = shop_module._built(config)
     assert second != first
     assert Shop(second).products == 5
-
-
-def test_a_build_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ShopConfig(write_published_files(tmp_path / "data"), cache=tmp_path / "cache")
-    with monkeypatch.context() as patch:
-        patch.setattr(shop_module, "build_index", lambda *arguments, **named: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            shop_module._built(config)
-    # the database is complete, so it is not rebuilt
-    monkeypatch.setattr(shop_module, "_fill", lambda *arguments: 1 / 0)
-    assert Shop(shop_module._built(config)).search("brass chair") == ("B000000005",)
 
 
 @pytest.mark.processes
