@@ -99,7 +99,6 @@ def show_run(folder: Path) -> RunFolder:
                 "seconds/step": 2.0,
                 "seconds/wait": 1.0,
                 "seconds/update": 0.75,
-                "something/else": 3.0,
             }
         )
     run.log({"step": 40, "eval/sampled/reward": 0.9, "eval/greedy/reward": 1.0})

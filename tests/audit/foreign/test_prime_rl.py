@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from agentfactory.audit.foreign import read
-from agentfactory.audit.record import HELD_OUT, LOGPROBS, METRICS, TOKENS, Seen
+from agentfactory.audit.record import HELD_OUT, LOGPROBS, METRICS, TOKENS, TRAINED, Seen
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity
 from agentfactory.rollout.token_row import Span
-from tests.audit.foreign.reading import audited, copied, groups_of, record_of
+from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
 
 RUNS = ["prime_rl/steps", "prime_rl/stream", "prime_rl/annotated"]
 
@@ -131,6 +131,24 @@ def test_a_branch_becomes_a_row(tmp_path: Path) -> None:
     assert [(noted["row"], noted["targets"]) for noted in seen.credit["t"]] == [(0, [3, 4, 7]), (1, [7])]
     assert chain.rows[0].versions[0] == Span("step-2", 3, 5, mixed=True)
     assert (chain.turns, seen.step) == (3, 4)
+
+
+def test_the_first_files(tmp_path: Path) -> None:
+    """Rows of verifiers 0.1, by `save_rollouts` of src/prime_rl/utils/vf.py, without `trajectory`."""
+    folder = tmp_path / "run_default/rollouts/step_3"
+    folder.mkdir(parents=True)
+    lines = (DATA / "verifiers/0.1/results.jsonl").read_text().splitlines()
+    rows = [{**json.loads(line), "env_id": "sums", "is_filtered": False} for line in lines]
+    (folder / "train_rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval_rollouts.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    (folder / "train_rollouts.bin").write_bytes(b"\x00")
+    groups = groups_of(tmp_path)
+    assert [(seen.group.id, seen.step, seen.held_out) for seen in groups] == [
+        ("step-3:sums:0", 3, ""),
+        ("step-3:sums:4", 3, ""),
+        ("step-3:sums:0", 3, "sampled"),
+    ]
+    assert {TOKENS, TRAINED, METRICS} <= record_of(tmp_path).lacks.keys()
 
 
 def test_tokens_without_masks_or_with_log_probabilities_of_others_are_named(tmp_path: Path) -> None:

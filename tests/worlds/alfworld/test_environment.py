@@ -178,19 +178,6 @@ def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: Gen
         third.act("look")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "test"}, "split: got 'test'; fix: use one of train, valid_seen, valid_unseen"),
-        ({"types": ["cook"]}, "types: got 'cook'; fix: use some of pick_and_place_simple, look_at_obj_in_light, "),
-        ({"data": "$NO_SUCH_VARIABLE"}, r"data: \$NO_SUCH_VARIABLE: the variable NO_SUCH_VARIABLE is not set"),
-    ],
-)
-def test_wrong_options_of_tasks_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        alfworld_tasks(**{"split": "train", "python": PYTHON, **options})
-
-
 def test_missing_packages_are_named_with_how_to_get_them(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')

@@ -1,10 +1,5 @@
 """Tasks, variations, splits, simplifications and the instruction."""
 
-from typing import Any
-
-import pytest
-
-from agentfactory.base.errors import SettingError
 from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, instruction, resolved
 from agentfactory.worlds.scienceworld.scienceworld import scienceworld_tasks
 from tests.worlds.scienceworld.games import needs_java
@@ -27,23 +22,6 @@ def test_rows_name_task_variation_and_simplifications() -> None:
     sizes = [len(scienceworld_tasks(split)) for split in Split]
     assert sizes == [3592, 1796, 1819]
     assert len(scienceworld_tasks("test", per_task=10)) == 271
-
-
-@needs_java
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "eval"}, "split: got 'eval'; fix: use one of train, dev, test"),
-        ({"split": "test", "tasks": ["boil", "11-1"]}, "tasks: got '11-1'; fix: use one of boil, melt, "),
-        (
-            {"split": "test", "simplifications": "noElectricalAction"},
-            "simplifications: power-component cannot be done with noElectricalAction",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        scienceworld_tasks(**options)
 
 
 def test_easy_depends_on_the_task() -> None:
