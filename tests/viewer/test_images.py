@@ -1,4 +1,4 @@
-"""Images that a run has stored, on a chain's page and in an exported file, with the boxes that tools were given."""
+"""Images that a run has stored, on a chain's page, with the boxes that tools were given."""
 
 import json
 from io import BytesIO

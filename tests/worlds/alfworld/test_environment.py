@@ -1,4 +1,4 @@
-"""The environment: won and lost chains, actions, limits, ended processes, invalid options."""
+"""The environment: won and lost chains, actions, limits, ended processes."""
 
 import asyncio
 import json

@@ -56,6 +56,15 @@ async def test_the_name_alone_gives_tasks_and_world() -> None:
     assert judged.metrics == {"steps": 6, "ended": 1, "success": 1}
 
 
+async def test_pixels() -> None:
+    pytest.importorskip("pygame")
+    (task, _) = rows(id="CartPole-v1", render_mode="rgb_array")
+    async with open_toolset(RECIPE, Path.cwd()) as toolset, toolset.chain("a", task) as session:
+        shown = (await act(session, 1)).content
+    assert isinstance(shown, list)
+    assert [part["type"] for part in shown] == ["image_url"]
+
+
 @pytest.mark.parametrize(
     ("kind", "action", "told"),
     [

@@ -132,6 +132,21 @@ async def test_what_was_chosen_is_forgotten_with_the_next_search_and_replaced_by
         theirs.environment.reset(next(n for n in (0, 1) if "chair" in theirs.environment.reset(n)))
 
 
+async def test_the_attributes_page_and_the_line_of_actions(tmp_path: Path) -> None:
+    folder, shown = write_published_files(tmp_path / "data"), {"show_attributes": True, "show_actions": True}
+    environment = WebShop(str(folder), cache=str(tmp_path / "cache"), **shown)
+    assert environment.reset(0).endswith("Search\nClickable: search")
+    shopper = Shopper(environment)
+    await shopper.act("search", "chair")
+    page = await shopper.click("B000000005")
+    assert page.endswith(
+        "[SEP] Reviews [SEP] Attributes [SEP] Buy Now\nClickable: back to search, < prev, description, features, "
+        "reviews, attributes, buy now, s, m, red"
+    )
+    page = await shopper.click("Attributes")
+    assert "[SEP] < Prev [SEP] stackable [SEP] fashion [SEP] chairs [SEP] Office\n" in page
+
+
 async def test_a_perfect_shopper_gets_one_on_200_of_200_goals(catalogue: Path) -> None:
     environment = WebShop(cache=str(catalogue))
     shop = open_shop(ShopConfig(cache=catalogue))
