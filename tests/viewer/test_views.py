@@ -186,20 +186,13 @@ def test_supervised_stages_and_rl_are_never_on_one_axis(viewer: str, page: "Page
     assert page.locator(f'[data-chart="time of {sft}"]').count() == 0
 
 
-def evaluated_run(folder: Path) -> RunFolder:
-    whole = staged_run(folder)
-    found = RunFolder.create(folder / "eval", "model: {path: '${here}/../grpo/checkpoints/step-000008'}\n")
-    figures = {"reward": 0.5, "reward/low": 0.25, "reward/high": 0.75, "success": 0.5, "success/low": 0.4}
-    found.log({"step": 8, **{f"eval/sampled/{name}": value for name, value in figures.items()}})
-    (found.trajectories / "eval").mkdir()
-    held_out = Group("sampled-00000", {"question": "held out"}, [chain("final.0", [], [])])
-    write_groups(found.trajectories / "eval" / "final-sampled.jsonl", [held_out])
-    return whole
-
-
 def test_an_evaluation_is_where_its_step_is_on_every_axis(tmp_path: Path, page: "Page") -> None:
-    with viewing(evaluated_run(tmp_path / "staged").path) as url:
-        wait_for(lambda: api(url, "/api/trajectories")["total"] == 4 * STEPS + 1)
+    whole = staged_run(tmp_path / "staged").path
+    evaluation = RunFolder.create(whole / "eval", "model: {path: '${here}/../grpo/checkpoints/step-000008'}\n")
+    figures = {"reward": 0.5, "reward/low": 0.25, "reward/high": 0.75, "success": 0.5, "success/low": 0.4}
+    evaluation.log({"step": 8, **{f"eval/sampled/{name}": value for name, value in figures.items()}})
+    with viewing(whole) as url:
+        wait_for(lambda: api(url, "/api/trajectories")["total"] == 4 * STEPS)
         page.goto(url)
         plot = page.locator('[data-chart="reward"] .plot')
         plot.locator(".errorbar").first.wait_for(state="attached")
