@@ -366,6 +366,16 @@ def test_rows_that_cannot_earn_anything_are_refused_with_the_recipe(project: Pat
     load(address)  # the recipe's own reward judges
 
 
+@pytest.mark.extended
+async def test_a_check_scores_the_page_or_is_named(screen: Screen, server: str) -> None:
+    await screen.reset(**at(server, "/plain"), check="document.title / 2")
+    await screen.click(20, 20)
+    assert screen.reward()["reward"] == 0.5
+    await screen.reset(**at(server, "/plain"), check="document.nothing.text == 1")
+    with pytest.raises(ToolInfrastructureError, match=r"^check failed: Page.evaluate: TypeError: [^\n]*$"):
+        await screen.done()
+
+
 ASKS_ABOUT = """async ([reached, name]) => {
   const servers = [`stun:${reached}`, `turn:${reached}`, `turn:${reached}?transport=tcp`, `turn:${name}?transport=tcp`];
   for (const urls of servers) {
