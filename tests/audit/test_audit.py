@@ -15,7 +15,7 @@ from agentfactory.audit.audit import audit
 from agentfactory.audit.checks.ending import EndingCheck
 from agentfactory.audit.reports import Report
 from agentfactory.audit.run_record import records_of
-from agentfactory.base.findings import Evidence, Finding, Severity
+from agentfactory.base.findings import Finding, Severity
 from agentfactory.commands.main import main
 from agentfactory.rollout.groups.group_files import append_group, delete_groups, read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
@@ -341,15 +341,3 @@ def test_the_command_prints_text_json_and_a_page(
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page
     assert "<b>" not in page
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", str(tmp_path / "nothing")]) == 2
-    assert "RUN: there is no " in capsys.readouterr().err
-    assert main(["audit", str(tmp_path)]) == 2
-    assert "is no run; fix: name a folder that `agentfactory train` has written" in capsys.readouterr().err
-
-
-def test_rows_are_counted_as_the_viewer_counts_them() -> None:
-    assert Evidence("masked", chain="g0.1", row=1, position=5).place == "chain g0.1, row 2, token 5"
-    assert Evidence("masked", chain="g0.1", row=0, position=5).place == "chain g0.1, token 5"

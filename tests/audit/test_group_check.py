@@ -74,7 +74,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Trajectory]]] = {
     "rloo": ({"algorithm": "rloo"}, {}, chains(1.0, 0.0, 0.0)),
     "the most uncertain tokens": ({"loss": {"top_entropy": 0.25}}, {}, chains(1.0, 0.0)),
     "raft": (RAFT, {}, chains(1.0, 0.0)),
-    "raft, the best is malformed": (RAFT, {}, MALFORMED),
     "raft, the best is masked": (
         RAFT,
         {"on_outcome": {"max_turns": "mask"}},
@@ -82,13 +81,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Trajectory]]] = {
     ),
     "a malformed turn": ({}, {}, MALFORMED),
     "nearly equal rewards": (scaled("none"), {}, chains(1.0, 1.0 + 5e-6)),
-    "nearly equal rewards over a batch": (scaled("batch"), {}, chains(1.0, 1.0 + 1e-7, 0.0)),
     "overlong chains": ({"overlong": {"buffer": 4}}, {"max_total_tokens": 10}, chains(1.0, 0.0, 0.5)),
-    "overlong chains over a batch": (
-        {"overlong": {"buffer": 8, "penalty": 3.0}, **scaled("batch")},
-        {"max_total_tokens": 16},
-        [LONG, chain("b", 0.0, turns=1), chain("c", 0.5)],
-    ),
     "overlong chains of reinforce_pp_baseline": (
         {"overlong": {"buffer": 8, "penalty": 1.0}, "algorithm": "reinforce_pp_baseline"},
         {"max_total_tokens": 16},

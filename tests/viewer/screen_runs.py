@@ -12,8 +12,7 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.tools.calls.mcp_results import INFO_KEY, content_of, result_of
 from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.tools.images.decode import decode
-from agentfactory.worlds.screens.page_actions import BaseScreen
-from agentfactory.worlds.screens.screen import MarkedScreen, Screen
+from agentfactory.worlds.screens.screen import Screen
 from tests.saved_groups import write_groups
 from tests.viewer.viewer_runs import chain
 from tests.worlds.screens.players import PLAYERS, Player
@@ -26,7 +25,7 @@ SIZES = SizeRule(28, 28 * 28, 64 * 28 * 28)
 class Recorder:
     """A screen that keeps each action and its result as messages: the player says pixels, the model its own numbers."""
 
-    def __init__(self, screen: BaseScreen, view: ModelView, store: ImageStore) -> None:
+    def __init__(self, screen: Screen, view: ModelView, store: ImageStore) -> None:
         self.screen, self.view, self.store = screen, view, store
         self.messages: list[Message] = []
 
@@ -60,21 +59,16 @@ class Recorder:
         ]
 
 
-async def click_number(player: Player) -> None:
-    colours = await player.ask("() => [...document.querySelectorAll('div')].map(one => one.style.background)")
-    await player.do(player.screen.click(colours.index(player.told(r"the (\w+) box"))))
-
-
-async def record(page: str, coordinates: Coordinates, store: ImageStore, by_number: bool) -> list[Message]:
-    """The messages of a chain in which the player solves a page of ours; `by_number`: click_color, by elements."""
+async def record(page: str, coordinates: Coordinates, store: ImageStore) -> list[Message]:
+    """The messages of a chain in which the player solves a page of ours."""
     view = ModelView(coordinates, SIZES)
-    screen = MarkedScreen(*SIZE) if by_number else Screen(*SIZE)
+    screen = Screen(*SIZE)
     try:
         instruction, picture = await screen.reset(page=page, seed=0, model_view=view.to_json())
         recorder = Recorder(screen, view, store)
         opening = recorder.stored(content_of(result_of([instruction, picture])))
         recorder.messages.append({"role": "user", "content": opening})
-        await (click_number if by_number else PLAYERS[page])(Player(recorder, instruction))
+        await PLAYERS[page](Player(recorder, instruction))
         assert screen.reward()["success"] == 1
     finally:
         await screen.close()
@@ -85,7 +79,6 @@ async def screen_run(
     folder: Path,
     pages: list[str],
     coordinates: Coordinates = Coordinates.RELATIVE1000,
-    by_number: bool = False,
     source: str = "",
 ) -> RunFolder:
     """A run with a chain for each page. The coordinates are those of the source, if it has one."""
@@ -98,7 +91,7 @@ async def screen_run(
     store = ImageStore(run.images)
     groups = []
     for number, page in enumerate(pages):
-        messages = await record(page, coordinates, store, by_number)
+        messages = await record(page, coordinates, store)
         one = chain(f"g{number:06d}.0", messages, [], metrics={"success": 1.0})
         groups.append(Group(f"g{number:06d}", {"question": "", "page": page}, [one], source=source))
     write_groups(run.trajectories / "train.jsonl", groups)

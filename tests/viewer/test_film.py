@@ -64,12 +64,6 @@ async def test_marks_are_on_what_was_clicked(tmp_path: Path, coordinates: Coordi
         assert [pytest.approx(place, abs=0.002) for place in expected] == call["places"]
 
 
-async def test_numbers_of_elements_are_places(tmp_path: Path) -> None:
-    run = await screen_run(tmp_path / "run", ["click_color"], by_number=True)
-    [chain], client = pages_of(run)
-    assert assert_is_on_the_wanted_colour(chain, client)["arguments"].keys() == {"element"}
-
-
 def forget_infos(run: RunFolder) -> None:
     """Have a run without what its tools have told beside their results."""
     file = run.trajectories / "train.jsonl"
@@ -77,23 +71,6 @@ def forget_infos(run: RunFolder) -> None:
     for message in (message for group in groups for one in group["trajectories"] for message in one["messages"]):
         message.pop("info", None)
     file.write_text("".join(f"{json.dumps(group)}\n" for group in groups))
-
-
-async def test_places_of_other_tools(tmp_path: Path) -> None:
-    run = await screen_run(tmp_path / "run", ["click_color"])
-    forget_infos(run)
-    file = run.trajectories / "train.jsonl"
-    text = file.read_text()
-    [arguments] = re.findall(r'"arguments": ?(\{"x": ?[0-9.]+, ?"y": ?[0-9.]+\})', text)
-
-    def places(given: str) -> Any:
-        file.write_text(text.replace(arguments, given))
-        return pages_of(run)[0][0]["messages"][1]["calls"][0]["places"]
-
-    assert places('{"action": "left_click", "coordinate": [250, 500]}') == [[0.25, 0.5]]
-    assert places('{"startX": 0, "startY": 0, "endX": 1000, "endY": 500}') == [[0, 0], [1, 0.5]]
-    assert places('{"x": 1200, "y": 5}') == [], "outside of the picture"
-    assert places('{"x": "5", "y": 5}') == places('{"coordinate": [1, 2, 3]}') == places('{"element": 3}') == []
 
 
 def test_a_chain_of_a_browser_is_a_film(page: "Page", tmp_path: Path) -> None:

@@ -94,14 +94,6 @@ def test_a_chain_shows_what_hung_on_its_turns(page: "Page", url: str, runs: tupl
     assert shown == f"agentfactory replay {runs[0]} {name} --turn 2"
 
 
-@pytest.mark.processes
-def test_runs_are_told_apart(page: "Page", url: str) -> None:
-    page.goto(f"{url}#/runs")
-    page.locator(".runs tbody tr").nth(1).wait_for()
-    text = page.locator(".runs").inner_text()
-    assert all(said in text for said in ("faulty/grpo", "wrong", "1 setting differs"))
-
-
 def test_the_table_has_figures_and_differing_settings(runs: tuple[Path, Path]) -> None:
     _, client = asking(*runs)
     table = client.get("/api/runs").json()

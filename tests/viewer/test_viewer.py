@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,16 +17,11 @@ import numpy as np
 import pytest
 
 from agentfactory.launching.run_folder import RunFolder
-from agentfactory.rollout.groups.group_files import CREDIT_FILE, arrays_file
+from agentfactory.rollout.groups.group_files import CREDIT_FILE
 from agentfactory.rollout.trajectory import Group
-from agentfactory.trainers.metrics import METRICS
 from agentfactory.viewer.charts import charts
-from agentfactory.viewer.html_export import export
-from agentfactory.viewer.runs.follower import Follower
-from agentfactory.viewer.runs.growing_file import GrowingFile
-from agentfactory.viewer.trajectories import trajectory_page
 from tests.saved_groups import old_line
-from tests.viewer.browsing import api, ask, asking, chain_page, command, opened, run_id, trajectory, view, viewing
+from tests.viewer.browsing import api, ask, command, opened, run_id, trajectory, view, viewing
 from tests.viewer.viewer_runs import (
     BEST,
     IMAGES,
@@ -40,7 +34,6 @@ from tests.viewer.viewer_runs import (
     many_chains,
     show_run,
     tokenizer,
-    write_checkpoint,
 )
 from tests.waiting import wait_for
 
@@ -86,12 +79,6 @@ def file_page(context: "BrowserContext", exported: tuple[Path, str]) -> "Iterato
         yield page, requests
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `asking` is used, a search is complete after one request."""
-    monkeypatch.setattr("agentfactory.viewer.app.SECONDS", 60.0)
-
-
 def open_chain(page: "Page", url: str, name: str, options: str = "") -> None:
     found = api(url, f"/api/trajectories?text={quote(name)}&run={run_id(url, 'show<b>')}")["rows"]
     page.goto("about:blank")
@@ -129,34 +116,11 @@ def test_curves_of_several_runs_are_drawn_in_one_plot(viewer: str, page: "Page",
     # a figure that is not a number is left out, and nothing else is
     loss = next(trace for trace in traces(page, "loss") if trace["name"] == "show&lt;b>")
     assert loss["x"] == [step for step in range(1, 41) if step != 7]
-    # what is 0 throughout waits behind a button
-    assert page.locator('[data-chart="kl"]').count() == 0
-    page.locator("section.curves", has_text="Policy").get_by_role("button", name="0 throughout").click()
-    page.wait_for_selector('[data-chart="kl"]')
     latency = next(trace for trace in traces(page, "latency of look") if trace["name"] == "show&lt;b>")
     assert set(latency["y"]) == {0.25}
     shown_run = run_id(viewer, "show<b>")
     spent = {trace["name"]: trace["y"] for trace in traces(page, f"time of {shown_run}")}
     assert spent == {"waiting for chains": [1.0] * 40, "update": [0.75] * 40, "rest": [0.25] * 40}
-
-
-def test_hover_tells_what_a_metric_means_and_others_are_added_by_name(viewer: str, page: "Page") -> None:
-    page.goto(viewer)
-    page.locator('[data-chart="grad_norm"] h3').hover()
-    meaning = next(metric.meaning for metric in METRICS if metric.name == "grad_norm")
-    assert page.locator("#tip").inner_text() == meaning
-    finder = page.get_by_label("find or add a metric")
-    finder.fill("something/else")
-    assert traces(page, "something/else")[0]["y"] == [3.0] * 40
-    finder.press("Enter")
-    finder.press("Tab")
-    assert finder.input_value() == ""
-    page.wait_for_selector("section.curves >> text=Chosen")
-    assert traces(page, "something/else")[0]["y"] == [3.0] * 40
-    # a run that is switched off is in no plot
-    page.locator(".run", has_text="show<b>").locator("input").uncheck()
-    page.wait_for_function("""() => !document.querySelector('[data-chart="reward"] .plot').data
-        ?.some(trace => trace.name.startsWith('show'))""")
 
 
 def test_every_metric_of_a_run_has_a_chart_with_its_meaning(quickstart_run: Path) -> None:
@@ -293,33 +257,22 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
             for position, value in zip(entry["targets"], entry[name], strict=True)
             if value is not None
         }
-        for name in ("advantage", "proximal", "divergence")
-    }
-    versions = {
-        (number, position): ["3", "policy-v4"].index(span.version)
-        for number, row in enumerate(rows)
-        for span in row.versions
-        for position in range(span.start, span.end)
+        for name in ("advantage", "proximal")
     }
     places = [(number, position) for number, row in enumerate(rows) for position in range(len(row.token_ids))]
     # saved in float32
     behaviour = {(n, p): float(np.float32(rows[n].logprobs[p])) for n, p in streams["proximal"]}
     difference = {place: streams["proximal"][place] - behaviour[place] for place in behaviour}
-    blue, orange, pink = (46, 125, 216), (219, 98, 35), (198, 72, 120)
 
     def signed(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], tuple[float, ...]]:
-        most = max(map(abs, values.values()))
+        most, blue, orange = max(map(abs, values.values())), (46, 125, 216), (219, 98, 35)
         return {place: background(blue if value > 0 else orange, abs(value) / most) for place, value in values.items()}
 
     expected = {
         "mask": {place: background((63, 116, 209), 0.5) for place in behaviour},
         "advantage": signed(streams["advantage"]),
         "difference": signed(difference),
-        "divergence": signed({place: -value for place, value in streams["divergence"].items()}),
-        "logprob": {place: background(pink, 1 - math.exp(value)) for place, value in behaviour.items()},
-        "version": {
-            place: background([(63, 116, 209), (217, 119, 43)][number], 0.55) for place, number in versions.items()
-        },
+        "logprob": {place: background((198, 72, 120), 1 - math.exp(value)) for place, value in behaviour.items()},
     }
     open_chain(page, viewer, "c0", "?tab=tokens")
     for colouring, colours in expected.items():
@@ -332,8 +285,6 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
             wanted = colours.get(place, (0, 0, 0, 0))
             got = tuple(colour) if len(colour) == 4 else (*colour, 1.0)
             assert got == pytest.approx(wanted, abs=0.006), (colouring, place)
-    mixed = page.locator(".tokens span.mixed").count()
-    assert mixed == rows[1].versions[-1].end - rows[1].versions[-1].start > 0
     # each character stands once, though a sign beyond ASCII is several tokens
     texts = ["".join(row.locator("span").all_text_contents()) for row in page.locator(".tokens").all()]
     plain = [text.replace("⏎", "").replace("·", "") for text in texts]
@@ -347,60 +298,6 @@ def test_token_texts_and_colours_are_those_of_the_data(viewer: str, page: "Page"
         saved[1]["advantage"][1], rel=1e-3
     )
     assert told[told.index("weight version") + 1] == "3"
-    assert "difference" in told
-    # of what the server gave no figure, nothing is said to differ
-    page.evaluate("place => { pages.trajectory.data.rows[1].logprobs[place] = null; }", position)
-    sampled.nth(0).hover()
-    sampled.nth(1).hover()
-    told = page.locator("#tip").inner_text().split("\n")
-    assert told[told.index("server's log-probability") + 1] == "not finite"
-    assert "trainer's" in told
-    assert "difference" not in told
-
-
-# ---- a run
-
-
-def test_the_best_checkpoint_is_that_of_now(tmp_path: Path) -> None:
-    run = show_run(tmp_path)
-    follower, client = asking(run.path)
-
-    def best() -> dict[str, Any] | None:
-        follower.read_all()
-        (state,) = follower.state()["runs"]
-        found = client.get("/api/run", params={"run": state["id"]}).json()["best"]
-        assert (found and found["step"]) == (state["best"] and state["best"]["step"])
-        return found and found["step"]
-
-    assert best() == 30
-    write_checkpoint(run, 50, {BEST: 1.0})
-    assert best() == 50
-    shutil.rmtree(run.checkpoints / "step-000050")
-    (run.checkpoints / "step-000030" / "trainer_state.json").write_text("{")
-    (run.checkpoints / "step-000030").touch()
-    (run.checkpoints / "step-last").mkdir()
-    assert best() == 20
-    run.recipe.write_text("train: {keep_best: null}\n")
-    assert best() is None
-
-
-def test_an_answer_that_comes_late_stays_off_the_page_that_is_shown_by_then(viewer: str, page: "Page") -> None:
-    page.goto(f"{viewer}#/trajectories?outcome=timeout")
-    page.locator("tbody tr", has_text=NASTY).wait_for()
-    run = run_id(viewer, "show<b>")
-    held: list[Any] = []
-    page.route(re.compile(r"/api/(run|trajectory)\?"), lambda route: held.append(route))
-    for address, status in {f"run/{run}": 200, "run/none": 404, f"trajectory/{run}/none/0/0": 404}.items():
-        page.evaluate("address => { location.hash = `#/${address}`; }", address)
-        wait_for(lambda: page.wait_for_timeout(20) or held)
-        page.evaluate("location.hash = '#/trajectories?outcome=timeout'")
-        page.locator("tbody tr", has_text=NASTY).wait_for()
-        with page.expect_response(held[0].request.url) as answer:
-            held.pop().continue_()
-        assert answer.value.status == status
-        answer.value.finished()
-        page.wait_for_timeout(100)
-        assert page.locator("tbody tr", has_text=NASTY).count() == 1
 
 
 # ---- following a run
@@ -457,191 +354,6 @@ def test_a_live_run_is_followed_without_reloading(page: "Page", tmp_path: Path) 
         run.write_summary({"status": "completed"})
         page.locator(".run", has_text="completed").wait_for()
         assert page.evaluate("window.same")
-
-
-def test_a_growing_file_gives_every_whole_line_once_also_when_it_is_cut(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    file = GrowingFile(path, tmp_path)
-    assert file.take(100).lines == []
-    path.write_bytes(b"one\ntwo\nthr")
-    assert file.take(1).lines == [(0, b"one\n")]
-    assert file.take(100).lines == [(4, b"two\n")]
-    assert file.take(100).lines == []
-    assert (file.offset, file.size) == (8, 8)
-    with path.open("ab") as more:
-        more.write(b"ee\n")
-    assert file.take(100).lines == [(8, b"three\n")]
-    # cut and grown beyond its old length between two readings
-    path.write_bytes(b"one\ntwo\nother\nmore\n")
-    taken = file.take(100)
-    assert taken.restarted
-    assert [line for _, line in taken.lines] == [b"one\n", b"two\n", b"other\n", b"more\n"]
-    path.unlink()
-    assert file.take(100).restarted
-    assert not file.take(100).restarted
-
-
-def test_a_deleted_stage_is_forgotten_and_read_anew_when_it_comes_again(tmp_path: Path) -> None:
-    whole = RunFolder.create(tmp_path / "whole", "stages: [{name: a}, {name: b}]\n")
-    first, second = (many_chains(whole.path / name, 2) for name in "ab")
-    follower, client = asking(whole.path)
-
-    def found(text: str) -> int:
-        answer = client.get("/api/trajectories", params={"text": text})
-        assert answer.status_code == 200, answer.text
-        return answer.json()["total"]
-
-    kept = second.path.rename(tmp_path / "aside")
-    # its files are gone, and nobody has looked since
-    assert found("word 00000") == 8
-    follower.read_all()
-    assert (found("word 00001"), found("")) == (8, 16)
-    assert [run["chains"] for run in follower.state()["runs"]] == [16]
-    kept.rename(second.path)
-    follower.read_all()
-    assert found("word 00001") == 16
-    # a folder that is deleted loses its files one by one
-    first.recipe.unlink()
-    follower.read_all()
-    assert [run["label"] for run in follower.state()["runs"]] == ["whole/b"]
-    assert found("word 00001") == 8
-
-
-def test_odd_lines_and_files_are_told_and_nothing_else_is_lost(tmp_path: Path) -> None:
-    whole = RunFolder.create(tmp_path / "whole", "")
-    # of a recipe in another encoding nothing is known
-    whole.recipe.write_bytes("name: Stra\xdfe\n".encode("latin-1"))
-    run = many_chains(whole.path / "stage", 1, members=2)
-    (RunFolder.create(whole.path / "st\udcff", "").path / "metrics.jsonl").write_text("{}\n")
-    saved = run.trajectories / "train.jsonl"
-    good = saved.read_text()
-
-    def changed(**fields: object) -> str:
-        return json.dumps({**json.loads(good), **fields}) + "\n"
-
-    def with_chain(**fields: object) -> str:
-        return changed(trajectories=[{**json.loads(good)["trajectories"][0], **fields}])
-
-    odd = [with_chain(reward={"a": 1}), changed(version=2**64), changed(version=1e999)]
-    without_task = {name: value for name, value in json.loads(good).items() if name != "task"}
-    odd += [with_chain(turns="many"), json.dumps(without_task) + "\n"]
-    parts = [{"type": "video", "frames": 9}, {"type": "image_url", "image_url": {"url": None}}]
-    shown = with_chain(id="film", messages=[{"role": "user", "content": [part]} for part in parts], turns=0)
-    saved.write_text(good + "".join(odd) + shown + good)
-    shutil.copy(saved, run.trajectories / "odd\udcff.jsonl")
-    (run.trajectories / "folder.jsonl").mkdir()
-    run.note_credit(['{"group": "g-00000", "step": 1e30}', '{"group": "g-00000", "step": 3}'])
-    follower, client = asking(whole.path)
-    (state,) = follower.state()["runs"]
-    assert (state["label"], state["chains"], state["credited"], state["lines"]) == ("whole/stage", 5, 1, 1)
-    assert client.get("/api/trajectories", params={"text": "word 00000"}).json()["total"] == 4
-    assert client.get("/api/trajectories", params={"text": "frames"}).json()["rows"][0]["step"] == 3
-    assert client.get("/api/trajectories", params={"text": '"url": null'}).json()["total"] == 1
-    offsets = [len(good) + sum(map(len, odd[:number])) for number in range(len(odd))]
-    told = [problem for problem in state["problems"] if problem.startswith("trajectories/train.jsonl")]
-    assert [int(re.search(r"byte (\d+)", problem)[1]) for problem in told] == offsets
-    for problem in ("'odd\\udcff.jsonl'", "trajectories/folder.jsonl is a folder", "trajectories/credit.jsonl, byte 0"):
-        assert any(problem in told for told in state["problems"]), problem
-    assert str(tmp_path) not in str(state["problems"])
-    # an exported file has all of it too, and says that something is missing
-    said = export([whole.path], tmp_path / "page.html")
-    assert "5 of 5 trajectories" in said
-    assert said.endswith(f"; the page lists {len(state['problems'])} unreadable files or lines")
-    whole.recipe.write_bytes(b"stages: 5\n")
-    follower.read_all()
-    run.recipe.write_bytes(b"\xff")
-    answer = client.get("/api/run", params={"run": state["id"]})
-    assert answer.status_code == 404
-    assert "its recipe cannot be read" in answer.json()["error"]
-
-
-def test_a_chain_whose_arrays_are_lost_is_shown_without_its_tokens(tmp_path: Path) -> None:
-    run = many_chains(tmp_path / "run", 2, members=2)
-    follower, client = asking(run.path)
-    row = client.get("/api/trajectories").json()["rows"][0]
-    arrays = arrays_file(run.trajectories / "train.jsonl")
-    content = arrays.read_bytes()
-
-    def page() -> dict[str, Any]:
-        trajectory_page._read_group.cache_clear()
-        return chain_page(client, row)
-
-    whole = page()
-    assert (len(whole["rows"][0]["token_ids"]), whole["rows_problem"]) == (240, None)
-    assert whole["rows"][0]["mask"] == [0] * 120 + [1] * 120
-    for harm, problem in (
-        (lambda: arrays.write_bytes(content[:-1]), "which has only"),
-        (lambda: arrays.write_bytes(content[:-1] + b"~"), "its arrays are damaged"),
-        (arrays.unlink, "its arrays file train.arrays cannot be read: No such file"),
-    ):
-        harm()
-        told = page()
-        assert (told["rows"], told["messages"]) == ([], whole["messages"])
-        assert problem in told["rows_problem"]
-        assert str(tmp_path) not in told["rows_problem"], "an exported page is shared with others"
-    assert follower.state()["runs"][0]["chains"] == 4
-    assert export([run.path], tmp_path / "page.html").startswith(str(tmp_path))
-
-
-def test_what_was_mended_is_told_no_longer(tmp_path: Path) -> None:
-    whole = RunFolder.create(tmp_path / "whole", "stages: [{name: a}, {name: b}]\n")
-    many_chains(whole.path / "b", 1, members=1)
-    run = many_chains(whole.path / "a", 1, members=1)
-    saved = run.trajectories / "train.jsonl"
-    good = {saved: saved.read_text(), run.metrics: "{}\n", run.credit: '{"group": "g-00000", "step": 3}\n'}
-    follower = Follower([whole.path])
-
-    def told() -> list[str]:
-        follower.read_all()
-        state = next(run for run in follower.state()["runs"] if run["label"] == "whole/a")
-        return [problem.partition(":")[0] for problem in state["problems"]]
-
-    # of one file more than are told at all
-    saved.write_text("{\n" * 30)
-    assert len(told()) == 20
-    saved.write_text("[]\n")
-    assert told() == ["trajectories/train.jsonl, byte 0"]
-    for file in (run.metrics, run.credit):
-        file.write_text("[]\n")
-    names = ["metrics.jsonl", "trajectories/credit.jsonl", "trajectories/train.jsonl"]
-    assert sorted(told()) == [f"{name}, byte 0" for name in names]
-    for file, name in zip([run.metrics, run.credit, saved], list(names), strict=True):
-        file.write_text(good[file])
-        names.remove(name)
-        assert sorted(told()) == [f"{name}, byte 0" for name in names]
-    # a stage that was deleted and comes again
-    saved.write_text("{\n")
-    assert len(told()) == 1
-    aside = run.path.rename(tmp_path / "aside")
-    follower.read_all()
-    (aside / "trajectories" / "train.jsonl").write_text(good[saved])
-    aside.rename(run.path)
-    assert told() == []
-
-
-def test_figures_of_a_file_that_begins_anew_are_not_mixed_with_those_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Restarting:
-        """Begins anew as soon as somebody has looked at `generation`."""
-
-        lines, seen = [{"step": 1}, {"step": 2}], 0
-
-        @property
-        def generation(self) -> int:
-            seen, self.seen = self.seen, 1
-            self.lines = [{"step": 9}] if seen == 0 else self.lines
-            return seen
-
-    run = Restarting()
-    _, client = asking(many_chains(tmp_path / "many", 1).path)
-    monkeypatch.setattr("agentfactory.viewer.app._Answers._run", lambda *_: run)
-    known, generation, steps = 2, 0, [1, 2]
-    for _ in range(2):
-        answer = client.get("/api/metrics", params={"from": known, "generation": generation}).json()
-        steps = [*steps[: answer["from"]], *answer["series"].get("step", {"y": []})["y"]]
-        known, generation = answer["lines"], answer["generation"]
-    assert (generation, known, steps) == (1, 1, [9])
 
 
 # ---- what is never run, and never told to others
@@ -833,46 +545,14 @@ def test_the_filters_of_an_exported_file_are_those_of_the_server(
                 assert [mine[key] for key in keys] == [theirs[key] for key in keys], query
 
 
-def test_an_exported_file_has_a_share_of_every_run_spread_from_its_first_chain_to_its_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small, large = many_chains(tmp_path / "small", 40, members=2), many_chains(tmp_path / "large", 300, members=2)
-    saved = large.trajectories / "train.jsonl"
-    lines = saved.read_text().splitlines(keepends=True)
-    # a page that is larger than the share of its run
-    lines[0] = lines[0].replace("task 00000", "task " * 100_000)
-    saved.write_text("".join(lines))
-    monkeypatch.setattr("agentfactory.viewer.html_export.MOST_BYTES", most := 300_000)
-    file = tmp_path / "page.html"
-    export([large.path, small.path], file)
-    held = re.search(r'id="exported"[^>]*>(.*?)</script>', file.read_text())[1]
-    pages = json.loads(held)["pages"]
-    assert 0.9 * most < sum(len(json.dumps(page, separators=(",", ":"))) for page in pages) <= most
-    numbers: dict[str, list[int]] = {"small": [], "large": []}
-    for page in pages:
-        numbers[page["label"]].append(int(page["facts"]["group_id"].removeprefix("g-")))
-    assert min(map(len, numbers.values())) > 0.8 * max(map(len, numbers.values()))
-    for label, groups in (("small", 40), ("large", 300)):
-        taken = numbers[label]
-        assert taken == sorted(taken)
-        gaps = [after - before for before, after in zip([0, *taken], [*taken, groups], strict=True)]
-        assert max(gaps) <= 3 * groups / len(taken)
-
-
 def test_errors_are_one_line_that_says_what_to_do(
     tmp_path: Path, viewer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder.create(tmp_path / "runs" / "mine", "name: mine\n")
-    task = tmp_path / "task"
-    (task / "tiny").mkdir(parents=True)
-    for recipe in (task / "recipe.yaml", task / "tiny" / "recipe.yaml"):
-        recipe.write_text("name: mine\n")
     port = str(urlsplit(viewer).port)
     for arguments, said in {
         (str(tmp_path / "none"),): "no such folder; fix: name the folder of a run",
         (str(run.path.parent),): f"has no recipe.yaml; fix: name a run in it, such as {run.path}",
-        (str(run.logs),): "has no recipe.yaml; fix: name the `output` folder of a run",
-        (str(task), "--export", str(tmp_path / "page.html")): "but nothing that a run has written; fix: name the",
         (str(run.path), "--port", port): f"--port {port}: Address already in use; fix: --port 0 takes a free one",
         (str(run.path), "--export", str(tmp_path / "no" / "file.html")): "is not a folder; fix: create it first",
     }.items():

@@ -82,7 +82,9 @@ def show_run(folder: Path) -> RunFolder:
     run = RunFolder.create(folder / "show<b>", recipe)
     # of equal ones the newest is the best; of one that was not evaluated nobody knows
     for step, figures in {10: {BEST: 0.5}, 20: {BEST: 0.75}, 30: {BEST: 0.75}, 40: {BEST: 0.25}, 45: {}}.items():
-        write_checkpoint(run, step, figures)
+        path = checkpoint_path(run.checkpoints, step)
+        path.mkdir()
+        (path / INFO).write_text(json.dumps({"step": step, "metrics": figures}))
     model.mkdir()
     ids.save(str(model / "tokenizer.json"))
     for step in range(1, 41):
@@ -91,14 +93,12 @@ def show_run(folder: Path) -> RunFolder:
                 "step": step,
                 "reward": step / 40,
                 "loss": float("nan") if step == 7 else 1 / step,
-                "kl": 0.0,
                 "trajectory/tool/look/calls": 2.0,
                 "trajectory/tool/look/seconds": 0.5,
                 "trajectory/<script>window.broken = 1</script>": 1.0,
                 "seconds/step": 2.0,
                 "seconds/wait": 1.0,
                 "seconds/update": 0.75,
-                "something/else": 3.0,
             }
         )
     run.log({"step": 40, "eval/sampled/reward": 0.9, "eval/greedy/reward": 1.0})
@@ -113,13 +113,6 @@ def show_run(folder: Path) -> RunFolder:
     (run.trajectories / "credit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in credit_lines))
     (run.trajectories / "odd.jsonl").write_text(json.dumps([NASTY]) + "\n" + old_line(held_out) + "\n")
     return run
-
-
-def write_checkpoint(run: RunFolder, step: int, figures: dict[str, float]) -> None:
-    """As much of a checkpoint as tells how good it is."""
-    path = checkpoint_path(run.checkpoints, step)
-    path.mkdir()
-    (path / INFO).write_text(json.dumps({"step": step, "metrics": figures}))
 
 
 def _said(text: str) -> list[Message]:

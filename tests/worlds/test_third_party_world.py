@@ -155,7 +155,6 @@ def test_a_recipe_names_a_world_of_another_package(own_process: Run, capsys: pyt
 @pytest.mark.parametrize(
     ("group", "name", "told"),
     [
-        ("worlds", "webshop", "two packages register 'webshop' in agentfactory.worlds: "),
         ("sources", "limit", "data: an installed package registers the source 'limit', which is already a"),
         (
             "worlds",
@@ -169,26 +168,3 @@ def test_a_name_that_is_taken_is_an_error(group: str, name: str, told: str, inst
     recipe = f"tools: [{name}]\n" if group == "worlds" else "tools: [calculator]\ndata: {path: rows.jsonl}\n"
     status, _, err = run(recipe, "tools", "list", "recipe.yaml")
     assert (status, told in err, "; fix: uninstall " in err) == (2, True, True), err
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "told"),
-    [
-        ("beds", "raise RuntimeError('no water')", "RuntimeError('no water')"),
-        ("beds", "", "AttributeError(\"module 'beds' has no attribute 'ABOUT'\")"),
-        ("train", COMMAND, "ValueError('AgentFactory has a command of this name')"),
-    ],
-)
-def test_a_command_that_cannot_be_added_leaves_the_others(
-    name: str, source: str, told: str, installed: Path, run: Run
-) -> None:
-    (installed / "beds.py").write_text(source)
-    points = installed / "gardens-1.0.dist-info" / "entry_points.txt"
-    points.write_text(POINTS.replace("beds = beds", f"{name} = beds"))
-    registered.cache_clear()
-    status, _, err = run("", "index", "serve", "none")
-    assert status == 2
-    assert err.startswith(f"agentfactory: the command {name} cannot be loaded: beds: {told}\n")
-    # reported once, before the command's own error
-    assert err.count("cannot be loaded") == 1
-    assert "none" in err

@@ -12,26 +12,6 @@ def call(**fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [fields]}
 
 
-def test_texts_and_nothing() -> None:
-    assert messages_of("Hi", "user") == [{"role": "user", "content": "Hi"}]
-    assert messages_of(None, "user") == []
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"id": "a", "type": "function", "function": {"name": "move", "arguments": '{"to": "north"}'}},
-        {"id": "a", "type": "function", "function": {"name": "move", "arguments": {"to": "north"}}},
-        {"id": "a", "name": "move", "arguments": '{"to": "north"}', "namespace": None},
-    ],
-)
-def test_calls_of_each_form(fields: dict[str, Any]) -> None:
-    (message,) = messages_of([call(**fields)], "assistant")
-    function = {"name": "move", "arguments": {"to": "north"}}
-    calls = [{"id": "a", "type": "function", "function": function}]
-    assert message == {"role": "assistant", "content": "", "tool_calls": calls}
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [("", {}), (None, {}), ("north", {TEXT: "north"}), ("[1]", {TEXT: "[1]"}), ([1], {TEXT: [1]})],
@@ -56,18 +36,3 @@ def test_results_without_ids_answer_the_calls_of_their_turn() -> None:
     assert made == [f"call-{n}" for n in range(1, 7)]
     answers = [(each["tool_call_id"], each["name"]) for each in messages if each["role"] == "tool"]
     assert answers == [("call-2", "b"), ("call-1", "a"), ("call-3", "a"), ("call-4", "a")]
-
-
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        (3, "got 3 for messages"),
-        ([3], "got 3 for a message, which has no role"),
-        ([{"role": "user", "content": 3}], "got 3 for the content of a message"),
-        ([call(arguments="{}")], "for a tool call, which has no name"),
-        ([{"role": "assistant", "tool_calls": [3]}], "got 3 for a tool call"),
-    ],
-)
-def test_other_things_are_refused(said: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        messages_of(said, "user")

@@ -4,15 +4,14 @@ on texts with reward_weights=[1.0, 0.5], steps_per_generation=2 and evaluations,
 import json
 from pathlib import Path
 
-import pyarrow
 import pytest
 from pyarrow import parquet
 
 from agentfactory.audit.foreign import read
-from agentfactory.audit.record import CALLS, HELD_OUT, METRICS, OUTCOMES, REWARDS, TOKENS, TRAINED
+from agentfactory.audit.record import HELD_OUT, OUTCOMES, TOKENS, TRAINED
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity
-from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
+from tests.audit.foreign.reading import audited, copied, groups_of, record_of
 
 
 def test_groups_are_those_of_a_prompt_in_a_step() -> None:
@@ -49,17 +48,6 @@ def test_messages_rewards_and_extra_columns() -> None:
     assert sum(advantages) == pytest.approx(0, abs=1e-5)
 
 
-def test_metrics_are_those_of_the_last_checkpoint() -> None:
-    lines = record_of("trl/chat").metrics
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all({"loss", "grad_norm", "reward", "entropy"} <= line.keys() for line in lines)
-
-
-def test_the_folder_of_the_tables_or_one_of_them_will_do() -> None:
-    assert record_of("trl/chat/completions").size == 6
-    assert record_of("trl/chat/completions/completions_00002.parquet").size == 2
-
-
 async def test_what_cannot_be_checked_is_said() -> None:
     report = await audited("trl/chat")
     why = {each.topic: each.why for each in report.unchecked}
@@ -83,19 +71,6 @@ def test_calls_and_results_become_messages() -> None:
     # the last call was not made: max_tool_calling_iterations
     assert (chain.turns, chain.messages[-1]["tool_calls"][0]["id"]) == (4, "call-4")
 
-    chain = groups_of("trl/tools")[2].group.trajectories[0]
-    assert chain.errors == ["move: {'error': 'a wall'}"]
-
-
-async def test_they_are_counted() -> None:
-    assert (await audited("trl/tools")).looked_at["tool calls"] == "4 calls"
-
-
-def test_texts_become_a_message_each() -> None:
-    chain = groups_of("trl/text")[0].group.trajectories[0]
-    assert [message["role"] for message in chain.messages] == ["user", "assistant"]
-    assert CALLS in record_of("trl/text").lacks
-
 
 def test_tables_that_an_evaluation_has_overwritten_are_left_out() -> None:
     groups = groups_of("trl/text")
@@ -103,15 +78,6 @@ def test_tables_that_an_evaluation_has_overwritten_are_left_out() -> None:
     (note,) = [each for each in record_of("trl/text").problems if each.topic == "its files"]
     assert note.severity is Severity.NOTE
     assert [each.file for each in note.evidence] == [f"completions/completions_0000{step}.parquet" for step in (2, 4)]
-
-
-def test_a_generation_that_is_trained_twice_is_read_once(tmp_path: Path) -> None:
-    folder = copied("trl/text", tmp_path)
-    (folder / "completions" / "completions_00002.parquet").write_bytes(
-        (folder / "completions" / "completions_00001.parquet").read_bytes()
-    )
-    change(folder, lambda state: state["log_history"].pop(2))
-    assert [seen.step for seen in groups_of(folder)] == [1] * 4 + [3] * 4
 
 
 def test_the_logged_means_tell_the_weights() -> None:
@@ -122,13 +88,6 @@ def test_the_logged_means_tell_the_weights() -> None:
     assert notes == ["the logged means tell the weights of the rewards: 1 of digits, 0.5 of short"]
 
 
-def test_unknown_weights_are_said(tmp_path: Path) -> None:
-    folder = copied("trl/text", tmp_path)
-    change(folder, lambda state: [line.update(reward=0.5) for line in state["log_history"]])
-    notes = [each.text for each in record_of(folder).problems if each.topic == "rewards"]
-    assert notes == ["the reward of a completion is taken as the sum of digits, short, each with weight 1"]
-
-
 def test_a_logged_reward_that_is_not_the_completions_is_said(tmp_path: Path) -> None:
     folder = copied("trl/chat", tmp_path)
     names = ("reward", "rewards/digits/mean")
@@ -136,15 +95,6 @@ def test_a_logged_reward_that_is_not_the_completions_is_said(tmp_path: Path) -> 
     (note,) = record_of(folder).problems
     assert note.text == "in 1 of 3 steps the logged reward is not the mean of the saved completions"
     assert note.evidence[0].text == "step 2: 1.2 logged, 0.2 saved"
-
-
-def test_without_a_checkpoint_there_are_no_metrics(tmp_path: Path) -> None:
-    folder = copied("trl/chat", tmp_path)
-    (folder / "checkpoint-3" / "trainer_state.json").unlink()
-    record = record_of(folder)
-    assert record.lacks[METRICS].startswith("there is no trainer_state.json with metrics")
-    assert REWARDS not in record.lacks
-    assert groups_of(folder)[0].group.trajectories[0].metrics.keys() == {"reward/digits", "reward/short"}
 
 
 def test_a_table_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -166,21 +116,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, damaged: str, problem: str) -> 
     (folder / damaged).write_bytes(b"{")
     with pytest.raises(SettingError, match=problem):
         read(folder)
-
-
-def test_a_table_of_something_else_is_named(tmp_path: Path) -> None:
-    (tmp_path / "completions").mkdir()
-    parquet.write_table(
-        pyarrow.table({"step": [1], "prompt": ["a"]}), tmp_path / "completions/completions_00001.parquet"
-    )
-    with pytest.raises(SettingError, match=r"row 1 of .* cannot be read: it has no column completion; fix:"):
-        read(tmp_path)
-
-
-def test_other_folders_are_not_of_trl(tmp_path: Path) -> None:
-    (tmp_path / "completions").mkdir()
-    assert read(tmp_path) is None
-    assert read(DATA) is None
 
 
 def change(folder: Path, edit: object) -> None:

@@ -13,7 +13,7 @@ from agentfactory.audit.record import HELD_OUT, METRICS, TOKENS, TRAINED
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity
 from agentfactory.rollout.trajectory import Outcome
-from tests.audit.foreign.reading import DATA, audited, copied, groups_of, record_of
+from tests.audit.foreign.reading import audited, copied, groups_of, record_of
 
 
 def test_chains_of_a_task_are_a_group() -> None:
@@ -36,32 +36,6 @@ def test_messages_calls_rewards_and_metrics() -> None:
     assert chain.metrics == {"characters": 8.0, "reward/right": 0.0, "reward/brief": 1 / 9}
     # the weights are 2 and 0.5
     assert [each.reward for each in seen.group.trajectories] == pytest.approx([1 / 18, 2 + 1 / 18, 1 / 18])
-
-
-def test_a_chain_that_failed_has_its_error_and_no_reward() -> None:
-    seen = next(seen for seen in groups_of("verifiers/0.4") if seen.group.id == "task-4")
-    (chain,) = seen.group.trajectories
-    assert (chain.outcome, chain.reward) == (Outcome.INFERENCE_ERROR, None)
-    assert str(chain.error).startswith("ProviderError: upstream 400")
-
-
-def test_its_settings_are_the_summary() -> None:
-    assert record_of("verifiers/0.4").summary["num_rollouts"] == 3
-    assert record_of("verifiers/0.1").summary["rollouts_per_example"] == 3
-
-
-async def test_an_audit() -> None:
-    report = await audited("verifiers/0.4")
-    assert not report.of(Severity.WRONG)
-    assert [each.topic for each in report.of(Severity.WARNING)] == ["chains lost"]
-    assert report.looked_at["tool calls"] == "3 calls"
-
-
-def test_an_episode_that_failed_before_its_agents_is_a_chain(tmp_path: Path) -> None:
-    row = {"id": "e", "traces": [], "task": {"data": {"idx": 3}}, "errors": [{"type": "EnvError", "message": "no"}]}
-    (tmp_path / "traces.jsonl").write_text(json.dumps(row) + "\n")
-    ((chain,),) = (seen.group.trajectories for seen in groups_of(tmp_path))
-    assert (chain.outcome, chain.error, chain.reward) == (Outcome.AGENT_ERROR, "EnvError: no", None)
 
 
 @pytest.mark.parametrize(
@@ -111,26 +85,15 @@ async def test_a_chain_that_failed_counts_as_0_there_and_is_found() -> None:
     assert finding.evidence[0].text == "it ended as inference_error, and has the reward 0"
 
 
-def test_rows_of_the_first_versions(tmp_path: Path) -> None:
-    row = {"prompt": "Hi", "completion": "Ho", "reward": 1.0, "example_id": 0, "task": "greet"}
-    row |= {"error": "ModelError('x')"}
-    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
-    ((chain,),) = (seen.group.trajectories for seen in groups_of(tmp_path))
-    assert [message["content"] for message in chain.messages] == ["Hi", "Ho"]
-    assert chain.outcome is Outcome.INFERENCE_ERROR
-
-
 @pytest.mark.parametrize(
     ("file", "edit", "problem"),
     [
         ("0.4/traces.jsonl", {"traces": [{"nodes": []}]}, r"missing required field `id` - at `\$.traces\[0\]`"),
-        ("0.4/traces.jsonl", {"traces": [{"id": "t", "nodes": [{"message": {}}]}]}, "a message, which has no role"),
         (
             "0.4/traces.jsonl",
             {"traces": [{"id": "t", "nodes": [{"message": {"role": "user"}, "parent": 0}]}]},
             "the parent of node 0 is 0; it has to be a node before it",
         ),
-        ("0.1/results.jsonl", {"completion": 3}, "got 3 for messages"),
         ("0.1/results.jsonl", {"completion": [{"role": "assistant", "tool_calls": ["{"]}]}, "EOF while parsing"),
         ("0.1/results.jsonl", {"reward": "much"}, r"Expected `float \| null`, got `str` - at `\$.reward`"),
     ],
@@ -150,14 +113,6 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     content = (folder / "traces.jsonl").read_bytes()
     (folder / "traces.jsonl").write_bytes(content[:-100])
     assert sum(len(seen.group.trajectories) for seen in groups_of(folder)) == 3
-
-
-def test_lines_that_are_written_meanwhile_wait_for_the_next_audit(tmp_path: Path) -> None:
-    folder = copied("verifiers/0.4", tmp_path)
-    record = record_of(folder)
-    with (folder / "traces.jsonl").open("a") as file:
-        file.write((DATA / "verifiers/0.4/traces.jsonl").read_text())
-    assert len(list(record.groups())) == record.size == 2
 
 
 def test_other_traces_are_not_of_verifiers(tmp_path: Path) -> None:

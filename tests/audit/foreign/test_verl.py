@@ -12,7 +12,7 @@ from agentfactory.audit.foreign import read
 from agentfactory.audit.record import CALLS, HELD_OUT, METRICS
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Severity
-from tests.audit.foreign.reading import audited, copied, groups_of, record_of
+from tests.audit.foreign.reading import copied, groups_of, record_of
 
 
 @pytest.mark.parametrize("version", ["0.4.1", "0.7.1", "0.9.1"])
@@ -34,12 +34,6 @@ def test_what_the_reward_function_returned_is_kept() -> None:
     assert all(chain.metrics == {"acc": chain.reward} for chain in seen.group.trajectories)
 
 
-def test_groups_have_their_names_where_verl_saves_them() -> None:
-    (first, *_) = groups_of("verl/0.9.1")
-    assert first.group.id == "step-1:3f2a-1"
-    assert [chain.id for chain in first.group.trajectories] == [f"step-1:3f2a-1_{n}_0" for n in range(4)]
-
-
 def test_validations_beside_training_are_held_out() -> None:
     groups = groups_of("verl/0.7.1")
     assert [seen.step for seen in groups if not seen.held_out] == [1, 1, 2, 2]
@@ -55,14 +49,6 @@ def test_metrics_are_those_of_the_file_logger() -> None:
     figures = [(line["step"], line["grad_norm"], line["reward"]) for line in record.metrics]
     assert figures == [(1, 0.5, 0.75), (2, 0.25, 0.625)]
     assert "file logger" in record_of("verl/0.4.1").lacks[METRICS]
-
-
-async def test_an_audit() -> None:
-    report = await audited("verl/0.7.1")
-    assert report.looked_at["rewards"] == "32 chains"
-    assert report.looked_at["metrics"].startswith("2 steps")
-    assert "tool calls" in {each.topic for each in report.unchecked}
-    assert not report.of(Severity.WRONG)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -84,10 +70,3 @@ def test_a_score_that_is_no_number_is_found(tmp_path: Path) -> None:
     (finding,) = record_of(folder).problems
     assert (finding.severity, finding.text) == (Severity.WRONG, "1 chains have a reward that is not a number")
     assert groups_of(folder)[-1].group.trajectories[0].reward is None
-
-
-def test_other_files_of_that_name_are_not_of_verl(tmp_path: Path) -> None:
-    (tmp_path / "1.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "2.jsonl").write_text("nothing\n")
-    assert read(tmp_path) is None
-    assert read(tmp_path / "2.jsonl") is None

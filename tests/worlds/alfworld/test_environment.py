@@ -1,4 +1,4 @@
-"""The environment: won and lost chains, actions, limits, ended processes, invalid options."""
+"""The environment: won and lost chains, actions, limits, ended processes."""
 
 import asyncio
 import json
@@ -112,17 +112,6 @@ def test_the_anchor_is_what_is_seen_and_what_can_be_done(environment: AlfWorld) 
     assert environment.anchor() not in (first, look, there)
 
 
-def test_observations_can_end_with_the_admissible_actions(opened: Open) -> None:
-    environment = opened(AlfWorld, python=PYTHON, processes=1, show_actions=True)
-    opening = environment.reset(TWO_BOOKS)
-    shown = opening.splitlines()[-1]
-    assert shown.startswith("Admissible actions: go to ")
-    assert shown.endswith(", help, inventory, look")
-    assert "close" not in shown
-    assert opening.splitlines()[-2] == "Your task is to: find two book and put them in bed."
-    assert ", look" in environment.action(shown.removeprefix("Admissible actions: ").split(", ")[0])
-
-
 async def test_a_killed_process_ends_its_chains_as_infrastructure_and_no_others(games: GeneratedGames) -> None:
     rows = [*alfworld_tasks("train", types=["pick_and_place_simple"], python=PYTHON)][:3]
     async with houses(processes=2) as toolset:
@@ -189,54 +178,6 @@ def test_a_process_is_replaced_after_its_games_and_ends_with_the_last(games: Gen
         third.act("look")
 
 
-def test_a_game_that_cannot_be_loaded_is_an_error_and_the_process_goes_on(environment: AlfWorld) -> None:
-    (process,) = environment._engine.pids()
-    content = environment._games.content(TWO_BOOKS)
-    assert isinstance(content, dict)
-    for key, value in (("pddl_problem", "(define"), ("grammar", "x"), ("pddl_domain", "")):
-        broken = content | {key: value}
-        environment._games.content = lambda name, game=broken: game  # type: ignore[method-assign, misc]
-        with pytest.raises(ValueError, match="game: got 'broken', which cannot be loaded"):
-            environment.reset("broken")
-    del environment._games.content
-    assert environment.reset(TWO_BOOKS)
-    assert environment._engine.pids() == [process]
-
-
-def test_an_unknown_game_is_named(environment: AlfWorld) -> None:
-    game: Any
-    for game in ("test/000001", "train/x", "train", "", 3, None):
-        with pytest.raises(ValueError, match=f"game: got {game!r}; generated games are called train/000000"):
-            environment.reset(game)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"games_per_process": 1.5}, "games_per_process: got 1.5; fix: give a whole number"),
-        ({"data": "/nowhere"}, "there is no folder /nowhere/json_2.1.1 with games; fix: run alfworld-dow"),
-        ({"python": "/nowhere/python"}, "python: /nowhere/python cannot be run: No such file or directory"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        AlfWorld(**{"python": PYTHON, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "test"}, "split: got 'test'; fix: use one of train, valid_seen, valid_unseen"),
-        ({"types": ["cook"]}, "types: got 'cook'; fix: use some of pick_and_place_simple, look_at_obj_in_light, "),
-        ({"types": []}, "types: train has no games of"),
-        ({"data": "$NO_SUCH_VARIABLE"}, r"data: \$NO_SUCH_VARIABLE: the variable NO_SUCH_VARIABLE is not set"),
-    ],
-)
-def test_wrong_options_of_tasks_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        alfworld_tasks(**{"split": "train", "python": PYTHON, **options})
-
-
 def test_missing_packages_are_named_with_how_to_get_them(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
@@ -270,19 +211,6 @@ def test_games_are_the_same_for_a_seed_and_rooms_of_the_last_split_are_new(
     assert rooms["train"] & rooms["valid_seen"]
     assert not rooms["valid_unseen"] & (rooms["train"] | rooms["valid_seen"])
     assert {number % 100 for number in rooms["valid_unseen"]} == {1, 2, 3, 4, 5, 6}
-
-
-def test_no_game_is_won_from_the_start(games: GeneratedGames) -> None:
-    """No requested object lies in a receptacle of the requested type."""
-    for number in range(300):
-        game = games.game(f"train/{number:06d}")
-        target = game.trajectory["pddl_params"]["object_target"].lower()
-        goal = game.trajectory["pddl_params"]["parent_target"].lower()
-        problem = game.content["pddl_problem"].lower()
-        assert f"(objecttype {target}_bar_1 {target}type)" in problem
-        for line in problem.splitlines():
-            if line.startswith(f"(inreceptacle {target}_bar_") and goal:
-                assert f"(receptacletype {line.split()[-1].rstrip(')')} {goal}type)" not in problem
 
 
 def test_a_walkthrough_that_does_not_win_is_an_error(engine: Engine, games: GeneratedGames) -> None:

@@ -76,31 +76,6 @@ async def test_a_long_page_is_read_in_windows(browsers: Callable[..., Browse]) -
             await browser.page(count + 1)
 
 
-async def test_mistakes_are_told(browsers: Callable[..., Browse]) -> None:
-    async with atlas() as served:
-        browser = browsers(served)
-        for call in (browser.follow(1), browser.page(1), browser.find_on_page("x"), browser.back()):
-            with pytest.raises(ValueError, match="no page is open: browse one first"):
-                await call
-        await browser.browse(f"http://127.0.0.1:{served.port}/notes.txt")
-        with pytest.raises(ValueError, match="this page has no link 1: it has none"):
-            await browser.follow(1)
-        await browser.browse(f"http://127.0.0.1:{served.port}/karsund.html")
-        with pytest.raises(ValueError, match="this page has no link 7: they are 1 to 2"):
-            await browser.follow(7)
-
-
-async def test_a_page_that_fails_leaves_the_current_one(browsers: Callable[..., Browse]) -> None:
-    async with atlas() as served:
-        browser = browsers(served)
-        await browser.browse(f"http://127.0.0.1:{served.port}/karsund.html")
-        with pytest.raises(Exception, match="There is no page"):
-            await browser.browse(f"http://127.0.0.1:{served.port}/nothing")
-        assert "Karsund" in await browser.page(1)
-        with pytest.raises(ValueError, match="no page before"):
-            await browser.back()
-
-
 async def test_pages_come_from_the_cache_of_another_run(
     tmp_path: Path, browsers: Callable[..., Browse], opened: Open
 ) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -47,35 +46,16 @@ def test_structure_becomes_markdown() -> None:
     assert read("veidnes.html").text.startswith("# Veidnes")  # an article's header is kept, unlike a site's header
 
 
-def test_links_to_one_address_have_one_number() -> None:
-    page = html('<a href="a">x</a> <a href="/folder/a#p">y</a> <a href="page#z">here</a> <a href="b"><img alt="B"></a>')
-    assert page.text == "[x][1] [y][1] here [B][2]"
-    assert page.links == (f"{SITE}folder/a", f"{SITE}folder/b")
-
-
-def test_base_decides_what_addresses_relate_to() -> None:
-    assert html('<base href="/other/"><a href="a">x</a>').links == (f"{SITE}other/a",)
-    assert html('<base href="http://[bad"><a href="a">x</a>').links == (f"{SITE}folder/a",)
-
-
-def test_plain_text_stays() -> None:
-    assert "Tags such as <b> stay" in read("notes.txt", "text/plain").text
-
-
 @pytest.mark.parametrize(
     ("content", "charset", "text"),
     [
         ("Øye".encode(), None, "Øye"),
-        ("Øye".encode("cp1252"), None, "Øye"),
         ("Øye–".encode("cp1252"), "iso-8859-1", "Øye–"),
         ("Øye".encode("utf-8-sig"), "iso-8859-1", "Øye"),
-        ("Øye".encode("utf-16"), None, "Øye"),
         ('<meta charset="koi8-r">Привет'.encode("koi8-r"), None, '<meta charset="koi8-r">Привет'),
         ("東京".encode("shift_jis"), "Shift_JIS", "東京"),
-        ("東京".encode("gb18030"), "gb2312", "東京"),
         ("Øye".encode(), "no-such-charset", "Øye"),
         (b"+ADw-b+AD4-", "utf-7", "+ADw-b+AD4-"),  # a charset that no browser supports
-        (b"\\u00d8", "unicode_escape", "\\u00d8"),
         (b"x" * 100, "zlib", "x" * 100),
     ],
 )
@@ -123,16 +103,13 @@ def reader() -> Iterator[Reader]:
 
 HOSTILE = {
     "nested": "<div>" * 100_000 + "x" + "</div>" * 100_000,
-    "nested lists": "<ul><li>x" * 20_000,
     "links in links": "<a href=x>" * 50_000 + "x",
     "unclosed": "<b>x" * 1_000_000,
     "one line": "word " * 1_000_000,
     "entities": "<!DOCTYPE x [" + "".join(f'<!ENTITY a{n} "&a{n - 1};&a{n - 1};">' for n in range(1, 64)) + "]>&a63;",
-    "ampersands": "&amp;" * 1_000_000,
     "tags without end": "<" * 5_000_000,
     "NUL": "\0" * 1_000_000 + "<p>x",
     "attributes": "<a " + "x=y " * 500_000 + ">x</a>",
-    "titles": "<title>" * 500_000,
     "cells": "<table><tr>" + "<td>x" * 1_000_000,
     "surrogates": "\ud800<p>x",
 }
@@ -156,12 +133,3 @@ async def test_what_takes_too_long_is_told() -> None:
     with pytest.raises(PageError, match="too much time or memory"):
         await hasty.read(Document(SITE, "text/html", "utf-8", HOSTILE["unclosed"].encode()))
     hasty.close()
-
-
-@pytest.mark.processes
-async def test_a_reader_answers_with_errors_and_goes_on(reader: Reader) -> None:
-    with pytest.raises(PageError, match="is not a PDF"):
-        await reader.read(Document(SITE, "application/pdf", None, b"x"))
-    path = Path("index.html")
-    page = await reader.read(Document(SITE, "text/html", None, (PAGES / path).read_bytes()))
-    assert page == read_document(Document(SITE, "text/html", None, (PAGES / path).read_bytes()))

@@ -1,22 +1,12 @@
 """Windows over a long text: no text is lost, cuts are at word ends, `find` gives the window of each match."""
 
 import random
-import re
-
-import pytest
 
 from agentfactory.worlds.browse.window import Page
 
 
 def body(page: Page, number: int) -> str:
     return page.window(number).split("\n\n", 1)[1]
-
-
-def test_a_short_text_is_one_window() -> None:
-    page = Page("Oslo", "The capital of Norway.")
-    assert page.window(1) == "Oslo (page 1 of 1)\n\nThe capital of Norway."
-    assert Page("", "x").window(1) == "(page 1 of 1)\n\nx"
-    assert Page("Oslo", "").window(1) == "Oslo (page 1 of 1)\n\n(no text)"
 
 
 def test_windows_end_at_paragraphs_then_lines_then_words() -> None:
@@ -34,12 +24,6 @@ def test_windows_together_are_the_text() -> None:
         windows = ["" if (got := body(page, number)) == "(no text)" else got for number in range(1, page.count + 1)]
         assert "".join(windows).replace("\n", "") == text.replace("\n", "")
         assert page.count == 1 or all(len(window) <= 40 for window in windows)
-
-
-@pytest.mark.parametrize("number", [0, -1, 4])
-def test_a_window_that_does_not_exist_names_those_that_do(number: int) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"there is no page {number}: this document has pages 1 to 3")):
-        Page("", "a" * 30, size=10).window(number)
 
 
 def test_find_names_the_window_of_each_place() -> None:

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium import spaces
 
 
@@ -24,14 +23,11 @@ class Odd(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
         self.count = 0
-        return self.observed(), {}
+        return self.count, {}
 
     def step(self, action: Any) -> Any:
         self.count += 1
-        return self.observed(), 1.0, False, False, {}
-
-    def observed(self) -> Any:
-        return self.count
+        return self.count, 1.0, False, False, {}
 
 
 class Raises(Odd):
@@ -58,34 +54,5 @@ class Exits(Odd):
         sys.exit(3) if action == 0 else os._exit(3)
 
 
-class Graph(Odd):
-    action_space = spaces.Graph(spaces.Discrete(2), None)
-
-
-class Large(Odd):
-    observation_space = spaces.Box(0, 255, (84, 84, 3), np.uint8)
-
-
-class Hands(Odd):
-    """Hands.
-
-    ## Description
-    Move them.
-    """
-
-    action_space = spaces.MultiDiscrete([3, 2])
-    observation_space = spaces.Dict({"left": spaces.Discrete(3), "word": spaces.Text(5)})
-
-    def observed(self) -> Any:
-        return {"left": self.count, "word": "ice"}
-
-
-class BrokenReset(Odd):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if seed == 7:
-            raise RuntimeError("no lake")
-        return super().reset(seed=seed)
-
-
-for kind in (Raises, Hangs, Prints, Exits, Graph, Large, Hands, BrokenReset):
+for kind in (Raises, Hangs, Prints, Exits):
     gymnasium.register(f"{kind.__name__}-v0", entry_point=kind)

@@ -5,10 +5,8 @@ from typing import Any
 
 import psutil
 import pytest
-from pydantic import ValidationError
 
 from agentfactory.base.config import ToolsRecipe
-from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError, ToolResult
 from agentfactory.rollout.config import DataConfig
 from agentfactory.tools.sessions.tool_session import ToolSession
@@ -113,28 +111,3 @@ def test_processes_end_with_their_last_user() -> None:
     for game in games:
         game.close()
     wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in ours))
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"id": "FrozenLak-v1"}, "gym.id: got 'FrozenLak-v1': "),
-        ({"id": f"{ODD}:BrokenReset-v0", "first_seed": 7}, "RuntimeError: no lake"),
-        ({"id": "CartPole-v1", "render_mode": "ansi"}, "gym.render_mode: got 'ansi'; "),
-        ({"id": "FrozenLake-v1", "actions": ["a", "b", "a", "d"]}, "two actions are called 'a'; fix: rename one"),
-    ],
-)
-def test_a_source_names_the_field(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises((SettingError, ValidationError)) as refused:
-        rows(**fields)
-    assert told in str(refused.value)
-    assert "; fix: " in str(refused.value)
-
-
-def test_success_needs_the_registered_limit_or_a_threshold() -> None:
-    def threshold(**fields: Any) -> Any:
-        return rows(id="CartPole-v1", **fields)[0]["gym"]["success_return"]
-
-    assert threshold() == 475
-    assert threshold(max_steps=20) is None
-    assert threshold(max_steps=20, success_return=20) == 20

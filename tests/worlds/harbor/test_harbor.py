@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,7 +19,6 @@ from agentfactory.rollout.config import DataConfig
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.worlds.harbor.check import play
-from agentfactory.worlds.harbor.dockerfile import parse
 from agentfactory.worlds.harbor.harbor import Harbor
 from tests.command_line_agents import call
 from tests.conftest import REPOSITORY
@@ -62,15 +60,6 @@ async def opened(row: dict[str, Any]) -> AsyncIterator[Harbor]:
         yield shell
     finally:
         await shell.close()
-
-
-def test_the_tasks_of_the_recipe_are_three_of_the_template_and_two_with_more() -> None:
-    found = rows()
-    standard = [name for name in found if (TASKS / name / "environment/Dockerfile").read_text() == STANDARD]
-    assert standard == ["leap-year", "prime-table", "squares"]
-    assert sorted(found) == ["broken-parser", "busiest-address", "leap-year", "prime-table", "squares"]
-    assert found["squares"]["question"].startswith("Write the file /app/squares.txt.")
-    assert found["busiest-address"]["harbor"]["workdir"] == "/srv/shop"
 
 
 @pytest.mark.processes
@@ -213,11 +202,8 @@ REWARDS = {
     ),
     'echo "{\\"a\\": 1, \\"b\\": 0}" > /logs/verifier/reward.json': {"reward": 0.5, "a": 1.0, "b": 0.0, "success": 0.0},
     "echo 1.0 > /logs/verifier/reward.txt; exit 1": {"reward": 1.0, "success": 1.0},
-    "echo nan > /logs/verifier/reward.txt": NO_REWARD,
     "echo '[1]' > /logs/verifier/reward.json": NO_REWARD,
-    "printf 1%0400d > /logs/verifier/reward.json": NO_REWARD,
     "head -c 100000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json": NO_REWARD,
-    "echo 1e300 > /logs/verifier/reward.txt": NO_REWARD,
     "(echo '{\"reward\": 1'; seq -f ',\"m%g\": 1' 200; echo '}') > /logs/verifier/reward.json": NO_REWARD,
     "true": NO_REWARD,
     "echo 1 > /logs/verifier/reward.txt; sleep 60": NO_REWARD,
@@ -277,37 +263,20 @@ async def test_a_chain_works_by_the_tool_and_is_judged_by_the_tests(tmp_path: Pa
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({"task.toml": "agent = 3"}, r"task a-task: task\.toml: agent: got 3; fix: write a table"),
         ({"task.toml": "[[steps]]\nname = 'x'"}, r"task\.toml: steps is not supported; fix: split"),
         ({"task.toml": "[verifier]\ntimeout_sec = 'x'"}, r"verifier\.timeout_sec: got 'x'; fix: give a number"),
         ({"task.toml": "[environment]\ngpus = 1"}, r"environment\.gpus: got 1"),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, r"verifier\.environment_mode: got 'separate'"),
-        ({"task.toml": "not toml"}, r"task\.toml: it is not TOML"),
-        ({"instruction.md": "\n"}, r"instruction\.md: it is empty"),
         ({"environment/Dockerfile": "FROM python:3\nWORKDIR /app"}, r"FROM python:3, .*images names no root"),
         ({"environment/Dockerfile": "FROM ubuntu:24.04"}, r"no WORKDIR: .*; fix: add WORKDIR"),
         ({"environment/Dockerfile": STANDARD + "\nCOPY no.txt ."}, r"line 6: COPY no\.txt: there is no such file"),
-        ({"environment/Dockerfile": STANDARD + "\nCOPY --from=x /y /z"}, r"line 6: COPY --from=x; fix: put the files"),
-        ({"environment/Dockerfile": STANDARD + "\nUSER me"}, r"USER me: there is one user"),
         ({"environment/Dockerfile": STANDARD + "\nENTRYPOINT x"}, r"ENTRYPOINT is not supported"),
-        ({"environment/docker-compose.yaml": "x"}, r"docker-compose\.yaml: it is not supported"),
     ],
 )
 def test_what_a_task_asks_for_in_vain_is_told(tmp_path: Path, files: dict[str, str], problem: str) -> None:
     with pytest.raises(SettingError, match=r"data\.harbor: task a-task: ") as told:
         rows(make(tmp_path, **files))
     assert told.match(problem)
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-def test_the_check_tells_tasks_that_do_not_work(tmp_path: Path) -> None:
-    folder = make(tmp_path, **{"solution/solve.sh": "#!/bin/bash\nexit 1\n"})
-    command = [sys.executable, "-m", "agentfactory.worlds.harbor.check"]
-    wrong = subprocess.run([*command, folder, "ubuntu:24.04=/"], capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stdout.split()) == (1, ["a-task", "solution", "0", "nothing", "0", "WRONG"])
-    right = subprocess.run([*command, TASKS / "squares", "ubuntu:24.04=/"], capture_output=True, text=True, check=False)
-    assert (right.returncode, right.stdout.split()) == (0, ["squares", "solution", "1", "nothing", "0"])
 
 
 @pytest.mark.processes
@@ -318,15 +287,3 @@ def test_the_recipe_is_valid_and_its_tasks_are_checked_at_once(tmp_path: Path) -
     assert len(load_tasks(recipe.data)) == 5
     with pytest.raises(SettingError, match=r"data\.harbor\.folder: there is no folder"):
         load_and_check(file, [f"data.harbor.folder={tmp_path / 'none'}"], lacks=[])
-
-
-def test_a_folder_without_tasks(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"data\.harbor\.folder: no folder in .* has a task\.toml"):
-        rows(tmp_path)
-    with pytest.raises(SettingError, match=r"images\.ubuntu:24\.04: got .*, which has no /bin/sh"):
-        rows(make(tmp_path), root=str(tmp_path))
-
-
-def test_a_continued_line_with_a_comment_in_it() -> None:
-    found = parse("FROM a:1\nRUN one \\\n# why\n  && two\nWORKDIR /x\n")
-    assert found.runs == [(2, "one && two")]

@@ -37,28 +37,6 @@ def test_sixteen_bits_keep_their_brightness():
     assert np.asarray(decode(colour)).tolist() == [[[0xFF, 0x80, 0x10]]]
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.float32])
-def test_pixels_of_an_unknown_range_are_refused(kind):
-    image = Image.fromarray(PIXELS[..., 0].astype(kind))
-    with pytest.raises(ValueError, match=r"numbers of 32 bits .*; save it with 8 or 16 bits"):
-        decode(file_of(image, "TIFF"))
-
-
-def test_other_modes_become_rgb():
-    image = Image.fromarray(PIXELS)
-    for mode, kind in [("CMYK", "JPEG"), ("L", "PNG"), ("P", "PNG"), ("1", "PNG"), ("LA", "PNG")]:
-        decoded = decode(file_of(image.convert(mode), kind))
-        assert (decoded.mode, decoded.size) == ("RGB", image.size)
-    inks = np.asarray(decode(file_of(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100)))
-    assert inks[4, 4].tolist() == pytest.approx([255, 0, 0], abs=4)
-
-
-def test_the_first_picture_of_an_animation_is_taken():
-    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
-    decoded = decode(file_of(frames[0], "GIF", save_all=True, append_images=frames[1:]))
-    assert np.asarray(decoded)[0, 0].tolist() == [255, 0, 0]
-
-
 def test_an_image_with_damaged_exif_data_is_shown_as_it_is_stored():
     image, exif = Image.fromarray(PIXELS), Image.Exif()
     exif[0x0112] = 6

@@ -1,7 +1,5 @@
 """Python on the images of a chain, in real sandboxes."""
 
-from base64 import b64encode
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agentfactory.tools.images.coordinates import Coordinates, ModelView, SizeRule
 from agentfactory.worlds.images.image_interpreter import ImageInterpreter
 from tests.worlds.opening import Open
 
@@ -47,22 +44,6 @@ async def test_images_are_files_and_saved_ones_get_numbers(tools: ImageInterpret
     assert (await tools.python("1 / 0"))["error"] == "ZeroDivisionError"
 
 
-async def test_what_other_tools_have_shown_is_a_file(tools: ImageInterpreter) -> None:
-    file = BytesIO()
-    Image.fromarray(PIXELS[::-1]).save(file, "PNG")
-    content = b64encode(file.getvalue()).decode()
-    told = tools.take_images([f"data:image/png;base64,{content}", "data:image/png;base64,a"])
-    assert told == ["Image 1 (90 x 70 pixels):", ""]
-    assert np.array_equal(shown(await tools.python(MIRROR.format(1, "mirror.png"))), PIXELS[::-1, ::-1])
-
-
-async def test_a_changed_image_is_a_new_one(tools: ImageInterpreter) -> None:
-    result = await tools.python("from PIL import Image\nImage.open('image_0.png').rotate(180).save('image_0.png')")
-    assert result["saved"] == {"image_0.png": 1}
-    assert np.array_equal(shown(result), PIXELS[::-1, ::-1])
-    assert np.array_equal(np.asarray(tools.zoom([0, 0, 90, 70], 0)["observation"][-1]), PIXELS)
-
-
 async def test_what_cannot_be_shown_is_told(tools: ImageInterpreter) -> None:
     code = "open('broken.png', 'w').write('no image')\nfrom PIL import Image\nfor n in range(9):\n"
     code += "    Image.new('RGB', (8, 8)).save(f'part{n}.png')\nimport os\n"
@@ -86,11 +67,3 @@ async def test_the_next_chain_finds_its_own_images_only(tools: ImageInterpreter)
     await tools.reset([Image.fromarray(PIXELS[:20])])
     files = "import os\nsorted(name for name in os.listdir() if name[0] != '.')"
     assert await tools.python(files) == {"observation": ["['image_0.png']"]}
-
-
-async def test_the_model_gets_images_in_its_size(opened: Open) -> None:
-    tools = opened(ImageInterpreter)
-    rule = SizeRule(28, 4 * 28 * 28, 64 * 28 * 28)
-    await tools.reset([Image.fromarray(PIXELS)], ModelView(Coordinates.RESIZED, rule).to_json())
-    result = await tools.python("from PIL import Image\nImage.new('RGB', (560, 280)).save('wide.jpg')")
-    assert shown(result).shape == (140, 308, 3)

@@ -120,17 +120,6 @@ async def test_numbers_go_on_through_all_tools(first: str, tmp_path: Path) -> No
         assert unknown.content == "ValueError: img_idx: got 13; there are the images 0 to 12"
 
 
-async def test_without_labels_images_are_counted_and_nothing_is_said(tmp_path: Path) -> None:
-    (tmp_path / "tools.py").write_text(TOOLS)
-    images = {"module": "image_tools", "options": {"labels": False}}
-    recipe = ToolsRecipe.model_validate({"tools": ["tools.py:shots"], "mcp_servers": {"images": images}})
-    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("c", {"images": []}) as session:
-        [result] = await turn(session, ("shots", {"first": 1, "second": 2}))
-        assert shown(result.content) == ["two:", "*", "*"]
-        [part] = await turn(session, ("zoom", {"bbox_2d": [0, 0, 60, 80], "img_idx": 1}))
-        assert np.array_equal(pixels(part.content[0]), noise(2)[:, :60])
-
-
 async def test_a_model_zooms_into_what_another_tool_has_shown(tmp_path: Path) -> None:
     model = str(make_vision_model(tmp_path / "model", "qwen3_vl"))
 

@@ -31,8 +31,7 @@ class LineServer:
 
     def __init__(self, places: int = 1000) -> None:
         self.url = ""
-        self.places, self.sessions, self.most = places, 0, 0
-        self.sockets: list[Any] = []
+        self.places, self.sessions = places, 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.pages: dict[str, tuple[int, Any]] = {
@@ -64,8 +63,6 @@ class LineServer:
             await socket.send(json.dumps({"type": "error", "data": full}))
             return
         self.sessions += 1
-        self.most = max(self.most, self.sessions)
-        self.sockets.append(socket)
         try:
             await self._play(socket)
         except ConnectionClosed:
@@ -109,8 +106,6 @@ class LineServer:
                 await socket.close(1011, "out of ice")
             case "hangs":
                 await socket.wait_closed()
-            case "bytes":
-                await socket.send(b"\x00")
             case "giant":
                 await socket.send("x" * 100_000)
             case _:

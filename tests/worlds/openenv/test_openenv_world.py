@@ -84,21 +84,6 @@ async def test_an_address_gives_tasks_and_a_world() -> None:
         await until(lambda: server.sessions == 0)
 
 
-async def test_chains_at_the_same_time_have_their_own_sessions() -> None:
-    async with LineServer().serve() as server, playing() as toolset:
-        tasks = await rows(server, tasks=40, question="Go.", observation=["text"])
-
-        async def play(task: dict[str, Any]) -> str:
-            async with toolset.chain(f"{task['seed']}", task) as session:
-                await until(lambda: server.sessions == 40)
-                return str((await act(session, by=-1)).content)
-
-        goals = [1 + task["seed"] % 5 for task in tasks]
-        assert await asyncio.gather(*map(play, tasks)) == [f"You are at -1, the goal is {goal}." for goal in goals]
-        await until(lambda: server.sessions == 0)
-        assert server.most == 40
-
-
 async def test_a_full_server_refuses_one_chain_and_a_pool_makes_it_wait() -> None:
     async with LineServer(places=2).serve() as server:
         tasks = await rows(server)
@@ -121,11 +106,9 @@ FAULTS = {
     "dies": "closed the connection before it answered",
     "closes": "out of ice",
     "hangs": "did not answer a",
-    "bytes": "which is no observation",
     "giant": r"message too big",
     "<html>": "'<html>', which is no observation",
-    "[" * 100_000: "which is no observation",
-    '{"type": "observation", "data": {"observation": "seen"}}': "which is no observation",
+    "[" * 60_000: "which is no observation",
     '{"type": "observation", "data": {"observation": {}, "reward": NaN}}': "which is no observation",
     '{"type": "error", "data": {"code": "SESSION_ERROR", "message": "lost"}}': "with SESSION_ERROR: lost",
 }
@@ -133,7 +116,7 @@ FAULTS = {
 
 async def test_a_chain_whose_server_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MESSAGE_BYTES", 65_536)
-    faults = {fault.replace("[" * 100_000, "[" * 60_000): told for fault, told in FAULTS.items()}
+    faults = dict(FAULTS)
     async with LineServer().serve() as server, playing() as toolset:
         task, other, _ = await rows(server)
 
@@ -179,35 +162,21 @@ async def test_a_step_that_is_given_up_counts_once_it_is_answered(monkeypatch: p
         await until(lambda: server.sessions == 0)
 
 
-async def test_a_chain_that_waits_for_its_model_answers_pings() -> None:
-    async with LineServer().serve() as server, playing() as toolset:
-        task, _, _ = await rows(server)
-        async with toolset.chain("a", task):
-            async with asyncio.timeout(5):
-                await (await server.sockets[-1].ping())
-
-
 @pytest.mark.parametrize(
     ("pages", "fields", "told"),
     [
         ({"/schema": (404, "no")}, {}, r"openenv.url: got 'http.* is no description \(status 404\): no; fix: give"),
-        ({"/schema": (200, "<html>")}, {}, r"openenv.url: got 'http.* is no description \(status 200\): <html>"),
-        ({"/schema": (200, {"action": 3})}, {}, "openenv.url: .* has no schema of actions"),
         ({"/schema": (200, {"action": {"properties": {"a": {"$ref": "#/$defs/b"}}}})}, {}, "cannot be read: KeyErr"),
-        ({"/schema": (500, "oh")}, {}, "openenv.url: .* fails with status 500: oh"),
         ({"/schema": (401, "no")}, {}, r"openenv.api_key_env: got null, and http.* needs a key \(status 401\); fix: "),
         ({"/schema": (403, "no")}, {"api_key_env": "A_KEY"}, "openenv.api_key_env: got 'A_KEY', whose key http"),
-        ({}, {"api_key_env": "NO_KEY"}, "openenv.api_key_env: the variable NO_KEY is not set; fix: export it"),
         ({"/metadata": (200, {"name": "x"})}, {}, "openenv.question: got null, and the metadata"),
         ({}, {"observation": ["txt"]}, "openenv.observation: got 'txt'; observations of http.* have text, cells, met"),
-        ({}, {"reset": {"seed": 3}}, "openenv.reset: got seed, which is set for each task; fix: set first_seed"),
         ({}, {"reset": {"fault": "dies"}}, "openenv.url: got .* closed the connection before it answered a reset"),
         (
             {},
             {"reset": {"fault": '{"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "no such map"}}'}},
             r"openenv.reset: got .* refuses: no such map; fix: correct it",
         ),
-        ({}, {"url": "127.0.0.1:8000"}, "openenv.url: got '127.0.0.1:8000', which is no address; fix: write it as"),
         ({}, {"url": "http://127.0.0.1:9"}, "openenv.url: got 'http://127.0.0.1:9': http.* does not answer: .*; fix"),
     ],
 )

@@ -60,9 +60,3 @@ def test_anything_else_is_refused(text: str, tmp_path: Path) -> None:
     if "**" not in text and "/" not in text:
         with pytest.raises(ValueError, match=r"formula|power|characters"):
             parse_formula(text, functions={}, symbols=False)
-
-
-def test_a_quoted_formula_is_a_text_only_where_sympy_parses_it_again() -> None:
-    assert parse_formula("'x + 1'") == "x + 1"
-    with pytest.raises(ValueError, match="formula"):
-        parse_formula(r"'\62\64'", functions={}, symbols=False)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.killable import KillableProcess
@@ -125,14 +124,6 @@ def test_the_last_answer_is_found_at_once(world: ReasoningGym, one_process: None
     assert time.process_time() - began < 5
 
 
-def test_one_tasks_settings_are_not_anothers(world: ReasoningGym, one_process: None) -> None:
-    options = {"min_num_decimal_places": 0, "max_num_decimal_places": 0, "precision": 2}
-    (coarse,) = ReasoningGymTasks(datasets={"decimal_arithmetic": {"options": options}}, size=1).rows()
-    (row,) = ReasoningGymTasks(datasets="power_function", size=1).rows()
-    for each in (coarse, row, coarse):
-        assert score(world, each, answer(each["answer"])) == 1.0
-
-
 def test_held_out_tasks_differ(one_process: None) -> None:
     mixed = {"leg_counting": {}, "tower_of_hanoi": {"weight": 0.5}, "word_ladder": {"weight": 1.3}}
     several = [
@@ -151,24 +142,14 @@ def test_held_out_tasks_differ(one_process: None) -> None:
     ("datasets", "told"),
     [
         ("leg_countin", ".leg_countin: reasoning-gym has no such data set; fix: did you mean leg_counting?"),
-        ("composite", ".composite: it is a mix of data sets; fix: name these, each with its weight"),
         (
             "game_of_life_halting",
             ".game_of_life_halting: its verifier gives a full score to any answer, such as '?'; fix: leave it out",
         ),
         (
-            {"leg_counting": {"options": {"max_animal": 3}}},
-            ".leg_counting.options.max_animal: it has no such option; fix: did you mean max_animals?",
-        ),
-        (
-            {"leg_counting": {"options": {"seed": 3}}},
-            ".leg_counting.options.seed: it is set for all data sets; fix: set reasoning_gym.seed",
-        ),
-        (
             {"spell_backward": {"options": {"data_file": "/etc/passwd"}}},
             ".spell_backward.options.data_file: got '/etc/passwd'; fix: name a file of reasoning-gym",
         ),
-        ({"leg_counting": {"level": 77}}, ".leg_counting.level: got 77; fix: use 0 to "),
         (
             {"caesar_cipher": {"level": 3}},
             ".caesar_cipher.level: got 3, whose options it refuses: AssertionError: rotation must be in range [1,25]",
@@ -183,17 +164,6 @@ def test_errors_name_the_field_and_the_fix(datasets: Any, told: str, one_process
     with pytest.raises(SettingError) as caught:
         ReasoningGymTasks(datasets=datasets, size=50).rows()
     assert str(caught.value).startswith(f"reasoning_gym.datasets{told}")
-
-
-def test_fields_are_checked_at_once() -> None:
-    for datasets in (["gcd", "gcd"], [], {"gcd": {"weigth": 1}}):
-        with pytest.raises(ValidationError):
-            ReasoningGymTasks(datasets=datasets)
-    good = {"name": "gcd", "level": None, "options": {}, "seed": 0, "size": 1, "index": 0}
-    ReasoningGym.check_data_row({"question": "?", "reasoning_gym": good}, False)
-    for wrong in ({"name": "gcd"}, {**good, "name": 5}, {**good, "index": [1]}, {**good, "options": [1]}, "gcd"):
-        with pytest.raises(ValueError, match=r"reasoning_gym: got .*; use rows that data.reasoning_gym gave"):
-            ReasoningGym.check_data_row({"question": "?", "reasoning_gym": wrong}, False)
 
 
 @pytest.mark.long

@@ -12,12 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolCall, ToolInfrastructureError
 from agentfactory.tools.sessions.toolset import Toolset
 from agentfactory.tools.tool import Finish
 from agentfactory.worlds.scienceworld import jvm as jvm_module
-from agentfactory.worlds.scienceworld.jvm import GameLost, Jvms
+from agentfactory.worlds.scienceworld.jvm import Jvms
 from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, resolved
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
 from tests.conftest import REPOSITORY
@@ -128,15 +127,6 @@ async def test_valid_actions_are_told_on_demand_and_in_the_observation() -> None
         assert (await act(session, "look around")).info["moves"] == 1
 
 
-async def test_simplifications_are_the_options_or_the_rows() -> None:
-    async with laboratory(simplifications="") as toolset:
-        row = {"task": "boil", "variation": 0}
-        async with toolset.chain("a", row) as strict, toolset.chain("b", {**row, "simplifications": "easy"}) as easy:
-            for _ in range(2):  # interleaved in one Java process
-                assert "No known action" in str((await act(strict, "teleport to hallway")).content)
-                assert "teleport" in str((await act(easy, "teleport to hallway")).content)
-
-
 async def test_hostile_actions_are_not_understood() -> None:
     async with laboratory() as toolset, toolset.chain("a", {"task": "boil", "variation": 0}) as session:
         for text in ("", " ", "\x00", "\n", "🙂" * 500, "a" * 100_000, "open " * 300, "y\n\rq", "!sp", "0"):
@@ -206,36 +196,6 @@ async def test_a_java_process_that_does_not_answer_is_killed(monkeypatch: pytest
             assert "hallway" in str((await act(session, "look around")).content)
 
 
-@pytest.mark.parametrize(("constant", "value"), [("_MOST_GAMES", 2), ("_BESIDES_HEAP_MB", -10_000)])
-def test_a_java_process_that_has_grown_or_is_worn_ends_with_its_last_game(
-    constant: str, value: int, monkeypatch: pytest.MonkeyPatch, opened: Open
-) -> None:
-    jvms = opened(Jvms, heap_mb=256, games_per_jvm=4)
-    easy = resolved("easy", "boil")
-    plays = [jvms.play("boil", 0, easy)]
-    monkeypatch.setattr(jvm_module, constant, value)
-    if constant == "_MOST_GAMES":
-        plays.append(jvms.play("boil", 1, easy))
-    plays.append(jvms.play("boil", 2, easy))
-    assert plays[0].game.jvm is not plays[-1].game.jvm
-    assert jvms.gauges() == {"jvms": 2, "games": len(plays), "jvms_lost": 0, "jvms_replaced": 1}
-    assert "hallway" in plays[0].game.step("look around").observation
-    for play in plays[:-1]:
-        play.end()
-    assert not plays[0].game.jvm.alive
-    assert plays[-1].game.jvm.alive
-    with pytest.raises(GameLost):
-        plays[0].game.look()
-    jvms.close()
-    assert not plays[-1].game.jvm.alive
-
-
-def test_a_java_process_without_memory_ends_and_says_so(opened: Open) -> None:
-    jvms = opened(Jvms, heap_mb=40, games_per_jvm=100)
-    with pytest.raises(GameLost, match="Java needed more than 40 MiB; raise heap_mb, or lower games_per_jvm"):
-        [jvms.play("boil", variation, resolved("easy", "boil")) for variation in range(30)]
-
-
 CHILD = """
 import sys
 from agentfactory.worlds.scienceworld.scienceworld import ScienceWorld
@@ -254,40 +214,6 @@ def test_java_ends_with_the_process_that_started_it() -> None:
     wait_for(lambda: not java.is_running() or java.status() == psutil.STATUS_ZOMBIE)
     child.stdin.close()
     child.stdout.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"simplifications": "opendoors"}, "simplifications: got 'opendoors'; fix: use easy, or names"),
-        ({"max_moves": 0}, "max_moves: got 0; fix: give a whole number from 1"),
-        ({"heap_mb": 100}, "heap_mb: got 100; fix: give a whole number from 128"),
-        ({"games_per_jvm": 1.5}, "games_per_jvm: got 1.5; fix: give a whole number from 1"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        ScienceWorld(**options)
-
-
-def test_missing_java_is_told_before_any_chain_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAVA_HOME", "/nowhere")
-    with pytest.raises(SettingError, match="there is no program /nowhere/bin/java; fix: install Java 8"):
-        ScienceWorld.check_machine()
-
-
-def test_the_anchor_is_what_was_seen_last_and_the_score(opened: Open) -> None:
-    world = opened(ScienceWorld)
-    world.reset("find-living-thing", 0)
-    first = world.anchor()
-    assert first is not None
-    assert first[1] == 0
-    world.valid_actions()
-    assert world.anchor() == first
-    world.act("teleport to outside")
-    assert world.anchor() == ("You teleport to the outside.", 8)
-    world.act("focus on air")
-    assert world.anchor() is None, "the task has failed"
 
 
 def test_the_experiment_on_the_page_is_what_the_world_shows(opened: Open) -> None:

@@ -1,12 +1,7 @@
 """Tasks, variations, splits, simplifications and the instruction."""
 
-from typing import Any
-
-import pytest
-
-from agentfactory.base.errors import SettingError
-from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, check_variation, instruction, named, resolved
-from agentfactory.worlds.scienceworld.scienceworld import in_brief, scienceworld_tasks
+from agentfactory.worlds.scienceworld.published_tasks import TASKS, Split, instruction, resolved
+from agentfactory.worlds.scienceworld.scienceworld import scienceworld_tasks
 from tests.worlds.scienceworld.games import needs_java
 
 
@@ -29,37 +24,6 @@ def test_rows_name_task_variation_and_simplifications() -> None:
     assert len(scienceworld_tasks("test", per_task=10)) == 271
 
 
-@needs_java
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "eval"}, "split: got 'eval'; fix: use one of train, dev, test"),
-        ({"split": "test", "tasks": ["boil", "11-1"]}, "tasks: got '11-1'; fix: use one of boil, melt, "),
-        ({"split": "test", "tasks": "boil"}, "tasks: got 'boil'; fix: give a list of names"),
-        ({"split": "test", "per_task": 0}, "per_task: got 0; fix: give a whole number from 1"),
-        ({"split": "test", "simplifications": "easier"}, "simplifications: got 'easier'; fix: use easy, or names out"),
-        (
-            {"split": "test", "simplifications": "noElectricalAction"},
-            "simplifications: power-component cannot be done with noElectricalAction",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        scienceworld_tasks(**options)
-
-
-def test_tasks_have_names_and_numbers() -> None:
-    assert named("10-2") == named("mendelian-genetics-unknown-plant") == "mendelian-genetics-unknown-plant"
-    task: Any
-    for task in ("", "Boil", 1, None, ["boil"]):
-        with pytest.raises(SettingError, match="task: got"):
-            named(task)
-    for variation in (-1, 30, "3", 1.0, True, None):
-        with pytest.raises(SettingError, match=r"variation: got .*fix: boil has the variations 0 to 29"):
-            check_variation("boil", variation)
-
-
 def test_easy_depends_on_the_task() -> None:
     assert resolved("easy", "boil") == ("teleportAction", "openDoors", "selfWateringFlowerPots", "noElectricalAction")
     assert resolved("easy", "test-conductivity") == ("teleportAction", "openDoors", "selfWateringFlowerPots")
@@ -78,9 +42,3 @@ def test_the_instruction_of_other_simplifications_lacks_what_they_lack() -> None
     assert "connect OBJ" in bare
     assert "connect OBJ" not in instruction("noElectricalAction")
     assert "have already been opened" in instruction("openContainers")
-
-
-def test_actions_with_two_objects_are_told_in_brief() -> None:
-    actions = ["close door", "move cup to table", "move cup to sink", "use axe on door", "use stove", "pour a into b"]
-    brief = ["close door", "move OBJ to OBJ", "use OBJ on OBJ", "use stove", "pour OBJ into OBJ"]
-    assert in_brief(actions) == brief

@@ -11,7 +11,7 @@ import pytest
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.answer_cache import DiskCache
-from agentfactory.worlds.search.engine import Budget, BudgetUsedUp, Spending
+from agentfactory.worlds.search.engine import Budget
 
 
 class Maker:
@@ -46,23 +46,6 @@ async def test_what_fails_is_not_kept(tmp_path: Path) -> None:
     await cache.close()
 
 
-async def test_a_chain_that_gives_up_leaves_the_value_to_the_others(tmp_path: Path) -> None:
-    cache, begun, go = DiskCache(tmp_path), asyncio.Event(), asyncio.Event()
-
-    async def make() -> str:
-        begun.set()
-        await go.wait()
-        return "made"
-
-    first = asyncio.create_task(cache.get("k", make))
-    await begun.wait()
-    second = asyncio.create_task(cache.get("k", make))
-    first.cancel()
-    go.set()
-    assert await second == "made"
-    await cache.close()
-
-
 async def test_entries_expire(tmp_path: Path) -> None:
     cache, make = DiskCache(tmp_path), Maker()
     await cache.get("k", make)
@@ -86,13 +69,6 @@ async def test_the_oldest_entries_make_room(tmp_path: Path) -> None:
     await cache.get(0, first)
     assert (last.made, first.made) == (0, 1)
     await cache.close()
-
-
-async def test_a_key_cannot_be_read_in_the_file(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path)
-    await cache.get(["search", "what nobody should read"], Maker())
-    await cache.close()
-    assert all(b"nobody" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
 async def test_a_broken_file_is_told(tmp_path: Path) -> None:
@@ -156,17 +132,3 @@ def test_several_processes_share_cache_and_budget(tmp_path: Path) -> None:
     budget = Budget(folder, "engine", calls=100)
     assert (budget.spent().calls, round(budget.spent().cost, 6)) == (100, 1.0)
     budget.close()
-
-
-def test_a_budget_counts_each_engine_and_begins_anew_without_its_file(tmp_path: Path) -> None:
-    budget = Budget(tmp_path, "brave", calls=1)
-    budget.spend()
-    with pytest.raises(BudgetUsedUp):
-        budget.spend()
-    other = Budget(tmp_path, "serper", calls=1)
-    other.spend()
-    assert budget.spent() == Spending(1, 0.0)
-    for each in (budget, other):
-        each.close()
-    (tmp_path / "spending.sqlite").unlink()
-    Budget(tmp_path, "brave", calls=1).spend()

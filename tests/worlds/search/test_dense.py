@@ -25,7 +25,7 @@ WORDS = [
     *("query", "passage", "hamlet", "macbeth", "faust", "tragedy", "drama", "wager", "bet"),
     *("scottish", "general", "prince", "goethe", "shakespeare"),
 ]
-TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+
 SYNONYMS = {"drama": "tragedy", "bet": "wager"}
 
 
@@ -134,41 +134,6 @@ def test_another_model_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         open_index(index)
 
 
-def test_vectors_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", scale=float("nan"))
-    with pytest.raises(SettingError, match=r"--dense: .* gives passages vectors that are not numbers"):
-        dense_index(tmp_path / "index", model)
-
-
-def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
-    from transformers import BertConfig, BertModel
-
-    BertModel(BertConfig(vocab_size=1000, **TINY)).save_pretrained(tmp_path / "model")
-    with pytest.raises(SettingError, match=r"a tokenizer of \d tokens for a network of 1,000; fix: add the model's"):
-        _encoder(str(tmp_path / "model"))
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(SettingError, match=r"cannot be loaded: SafetensorError: "):
-        _encoder(str(tmp_path / "model"))
-
-
-def test_passages_that_the_model_cuts_are_counted(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    place = tmp_path / "model"
-    BertModel(BertConfig(vocab_size=4, max_position_embeddings=9, **TINY)).save_pretrained(place)
-    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
-    tokenizer.save_pretrained(place)
-    passages = [Passage(str(number), "a " * number) for number in range(1, 13)]
-    said: list[str] = []
-    dense_index(tmp_path / "index", str(place), passages, say=said.append)
-    about, cut = said
-    assert about.startswith(f"{place}: vectors of 8 numbers, mean pooling, at most 9 tokens; prefixes '' (queries)")
-    assert cut.startswith("of the first 12 passages, 3 are longer than the model's 9 tokens, and their ends are not in")
-
-
 def test_vectors_of_a_killed_build_are_kept(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_CHUNK", 4)
     passages = [Passage(str(number), f"t\n{WORDS[number % len(WORDS)]} {number}") for number in range(11)]
@@ -202,22 +167,3 @@ def test_a_dense_index_is_built_by_the_command(tmp_path: Path, model: str, capsy
     assert "no-model cannot be loaded: " in capsys.readouterr().err
     assert main([*build, str(tmp_path / "x"), "--query-prefix", "q"]) == 2
     assert "--query-prefix: only the model of --dense uses it; fix: add --dense MODEL" in capsys.readouterr().err
-
-
-def test_an_index_finds_its_models_folder_from_anywhere(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(model).parent)
-    dense_index(tmp_path / "index", Path(model).name)
-    monkeypatch.chdir(tmp_path)
-    assert len(open_index(tmp_path / "index", "dense").search("drama", 2)) == 2
-
-
-@pytest.mark.parametrize("file", ["model.json", "vectors.usearch"])
-def test_damaged_vectors_are_told(tmp_path: Path, index: Path, file: str) -> None:
-    damaged = shutil.copytree(index, tmp_path / "index") / "dense" / file
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    for _ in range(2):
-        with pytest.raises(SettingError, match=r"the vectors in .* are damaged: .*; fix: remove the index, and build"):
-            open_index(tmp_path / "index")
-        damaged.unlink(missing_ok=True)

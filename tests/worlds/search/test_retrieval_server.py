@@ -64,16 +64,6 @@ def test_a_client_written_against_search_r1_reads_our_answers(retrieval: tuple[s
     assert told[2] == ""
 
 
-def test_fields_may_lack_as_there(retrieval: tuple[str, Any]) -> None:
-    address, _ = retrieval
-    bare = {"id": "h", "contents": PLAYS[0].contents}
-    for more in ({}, {"topk": None}, {"topk": 0}, {"topk": 3, "user": "x"}):
-        assert _post(address, {"queries": ["hamlet"], **more}) == (200, {"result": [[bare]]})
-    assert _post(address, {"queries": ["tragedy"] * 2, "topk": 1})[1]["result"][1:] != [[]]
-    assert len(_post(address, {"queries": ["tragedy"]})[1]["result"][0]) == 3  # the server's default
-    assert _post(address, {"queries": []}) == (200, {"result": []})
-
-
 def test_bad_requests_are_refused_and_hostile_queries_are_not(retrieval: tuple[str, Any]) -> None:
     address, _ = retrieval
     for body, field in ((b"{", None), ({}, "queries"), ({"queries": "hamlet"}, "queries")):

@@ -83,10 +83,10 @@ INSTRUCTIONS = {
 }
 
 
-def write_published_files(folder: Path, suffix: str = "") -> Path:
-    """Write the three files into `folder`, with `suffix` as the small set has it (`_1000`); return the folder."""
+def write_published_files(folder: Path) -> Path:
+    """Write the three files into `folder`; return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {f"items_shuffle{suffix}": ITEMS, f"items_ins_v2{suffix}": ATTRIBUTES, "items_human_ins": INSTRUCTIONS}
+    contents = {"items_shuffle": ITEMS, "items_ins_v2": ATTRIBUTES, "items_human_ins": INSTRUCTIONS}
     for name, content in contents.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
