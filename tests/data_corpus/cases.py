@@ -452,14 +452,18 @@ REPORTS = [
         talk(call("add", {})),
         notices=("calls have parsed, which models do not get",),
     ),
+]
+
+DEEP = [
     chat(
         "content of 700 levels",
         [USER | {"content": [_nested(700)]}],
         r"row 1 .*: its messages or tools have too many levels",
-    ),
+    )
 ]
+"""Cases that a fuzzer, which recurses, does not try."""
 
-CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS]
+CASES = [*FILES, *QUESTIONS, *NULLS, *CALLS, *TOOLS, *MESSAGES, *LAYOUTS, *REPORTS, *DEEP]
 
 _BRIEF = {"role": "system", "content": "Be brief."}
 _GO, _RESULT, _DONE = (

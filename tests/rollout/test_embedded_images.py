@@ -21,6 +21,7 @@ from agentfactory.rollout.inference.embedded import engine as engine_module
 from agentfactory.rollout.inference.embedded.adapters import AdapterError
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.image_encoder import ImageCache, ImageEncoder, load_encoder
+from agentfactory.rollout.inference.embedded.packed_linear import quantize
 from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request, UnsupportedModel
 from agentfactory.tools.images.lru_cache import ByteCache
 from tests.engine_runs import finish, make_adapter
@@ -167,6 +168,43 @@ def test_equal_ids_with_different_images_share_nothing_but_what_precedes_them(mo
     assert engine.computed_tokens == before
 
 
+def test_a_sampled_image_token_is_no_image(model: Path) -> None:
+    """Next to a prompt with an image, and in a recomputed chunk of its own prompt's cache."""
+    engine, network, pad = started(model)
+    vision = encoder_of(engine).images.vision
+    [held] = hold(engine, picture(1))
+    forced = make_request(engine, [*text(1), pad, *text(2)], [held], max_tokens=9, logit_bias={pad: 100.0})
+    forced.candidates = [40, 50]
+    engine.add(forced)
+    for _ in range(4):
+        engine.step()
+    assert forced.tokens == [pad] * 4
+    engine.reset_prefix_cache(reset_running_requests=True)
+    other = make_request(engine, [*text(3), pad], hold(engine, picture(2)))
+    finish(engine, other)
+    check(network, engine, other)
+    assert forced.tokens == [pad] * 9
+    # the network would treat a sampled image token as an image, so the reference is computed from embeddings
+    assert forced.images is not None
+    ids = torch.tensor([[*forced.token_ids, *forced.tokens]])
+    embedded = network.get_input_embeddings()(ids)
+    seen = encoder_of(engine).pixels(forced.images.held)
+    image = features.compute_features(network, seen, [held.tokens for held in forced.images.held])[0]
+    places = torch.zeros_like(ids, dtype=torch.bool)
+    places[0, : len(forced.prompt)] = torch.from_numpy(forced.prompt < 0)
+    embedded[places] = image.tokens
+    positions = vision.positions(ids.shape[1], forced.images.spans)
+    deep = {"visual_pos_masks": places, "deepstack_visual_embeds": list(image.deep)} if image.deep else {}
+    with torch.no_grad():
+        states = network.model.language_model(
+            inputs_embeds=embedded, position_ids=torch.from_numpy(positions)[:, None], **deep
+        )[0]
+        logits = network.lm_head(states)[0, len(forced.prompt) - 1 : -1]
+    logits[:, pad] += 100.0
+    wanted = torch.log_softmax(logits, -1)[:, [40, 50]]
+    torch.testing.assert_close(torch.tensor(forced.candidate_logprobs), wanted, atol=1e-4, rtol=0)
+
+
 def count_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the number of images of each run of the tower."""
     counts: list[int] = []
@@ -193,6 +231,24 @@ def test_an_image_is_computed_once_until_it_is_forgotten(model: Path, monkeypatc
     engine.reset_encoder_cache()
     finish(engine, make_request(engine, [*text(90), pad, 5], [b]))
     assert counts == [2, 1]
+
+
+def test_caches_are_bounded_and_what_they_dropped_is_computed_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, network, pad = started(model)
+    encoder, counts = encoder_of(engine), count_images(monkeypatch)
+    encoder._features = ByteCache(limit=40_000)
+    images = hold(engine, *map(picture, range(12)))
+    for number, image in enumerate(images):
+        finish(engine, make_request(engine, [*text(number), pad, 5], [image]))
+    assert 1 < len(encoder._features) < 12
+    assert encoder._features.nbytes <= 40_000
+    engine.reset_prefix_cache()
+    again = [make_request(engine, [*text(20), pad, 5], [images[number]]) for number in (0, 11)]
+    finish(engine, *again)
+    check(network, engine, *again)
+    assert sum(counts) == 13  # the first was dropped
 
 
 def image_cache(model: Path, **options: Any) -> ImageCache:
@@ -233,7 +289,9 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     picture(0).save(stored)
     image = {"type": "image_url", "url": "data:image/png;base64,AAAA"}
     cases: list[tuple[Any, str]] = [
+        ("x", r"content_parts\[0\]: only"),
         ({**image, "type": "video_url"}, "only"),
+        ({**image, "uuid": 5}, "uuid: 5 is not"),
         ({**image, "url": None}, "Cache miss for image at index 0"),
         *(({**image, "url": url}, "must be a data: URL") for url in ("https://example.org/a.png", str(stored))),
         ({**image, "url": "data:image/png;base64,!"}, "is not base64"),
@@ -242,6 +300,8 @@ async def test_parts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     for content_part, problem in cases:
         with pytest.raises(ValueError, match=problem):
             await images.receive([content_part])
+    with pytest.raises(ValueError, match="must be a list"):
+        await images.receive("x")
     with pytest.raises(ValueError, match="at most 200 times the other"):
         await images.receive([part(Image.new("RGB", (1, 300)))])
     pad = images.vision.image_token_id
@@ -294,6 +354,14 @@ def test_adapters_on_language_layers_and_none_on_the_tower(model: Path, tmp_path
         engine.adapters.load("tower", str(tmp_path / "tower"))
 
 
+def test_rounding_leaves_the_tower_as_it_is(model: Path) -> None:
+    plain, rounded = load(model).state_dict(), load(model)
+    quantize(rounded, "int8")
+    changed = {name for name, weight in rounded.state_dict().items() if not torch.equal(weight, plain[name])}
+    linear = {name for name, weight in plain.items() if name.endswith("_proj.weight") and weight.ndim > 1}
+    assert changed == {name for name in linear if "language_model" in name}
+
+
 def test_the_proof_at_start_sees_wrong_positions(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flat(self: Any, length: int, spans: Any) -> np.ndarray:
         return np.repeat(np.arange(length)[None], 3, 0)
@@ -301,3 +369,8 @@ def test_the_proof_at_start_sees_wrong_positions(model: Path, monkeypatch: pytes
     monkeypatch.setattr("agentfactory.rollout.images.image_tokens.PatchVision.positions", flat)
     with pytest.raises(UnsupportedModel, match="after an image differ by"):
         make_engine(model)
+
+
+def test_a_cache_without_room_for_an_image_is_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="too small for an image"):
+        make_engine(model, max_model_len=24)

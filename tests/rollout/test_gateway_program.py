@@ -1,5 +1,6 @@
 """Programs as agents: each chain has its own process and folder, and both are cleaned up."""
 
+import asyncio
 import os
 import re
 import socket
@@ -15,11 +16,16 @@ import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.sandbox_limits import SandboxKind
+from agentfactory.rollout.chains.chain_runner import begin
+from agentfactory.rollout.chains.episode import Episode
+from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import AgentConfig
+from agentfactory.rollout.gateway.gateway_runner import GatewayRunner
 from agentfactory.rollout.gateway.program_agent import ProgramAgent
 from agentfactory.rollout.trajectory import Outcome, Trajectory
 from tests.sandboxed_python import sandboxed_python
 from tests.scripted_chains import scripted_chains
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -61,8 +67,11 @@ script = "import os, time; os.setsid(); os.fork() and os._exit(0); print(os.getp
 pid = subprocess.run([sys.executable, "-c", script, sys.argv[2]], stdout=open("pid", "w"))
 while not open("pid").read().strip():
     time.sleep(0.01)
+print(open("pid").read().strip(), flush=True)
 if sys.argv[1] == "wait":
     time.sleep(600)
+sys.stderr.write("Traceback\\nRuntimeError: no plan\\n")
+sys.exit(3 if sys.argv[1] == "fail" else 0)
 """
 
 
@@ -117,15 +126,35 @@ async def test_a_program_on_the_openai_sdk_works_in_a_folder_of_its_own(
 
 
 @pytest.mark.parametrize("kind", SandboxKind)
-@pytest.mark.parametrize("way", ["end", "wait"])
+@pytest.mark.parametrize("way", ["end", pytest.param("fail", marks=pytest.mark.extended), "wait"])
 async def test_no_process_is_left(tmp_path: Path, way: str, kind: str) -> None:
     keep = {"keep_workspaces": str(tmp_path / "kept")}
     mark = f"left-{os.getpid()}-{way}-{kind}"
     trajectory = await play(tmp_path, DAEMON, [], way, mark, kind=kind, program=keep, rollout={"timeout_seconds": 5.0})
-    assert (tmp_path / "kept" / "c0" / "pid").read_text()
+    pid = int((tmp_path / "kept" / "c0" / "pid").read_text())
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
     # it requests no turn
-    assert trajectory.outcome is {"end": Outcome.AGENT_ERROR, "wait": Outcome.TIMEOUT}[way]
+    expected = {"end": Outcome.AGENT_ERROR, "fail": Outcome.AGENT_ERROR, "wait": Outcome.TIMEOUT}
+    assert trajectory.outcome is expected[way]
+    if way == "fail":
+        assert (trajectory.error or "").endswith(" ended with exit status 3: RuntimeError: no plan")
+        assert trajectory.result == str(pid)
+
+
+async def test_the_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    from agentfactory.base.processes import end_with_parent as keeper
+
+    (tmp_path / "agent.py").write_text(DAEMON)
+    command = [sys.executable, "-I", "-S", keeper.__file__, sys.executable, str(tmp_path / "agent.py"), "wait", "mark"]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=tmp_path, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    pid = int(await process.stdout.readline())
+    process.stdin.close()
+    assert await process.wait() in (128 + 9, 128 + 15)
+    wait_for(lambda: not psutil.pid_exists(pid))
 
 
 REACHING = """
@@ -177,13 +206,102 @@ async def test_it_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
         assert str(server.getsockname()[1]) in (without.result or ""), "or the test would prove nothing"
 
 
+async def test_a_limit_ends_it_and_types_the_chain(tmp_path: Path) -> None:
+    mark = f"limit-{os.getpid()}"
+    script = "x = bytearray(900 << 20); import time; time.sleep(60)"
+    trajectory = await play(tmp_path, script, [], mark, program={"memory_mb": 300})
+    assert trajectory.outcome is Outcome.AGENT_ERROR
+    assert "more than 300 MiB of memory" in (trajectory.error or "")
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
+
+
+FLOOD = """
+import os, select, socket
+from urllib.parse import urlsplit
+from openai import OpenAI
+
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+connections = [socket.create_connection((url.hostname, url.port)) for _ in range(400)]
+closed = set()
+while select.select(connections, [], [], 2)[0]:
+    closed |= {one for one in connections if select.select([one], [], [], 0)[0]}
+    connections = [one for one in connections if one not in closed]
+print(len(connections), "open", len(closed), "closed")
+for one in connections:
+    one.close()
+messages = [{"role": "user", "content": "go"}]
+print(OpenAI().chat.completions.create(model="m", messages=messages).choices[0].message.content)
+"""
+
+
+@pytest.mark.extended
+async def test_a_program_cannot_take_all_open_files_of_the_worker(tmp_path: Path) -> None:
+    trajectory = await play(tmp_path, FLOOD, ["tea"])
+    assert (trajectory.error, trajectory.result) == (None, "256 open 144 closed\ntea")
+
+
+FOREIGN = """
+import os, sys
+import openai
+
+messages = [{"role": "user", "content": "go"}]
+for arguments in ({"api_key": sys.argv[1]}, {"api_key": os.environ["OPENAI_API_KEY"]}):
+    for ask in (lambda c: c.chat.completions.create(model="m", messages=messages), lambda c: c.models.list()):
+        try:
+            ask(openai.OpenAI(max_retries=0, **arguments))
+            print("answered", end=" ")
+        except openai.AuthenticationError:
+            print("refused", end=" ")
+"""
+
+
+async def test_the_key_of_another_chain_gives_nothing_in_a_sandbox(tmp_path: Path) -> None:
+    """Even a key that the program has obtained; here the row contains it."""
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "agent.py").write_text(FOREIGN)
+    given = sandboxed_python(openai, "agent.py", "${task.key}")
+    given["options"]["workspace"] = str(tmp_path / "template")
+    agent = ProgramAgent(AgentConfig(**given), tmp_path)
+    async with scripted_chains(tmp_path, ["tea", "other"], agent=agent, source=REWARD) as chains:
+        assert isinstance(chains.runner, GatewayRunner)
+        sampling = Sampling("policy", 1.0, seed="s")
+        other = chains.runner.player(Episode(chains.runner.setup, begin("other"), {"question": "go"}, sampling))
+        with chains.runner.gateway.serving(other) as endpoint:
+            trajectory = await chains.run(key=endpoint.key)
+            assert trajectory.result == "refused refused answered answered"
+            assert len(chains.server.requests) == 1
+            async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+                assert [model.id async for model in client.models.list()] == ["policy"], "it was good outside"
+
+
+async def test_fields_that_are_not_text_are_written_as_json(tmp_path: Path) -> None:
+    wanted, shelf = ["boots", "Hüte", None, True], {"row": 4}
+    code = "import os, sys; print(sys.argv[1], os.environ['SHELF'])"
+    given = {"command": [sys.executable, "-c", code, "${task.wanted}"], "options": {"env": {"SHELF": "${task.shelf}"}}}
+    given["options"]["sandbox"] = "none"
+    agent = ProgramAgent(AgentConfig(**given), tmp_path)
+    async with scripted_chains(tmp_path, [], agent=agent, source=REWARD) as chains:
+        trajectory = await chains.run(wanted=wanted, shelf=shelf)
+    assert trajectory.result == '["boots", "Hüte", null, true] {"row": 4}'
+
+
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    agent = ProgramAgent(AgentConfig(command=["no-such-agent"]), tmp_path)
+    async with scripted_chains(tmp_path, [], agent=agent) as chains:
+        trajectory = await chains.run()
+    assert trajectory.outcome is Outcome.AGENT_ERROR
+    assert "no-such-agent cannot be started: No such file or directory" in (trajectory.error or "")
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
         ({"env": {"TOKEN": "${NO_SUCH_TOKEN}"}}, r"env\.TOKEN: .*NO_SUCH_TOKEN is not set"),
+        ({"workspace": "/no/such/folder"}, r"workspace: .*not a folder"),
         ({"workspace": "desks/${task.order}"}, r"workspace: got .*; fix: give files by task"),
         ({"workspace": "desk", "disk_mb": 2}, r"disk_mb: got 2, but .*desk has 3 MiB; fix: raise it"),
         ({"keep_workspaces": "/proc/1"}, r"keep_workspaces: "),
+        ({"readable": ["/no/such/file"]}, r"readable: there is no /no/such/file"),
         ({"files": "/no/such/files"}, r"files: there is no folder .*; fix: name an existing folder"),
     ],
 )
@@ -196,6 +314,11 @@ def test_what_a_program_cannot_have_is_found_at_the_start(
         file.truncate(3 << 20)
     with pytest.raises(SettingError, match=rf"rollout\.agent\.options\.{problem}"):
         ProgramAgent(AgentConfig(command=["sh"], options=fields), tmp_path)
+
+
+def test_a_program_of_the_system_is_shown_already() -> None:
+    """/lib, a link to the system's folder, does not make / count as the folder of a separate Python."""
+    ProgramAgent(AgentConfig(command=["/bin/sh", "-c", "true"]), Path.cwd())
 
 
 READS = """
@@ -235,8 +358,10 @@ PASSES = r"data, row 2: question: empty, but rollout\.agent\.command\.1 passes i
         (["x", "${task.repository}"], [GO], r"row 1 of data has no repository, only question; fix: give"),
         (["x"], [GO, {**GO, "files": ["a.csv"]}], r"row 2: files: the row names .*; fix: set the option `files` to"),
         (["x"], [GO, {**GO, "files": {"../a": "b"}}], r"row 2: files: '\.\./a' does not name a file of the workspace"),
+        (["x"], [GO, {**GO, "files": "a.csv"}], r"row 2: files: got 'a.csv'; fix: give a mapping of name to text"),
         (["x"], [{**GO, "files": {}}, {**GO, "files": None}, GO], r'data, row 3: files: missing, .*write "files": {}'),
         (["x", "${task.question}"], [GO, {"question": " "}], PASSES),
+        (["x"], [{**GO, "files": {}}, {**GO, "files": None}], None),
         (["x"], [GO, {"question": " "}], None),
     ],
 )
@@ -251,8 +376,10 @@ def test_rows_that_a_program_cannot_use_are_refused_before_a_run(
 @pytest.mark.parametrize(
     "command",
     [
+        ["python", "agent.py"],
         ["bash", "-e", "lib/agent.sh", "x"],
         ["env", "node", "${chain}/agent.js"],
+        ["uv", "run", "a.py"],
     ],
 )
 def test_a_script_must_be_in_the_folder_of_its_chain(
@@ -275,8 +402,52 @@ def test_a_script_must_be_in_the_folder_of_its_chain(
     with pytest.raises(SettingError, match=f"{problem} for row 2 of data, which begins empty{fix}"):
         agent.check_rows(rows, "data")
     agent.check_rows(rows[:1], "data")
-    options = {"sandbox": "none", "workspace": str(tmp_path)}
-    ProgramAgent(AgentConfig(command=command, options=options), tmp_path).check_rows(rows, "data")
+    for folder, found in (("empty", False), (".", True)):
+        Path(folder).mkdir(exist_ok=True)
+        agent = ProgramAgent(
+            AgentConfig(command=command, options={"sandbox": "none", "workspace": str(tmp_path / folder)}), tmp_path
+        )
+        if found:
+            agent.check_rows(rows, "data")
+            continue
+        with pytest.raises(SettingError, match=f"{problem}, which begins as a copy of {tmp_path}/empty{fix}"):
+            agent.check_rows([{"question": "go"}], "data")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "-m", "agent", "a.py"],
+        ["sh", "-c", "touch a.py", "a.py"],
+        ["my-agent", "--edit", "a.py"],
+        ["node", "-e", "1", "a.js"],
+        ["python", "${task.script}.py"],
+    ],
+)
+def test_other_relative_paths_may_be_outputs(tmp_path: Path, command: list[str]) -> None:
+    agent = ProgramAgent(AgentConfig(command=command, options={"sandbox": "none"}), tmp_path)
+    agent.check_rows([{"question": "go", "script": "a"}], "data")
+
+
+def test_a_program_of_the_chains_folder_must_be_there_and_executable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "desk"):
+        folder.mkdir(exist_ok=True)
+        (folder / "agent.sh").write_text("#!/bin/sh\n")
+    for program in ("./agent.sh", "${chain}/agent.sh"):
+        with pytest.raises(
+            SettingError, match=r"command\.0: .*agent.sh: no such file in the chain's folder, .* empty; fix"
+        ):
+            ProgramAgent(AgentConfig(command=[program]), tmp_path)
+    config = AgentConfig(command=["./agent.sh"], options={"workspace": str(tmp_path / "desk")})
+    with pytest.raises(
+        SettingError, match=r"command\.0: \./agent\.sh is not executable; fix: chmod \+x .*desk/agent\.sh$"
+    ):
+        ProgramAgent(config, tmp_path)
+    (tmp_path / "desk" / "agent.sh").chmod(0o755)
+    ProgramAgent(config, tmp_path)
 
 
 ADDRESS = "fix: let its client take its address and key from the variables OPENAI_BASE_URL and"
@@ -287,6 +458,7 @@ ADDRESS = "fix: let its client take its address and key from the variables OPENA
     [
         ("print('I am done')", "requesting a turn of the model; its output ends with: I am done; fix: let its", True),
         ("OpenAI(base_url='http://127.0.0.1:9', max_retries=0).models.list()", "Connection error.*; it has not", True),
+        ("OpenAI(api_key='mine', max_retries=0).models.list()", "401.*; it has not requested a turn", True),
         ("raise KeyError('a')", "KeyError: 'a'$", False),
         (
             "try: OpenAI(max_retries=0).chat.completions.create(model='m', messages=[])\nexcept Exception: print('oh')",

@@ -34,16 +34,27 @@ def changed_at(weight: Tensor, *places: int) -> Tensor:
     return changed
 
 
+def test_names_function_dtype_and_shape() -> None:
+    for function in FUNCTIONS:
+        assert weight_digest(torch.ones(3, 4, dtype=torch.bfloat16), function).startswith(f"{function}:bfloat16:3x4:")
+        assert weight_digest(torch.tensor(2.0), function).startswith(f"{function}:float32::")
+    assert weight_digest(torch.ones(3)).startswith("xxh3:"), "the faster one where the weight lies"
+
+
 @FUNCTION
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize(
     "change",
     [
+        lambda w: -w,
         lambda w: w.flip(0),
+        lambda w: w.roll(1, 0),
         lambda w: w.roll(1, 1),
         lambda w: w[torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))],
         lambda w: w.T.contiguous(),
+        lambda w: torch.cat([w[: ROWS // 2], w[: ROWS // 2]]),
         lambda w: w + 1,
+        torch.zeros_like,
         lambda w: exchanged(w, 7, 8),
         lambda w: exchanged(w, 7, 7 + 2**17),
         lambda w: changed_at(w, 7),
@@ -59,6 +70,19 @@ def test_finds_changes(change: Callable[[Tensor], Tensor], dtype: torch.dtype, f
 
 
 @FUNCTION
+def test_finds_rounding(function: str) -> None:
+    weight = random_weight()
+    assert digits(weight.bfloat16().float(), function) != digits(weight, function)
+
+
+@FUNCTION
+def test_finds_every_change_of_one_number(function: str) -> None:
+    weight = torch.randn(3000, dtype=torch.float32)
+    digests = {digits(changed_at(weight, place), function) for place in range(3000)}
+    assert len(digests) == 3000
+
+
+@FUNCTION
 @pytest.mark.parametrize("size", [2**17 - 128, _TAIL // 4, _BLOCK // 4 - 1, _BLOCK // 4, 3])
 @pytest.mark.parametrize("zeros", [1, 2**13, _TAIL // 2, _BLOCK // 4])
 def test_zeros_at_the_end_change_nothing(size: int, zeros: int, function: str) -> None:
@@ -66,6 +90,12 @@ def test_zeros_at_the_end_change_nothing(size: int, zeros: int, function: str) -
     weight = torch.rand(size) + 1
     assert digits(torch.cat([weight, torch.zeros(zeros)]), function) == digits(weight, function)
     assert digits(torch.cat([torch.zeros(zeros), weight]), function) != digits(weight, function)
+
+
+@FUNCTION
+@pytest.mark.parametrize("size", [0, 1, _TAIL, _BLOCK // 4 + 1])
+def test_zeros_alone_are_as_good_as_nothing(size: int, function: str) -> None:
+    assert digits(torch.zeros(size), function) == digits(torch.zeros(1), function)
 
 
 def test_blocks_are_hashed_by_threads_as_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

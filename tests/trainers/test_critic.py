@@ -66,6 +66,26 @@ def same_gradients(given: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         assert (one - other).norm() <= TOLERANCE * other.norm() > 0, name
 
 
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_first_values_are_zero_and_each_weight_has_one_role(make_recipe: Make, lora: dict[str, Any]) -> None:
+    recipe = make_recipe(lora=lora, algorithm="ppo")
+    alone = {name for name, p in load_policy(recipe).named_parameters() if p.requires_grad}
+    model = make_actor_critic(recipe, load_policy(recipe))
+    assert torch.equal(model(Role.CRITIC, *INPUTS), torch.zeros(len(TARGETS)))
+    names: dict[Role, set[str]] = {role: set() for role in Role}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            names[role_of(name)].add(name)
+            assert parameter.dtype == torch.float32
+    assert names[Role.POLICY] == {f"policy.{name}" for name in alone}
+    # as many as the policy has (tied to the head or not, the embeddings are among them), and the scalar head
+    assert len(names[Role.CRITIC]) == len(alone) + 1
+    assert not any("lm_head" in name for name in names[Role.CRITIC])
+    assert sum(p.numel() for p in model.parameters_of(Role.CRITIC)) == 32 + sum(
+        p.numel() for p in model.parameters_of(Role.POLICY)
+    )
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters_on_one_base_equal_separate_networks(
     make_recipe: Make, model_folder: Path, tmp_path: Path, checkpointing: bool
@@ -121,6 +141,34 @@ def test_backward_pass_under_the_other_adapter_is_refused(make_recipe: Make) -> 
     with pytest.raises(RuntimeError, match="backward pass of adapter default after a forward pass of critic"):
         policy_loss(logprob).backward()
     value_loss(values).backward()
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_what_stands_between_sampled_tokens_has_no_value(make_recipe: Make, lora: dict[str, Any]) -> None:
+    model = make_model(make_recipe(lora=lora, algorithm="ppo"))
+    values = model(Role.CRITIC, *INPUTS)
+    value_loss(values).backward()
+    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    elsewhere = torch.ones(IDS.numel(), dtype=torch.bool)
+    elsewhere[TARGETS - 1] = False
+
+    def poison(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.masked_fill(elsewhere.reshape(*IDS.shape, 1), torch.nan)
+        return output
+
+    base = model.critic.backbone or model.policy
+    with base.network.base_model.register_forward_hook(poison):
+        poisoned = model(Role.CRITIC, *INPUTS)
+        value_loss(poisoned).backward()
+    assert torch.equal(poisoned, values)
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, expected[name]), name
+    # tokens after the last sampled token are not context of any target
+    changed = IDS.clone()
+    changed[0, 11], changed[1, 8:] = 63, 63
+    with torch.no_grad():
+        assert_equal(model(Role.CRITIC, changed, *INPUTS[1:]), values)
 
 
 @pytest.mark.extended

@@ -1,6 +1,7 @@
 """Credit by state (gigpo): hand-computed values, the full definition, and the criteria for the same state."""
 
 import logging
+import random
 from statistics import fmean, stdev
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
 from agentfactory.trainers.loop.same_states import turn_anchors
@@ -119,6 +122,14 @@ def test_a_chain_in_several_rows_is_credited_turn_by_turn(make_recipe: Make) -> 
     assert [value for row in credited(recipe, split, whole[1])[0] for value in row] == flat == [1.0] * 4 + [-1.0] * 4
 
 
+def test_a_masked_chain_counts_and_is_not_trained(make_recipe: Make) -> None:
+    recipe = make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none", "gamma": 1.0}})
+    recipe.rollout.on_outcome = {Outcome.MAX_TURNS: OutcomePolicy.MASK}
+    chains = [played(1.0, ["a"]), played(0.0, ["a"], outcome=Outcome.MAX_TURNS)]
+    # half from the chains, half from the turns
+    assert credited(recipe, *chains) == ([[1.0]], {"step_groups/turns": 1.0, "step_groups/size": 2.0})
+
+
 def test_chains_without_anchors_get_the_chains_part(make_recipe: Make, caplog: pytest.LogCaptureFixture) -> None:
     recipe = make_recipe(algorithm="gigpo", advantage={"options": {"scale": "none"}})
     mixed = [played(1.0, ["a"]), played(0.0, [None])]
@@ -159,3 +170,37 @@ def test_a_complaint_is_no_state() -> None:
     _, before, after, nothing = turn_anchors(chain, "observation")
     assert before == after
     assert nothing is None
+
+
+def test_messages_of_the_task_are_no_turns() -> None:
+    chain = said(("user", "2 + 2?"), ("assistant", "4"), ("user", "3 + 3?"), ("assistant", "6"))
+    chain.turns = 1
+    (anchor,) = turn_anchors(chain, "observation")
+    assert anchor is not None
+    assert len(turn_anchors(Trajectory("c", [], [], Outcome.TIMEOUT), "observation")) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, None),
+        ("kitchen", "kitchen"),
+        ((1, 2), "[1, 2]"),
+        ({"b": 1, "a": [True, None]}, '{"a": [true, null], "b": 1}'),
+        ("\ud800", "?"),
+    ],
+)
+def test_anchors_as_text(value: Any, text: str | None) -> None:
+    assert anchor_text(value) == text
+    assert anchor_text(anchor_text(value)) == text
+
+
+def test_long_anchors_become_digests_and_sets_are_refused() -> None:
+    rng = random.Random(0)
+    pages = ["".join(rng.choices("ab", k=200)) for _ in range(100)]
+    digests = {anchor_text(page) for page in pages}
+    assert len(digests) == 100
+    assert {len(digest or "") for digest in digests} == {32}
+    assert anchor_text(anchor_text(pages[0])) == anchor_text(pages[0])
+    with pytest.raises(TypeError, match="JSON cannot hold a set"):
+        anchor_text({"a", "b"})

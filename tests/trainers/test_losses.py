@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from agentfactory.trainers.config import LossConfig, MismatchConfig
-from agentfactory.trainers.update.losses import PolicyLoss, behaviour_kl, kl, token_weights, value_loss
+from agentfactory.trainers.update.losses import (
+    PolicyLoss,
+    behaviour_kl,
+    kl,
+    negative_log_likelihood,
+    token_weights,
+    value_loss,
+)
 from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
 
 pytestmark = pytest.mark.numbers
@@ -77,6 +84,37 @@ def test_sequence_ratio_by_hand() -> None:
     assert not clipped.any()
 
 
+POLICIES: list[dict[str, Any]] = [
+    {"policy": "clip"},
+    {"policy": "clip", "options": {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.5}},
+    {"policy": "gspo", "options": {"clip_low": 0.05, "clip_high": 0.1}},
+    {"policy": "cispo", "options": {"clip_high": 0.2}},
+    {"policy": "sapo"},
+    {"policy": "reinforce"},
+]
+
+
+@pytest.mark.parametrize("settings", [s for s in POLICIES if s["policy"] != "cispo"])
+def test_gradients_are_those_of_the_values(settings: dict[str, Any]) -> None:
+    """float64 finite differences of the sum over tokens, off policy, with one advantage per sequence (for gspo, whose
+    gradient flows through each token separately)."""
+    torch.manual_seed(0)
+    sequence = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
+    proximal = -3 * torch.rand(8, dtype=torch.float64)
+    advantage = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)[sequence]
+    logprob = (proximal + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
+    config = LossConfig(**settings)
+    terms, clipped = PolicyLoss(config)(logprob=logprob, proximal=proximal, advantage=advantage, sequence=sequence)
+    assert clipped.any() == (settings["policy"] in ("clip", "gspo"))
+    assert torch.autograd.gradcheck(
+        lambda x: PolicyLoss(config)(logprob=x, proximal=proximal, advantage=advantage, sequence=sequence)[0].sum(),
+        logprob,
+    )
+    # clipped terms have no gradient
+    (gradient,) = torch.autograd.grad(terms.sum(), logprob)
+    assert torch.equal(gradient == 0, clipped)
+
+
 def mismatch(correction: str, **bounds: float) -> MismatchConfig:
     """Return the correction with the bounds that it supports."""
     kind = MismatchConfig.options_type(correction)
@@ -119,6 +157,17 @@ def test_a_mismatch_beyond_all_bounds_stays_finite() -> None:
         assert mismatch_weights(config, log_ratio, torch.arange(4))[0].tolist() == weights
 
 
+@pytest.mark.parametrize(
+    "correction", ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
+)
+def test_only_limited_tokens_count_as_corrected(correction: Any) -> None:
+    """Ratios of 1 are within bounds that end at 1; ratios of 8 and 1/8 are not within [0.5, 1]."""
+    config, rows = mismatch(correction, low=0.5, high=1.0), torch.arange(3)
+    assert not mismatch_weights(config, torch.zeros(3, dtype=torch.float64), rows)[1].any()
+    limited = mismatch_weights(config, double(8, 1, 0.125).log(), rows)[1].tolist()
+    assert limited == ([False] * 3 if correction == "none" else [True, False, correction.endswith("mask")])
+
+
 def test_distances_by_hand() -> None:
     # the policy gives the token twice, and half, the probability of the reference
     logprob, reference = double(0, 0), double(2, 0.5).log().neg()
@@ -157,6 +206,26 @@ def test_value_loss_by_hand() -> None:
     terms, clipped = value_loss(value, old, target, None)
     assert terms.tolist() == pytest.approx([1 / 2, 1.8**2 / 2, 3**2 / 2, 1 / 2])
     assert not clipped.any()
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_value_gradients(clip: float | None) -> None:
+    torch.manual_seed(0)
+    old, target = torch.randn(2, 20, dtype=torch.float64)
+    value = (old + 0.4 * torch.randn(20, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, old, target, clip)[0], value)
+    terms, clipped = value_loss(value, old, target, clip)
+    (gradient,) = torch.autograd.grad(terms.sum(), value)
+    assert torch.equal(gradient == 0, clipped)
+    # at the start of an update nothing is clipped, and the gradient is the whole error
+    start = old.clone().requires_grad_()
+    terms, clipped = value_loss(start, old, target, clip)
+    terms.sum().backward()
+    torch.testing.assert_close(start.grad, old - target)
+    assert not clipped.any()
+    # nor are differences by rounding within the bound
+    before, after, target = 0.09 * torch.rand(1000), -0.09 * torch.rand(1000), 0.1 * torch.randn(1000)
+    assert not value_loss(after, before, target, clip)[1].any()
 
 
 def test_token_weights_by_hand() -> None:
@@ -198,8 +267,9 @@ def test_the_distance_to_the_behaviour_by_hand_and_by_autograd() -> None:
     assert gradient[-1] == 0
 
 
-def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree() -> None:
-    extremes = torch.tensor([0.0, -1e-9, -1e-7, -1e-3, -1.0, -30.0, -9999.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree(dtype: torch.dtype) -> None:
+    extremes = torch.tensor([0.0, -1e-9, -1e-7, -1e-3, -1.0, -30.0, -9999.0], dtype=dtype)
     policy, behaviour = (values.flatten().clone() for values in torch.meshgrid(extremes, extremes, indexing="ij"))
     policy.requires_grad_()
     distance = behaviour_kl(policy, behaviour)
@@ -211,5 +281,11 @@ def test_the_distance_to_the_behaviour_is_finite_and_nothing_where_the_two_agree
     assert (distance[same] == 0).all()
     assert (gradient[same] == 0).all()
     # float32 log-probabilities of almost certain tokens differ by this much between kernels
-    noise = behaviour_kl(torch.tensor([-1e-7, -4e-5]), torch.tensor([-3e-7, -4.1e-5]))
+    noise = behaviour_kl(torch.tensor([-1e-7, -4e-5], dtype=dtype), torch.tensor([-3e-7, -4.1e-5], dtype=dtype))
     assert noise.abs().max() < 1e-6
+
+
+def test_negative_log_likelihood() -> None:
+    logprob = double(-1, -2).requires_grad_()
+    assert negative_log_likelihood(logprob).tolist() == [1, 2]
+    assert torch.autograd.gradcheck(negative_log_likelihood, logprob)

@@ -8,11 +8,26 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from agentfactory.trainers.config import TrainConfig
 from agentfactory.trainers.networks import policy as policy_module
-from agentfactory.trainers.networks.attention import BY_RUNS, attention_by_runs
+from agentfactory.trainers.networks.attention import BY_RUNS, attention_by_runs, use_ours
 from agentfactory.trainers.networks.backbone import resolve_batching
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from tests.trainers.conftest import Make
@@ -41,6 +56,17 @@ def test_equals_plain_transformers(make_recipe: Make, model_folder: Path, temper
     policy = in_float64(load_policy(make_recipe()))
     network = in_float64(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
     assert_equal(score(policy, temperature), reference(network, temperature))
+
+
+def test_chunks_change_nothing(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, chunked = (in_float64(load_policy(make_recipe())) for _ in range(2))
+    expected = score(whole)
+    monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 130)  # two positions of a vocabulary of 64
+    given = score(chunked)
+    assert_equal(given, expected)
+    expected[0].sum().backward()
+    given[0].sum().backward()
+    assert_equal([weight.grad for weight in chunked.parameters()], [weight.grad for weight in whole.parameters()])
 
 
 def test_bfloat16_keeps_weights_and_scores_in_float32(make_recipe: Make) -> None:
@@ -73,6 +99,21 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     assert not torch.allclose(score(policy)[0], score(in_float64(load_policy(make_recipe())))[0], atol=1e-3)
 
 
+def test_only_the_adapters_dropout_follows_training(make_recipe: Make) -> None:
+    policy = load_policy(make_recipe(lora={"rank": 2, "dropout": 0.5}, algorithm="sft"))
+    training = {name for name, module in policy.named_modules() if module.training and name}
+    assert training
+    assert all("lora_dropout" in name for name in training)
+
+
+def test_seed_decides_the_adapter(make_recipe: Make) -> None:
+    recipe = make_recipe(lora={"rank": 2})
+    first, again, other = (load_policy(recipe.model_copy(update={"seed": seed})).gather() for seed in (1, 1, 2))
+    name = next(name for name in first if "lora_A" in name)
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+
+
 def test_refusals_name_the_field(make_recipe: Make, tmp_path: Path) -> None:
     half = make_recipe()
     half.model.dtype = "float16"
@@ -83,6 +124,14 @@ def test_refusals_name_the_field(make_recipe: Make, tmp_path: Path) -> None:
     recipe = make_recipe()
     recipe.model.path = str(tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"model.path: .* LoRA adapter"):
+        load_policy(recipe)
+    scaled = GraniteConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, logits_scaling=4.0, initializer_range=0.5,
+    )  # fmt: skip
+    GraniteForCausalLM(scaled).save_pretrained(tmp_path / "granite")
+    recipe.model.path = str(tmp_path / "granite")
+    with pytest.raises(ValueError, match=r"model.path: GraniteForCausalLM changes its logits"):
         load_policy(recipe)
 
 
@@ -106,16 +155,67 @@ def tree() -> tuple[Tensor, Tensor, Tensor]:
     return IDS[1:], positions, torch.tensor([[12] * 5 + [9] * 4 + [12] * 3])
 
 
-def test_attention_sees_a_token_s_own_rows(make_recipe: Make) -> None:
-    policy = in_float64(load_policy(make_recipe()))
+@pytest.mark.processes
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("flex_attention", marks=pytest.mark.long)])
+def test_every_attention_sees_a_token_s_own_rows(make_recipe: Make, attention: str) -> None:
+    """flex_attention has no backward pass on a CPU, and no float64: its forward pass is called like the policy's
+    own."""
+    policy = load_policy(make_recipe())
+    same = partial(torch.testing.assert_close, atol=1e-4, rtol=0)
+    if attention == "sdpa":
+        policy, same = in_float64(policy), assert_equal
+    else:
+        policy.network.set_attn_implementation(attention)
+        use_ours(policy.network)
     ids, positions, ends = tree()
     first, second = ids[:, :9], torch.cat([ids[:, :5], ids[:, 9:]], 1)
     with torch.no_grad():
         hidden = policy.hidden(ids, positions, ends)
         network = AutoModelForCausalLM.from_pretrained(policy.network.config._name_or_path, dtype=torch.float32)
         alone = network.model.to(policy.dtype)
-        assert_equal(hidden[:, :9], alone(first).last_hidden_state)
-        assert_equal(hidden[:, 9:], alone(second).last_hidden_state[:, 5:])
+        same(hidden[:, :9], alone(first).last_hidden_state)
+        same(hidden[:, 9:], alone(second).last_hidden_state[:, 5:])
+
+
+def test_flash_attention_finds_packed_rows_by_their_positions(make_recipe: Make) -> None:
+    """sdpa under another name, since the kernels need a GPU: it finds sequences by their positions as well."""
+    AttentionInterface.register("flash_attention_by_sdpa", sdpa_attention_forward)
+    AttentionMaskInterface.register("flash_attention_by_sdpa", sdpa_mask)
+    policy = in_float64(load_policy(make_recipe()))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]])
+    ends = torch.tensor([[6] * 6 + [11] * 5 + [12]])
+    with torch.no_grad():
+        expected = policy.hidden(IDS[:1], positions, ends)
+        # its public method makes transformers look for the kernels
+        policy.network.config._attn_implementation = "flash_attention_by_sdpa"
+        assert_equal(policy.hidden(IDS[:1], positions, ends), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "batching"),
+    [
+        (Qwen3Config, "tree"),
+        (LlamaConfig, "tree"),
+        (GPT2Config, "tree"),
+        (MistralConfig, "padded"),  # a sliding window
+        (Gemma3TextConfig, "padded"),  # one in most layers
+        (BloomConfig, "padded"),  # distances instead of positions
+        (MambaConfig, "padded"),  # a state instead of attention
+    ],
+)
+def test_rows_share_lines_where_that_is_exact(config: Any, batching: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    network = AutoModelForCausalLM.from_config(config(vocab_size=64, **sizes))
+    assert resolve_batching(network, TrainConfig(steps=1)) == batching
+    for asked in ("tree", "packed"):
+        train = TrainConfig(steps=1, batching=asked)
+        if batching == "tree":
+            assert resolve_batching(network, train) == asked
+        else:
+            with pytest.raises(ValueError, match=rf"train.batching: {asked} would be wrong: {type(network).__name__} "):
+                resolve_batching(network, train)
+    assert resolve_batching(network, TrainConfig(steps=1, batching="padded")) == "padded"
 
 
 def test_a_network_that_ignores_who_sees_whom_is_found_out(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +286,7 @@ MISSING = r"model\.lora\.target_modules: got .*, but 'qproj' fits no module of t
         ("train.liger: true needs a CUDA GPU, and this process trains on the CPU", {"liger": True}),
         # peft ignores such a name in a list
         (MISSING, {"lora": {"rank": 3, "target_modules": ["q_proj", "qproj"]}}),
+        (MISSING, {"lora": {"rank": 3, "target_modules": "qproj"}}),
         # also in a recipe that is built in Python
         (r"model\.lora\.dropout: got 0\.5: .*use 0; only train\.algorithm=sft", {"lora": {"rank": 2, "dropout": 0.5}}),
     ],

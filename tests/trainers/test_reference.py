@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from agentfactory.trainers.config import TrainRecipe
+from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.frozen_policy import FrozenPolicy, make_reference
 from agentfactory.trainers.networks.policy import load_policy
@@ -63,3 +64,36 @@ def test_reference_leaves_both_adapters_as_they_were(make_recipe: Make) -> None:
         assert [parameter.requires_grad for parameter in model.parameters()] == trained
         again = model(role, *INPUTS)
         assert torch.equal(again[0] if role == Role.POLICY else again, scores)
+
+
+def test_full_reference_has_the_models_dtype_and_is_not_trained(make_recipe: Make, model_folder: Path) -> None:
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
+    model, reference = make_model(recipe)
+    frozen: Any = reference._frozen
+    assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    # rotary angles have full precision
+    assert {buffer.dtype for buffer in frozen.buffers()} == {torch.float32}
+    scores = reference.logprobs(model, *INPUTS)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected(model_folder, 1.0).float(), atol=0.3, rtol=0.1)
+
+
+def test_reference_scores_as_the_policy_does(
+    make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    capped = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, final_logit_softcapping=2.0, initializer_range=0.5,
+    )  # fmt: skip
+    Gemma2ForCausalLM(capped).save_pretrained(tmp_path)
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path)})})
+    model, reference = make_model(recipe)
+    whole = reference.logprobs(model, *INPUTS)
+    # only eager attention applies the soft cap on scores; its softmax is computed in float32
+    torch.testing.assert_close(whole, expected(tmp_path, 1.0, "eager"), atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 130)  # two positions of a vocabulary of 64
+    assert_equal(reference.logprobs(model, *INPUTS), whole)

@@ -15,9 +15,12 @@ from agentfactory.launching.merging import merge_adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import Request
 from agentfactory.trainers.batches.batch import training_row
-from agentfactory.trainers.networks.lora import rows_of
+from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
+from agentfactory.trainers.networks.frozen_policy import make_reference
+from agentfactory.trainers.networks.lora import adapters_off, rows_of
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.token_rows import TokenNeeds, find_alike
+from agentfactory.trainers.sync.canary import canary_rows, with_tokens
 from agentfactory.trainers.sync.server_control import SyncError
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.learner_state import load_state
@@ -81,6 +84,12 @@ def test_a_run_with_an_adapter_is_refused_with_tokens_figures_and_ways_out(
     assert f"the network cannot tell {OPEN}" in notice.text
 
 
+def test_another_format_needs_no_dead_token(dead: Path) -> None:
+    needs = make_needs("json")
+    assert needs.tokens.written.keys() == {"<|im_end|>"}
+    assert load_policy(recipe_of(dead), needs=needs).trained_tokens == []
+
+
 def test_trained_rows_are_not_found(model_folder: Path, needs: TokenNeeds) -> None:
     torch.manual_seed(0)
     rows = torch.randn(600, 64)
@@ -91,6 +100,16 @@ def test_trained_rows_are_not_found(model_folder: Path, needs: TokenNeeds) -> No
     assert find_alike("head", rows, [5]) == {}, "two similar rows are told apart"
     rows[100:140] = rows[9] + 0.01 * torch.randn(40, 64)
     assert find_alike("head", rows, [9])[9].others == 41, "quantised rows are never quite equal"
+
+
+def test_a_dead_token_that_ends_turns_asks_for_another_template(tmp_path: Path, needs: TokenNeeds, dead: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(dead)
+    with torch.no_grad():
+        for table in (network.get_input_embeddings(), network.get_output_embeddings()):
+            table.weight[needs.tokens.ends] = table.weight[511].clone()
+    network.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot tell .*<\|im_end\|>.*or set model\.chat_template to one with tokens"):
+        load_policy(recipe_of(tmp_path, None), needs=needs)
 
 
 def test_initial_rows_are_told_apart(dead: Path, needs: TokenNeeds) -> None:
@@ -124,6 +143,31 @@ def test_rows_are_computed_as_by_peft(dead: Path, needs: TokenNeeds) -> None:
     assert_equal(ours, results())
     rows = [name for name, weight in policy.named_parameters() if weight.requires_grad and "token_adapter" in name]
     assert len(rows) == (1 if policy.network.config.tie_word_embeddings else 2)
+
+
+def test_the_reference_has_the_rows_off(dead: Path, needs: TokenNeeds) -> None:
+    policy, ids = trained(dead, needs), ids_with(needs)
+    base = AutoModelForCausalLM.from_pretrained(dead)
+    with adapters_off(policy.model):
+        torch.testing.assert_close(score(policy, ids), logprobs(base, ids))
+    assert not torch.allclose(score(policy, ids), logprobs(base, ids), atol=0.1)
+
+
+def test_a_critic_has_rows_of_its_own(dead: Path, needs: TokenNeeds) -> None:
+    recipe = recipe_of(dead, advantage={"estimator": "gae"})
+    policy = load_policy(recipe, needs=needs)
+    both: ActorCritic = make_actor_critic(recipe, policy)
+    for role in Role:
+        rows = [p for n, p in both.named_parameters() if "token_adapter" in n and p.requires_grad and p.ndim == 2]
+        assert len(both.parameters_of(role)) > 0
+    assert len(rows) == (2 if policy.network.config.tie_word_embeddings else 4)
+    ids = ids_with(needs)
+    places = torch.tensor([3, 7, 9])
+    both.critic.head.data.fill_(0.1)
+    both(Role.CRITIC, ids, places, places).sum().backward()
+    named = {name for name, p in both.named_parameters() if p.grad is not None and "token_adapter" in name}
+    assert named
+    assert all(name.endswith(".critic") for name in named)
 
 
 def test_peft_loads_and_our_export_merges_what_is_written(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
@@ -186,6 +230,35 @@ def test_the_embedded_engine_serves_the_rows(dead: Path, needs: TokenNeeds, tmp_
         else:
             expected = base(ids).logits[0, places - 1].log_softmax(-1).gather(-1, ids[0][places, None]).squeeze(-1)
         torch.testing.assert_close(torch.tensor(request.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_the_canary_sees_the_rows() -> None:
+    rows = canary_rows(range(10, 400), 144)
+    for number, row in enumerate(rows):
+        watched = with_tokens(row, [450, 451, 452, 453, 454], number)
+        assert len(watched.candidates) == len(set(watched.candidates)) == len(row.candidates)
+        assert len({450, 451, 452, 453, 454} & {*watched.candidates}) == 4
+        assert len({450, 451, 452, 453, 454} & {*watched.context}) == (4 if number % 2 == 0 else 0)
+        assert len(watched.context) == len(row.context)
+    assert with_tokens(rows[0], [], 0) == rows[0]
+
+
+def test_rows_go_on_with_their_adapter(dead: Path, needs: TokenNeeds, tmp_path: Path) -> None:
+    before, ids = trained(dead, needs), ids_with(needs)
+    before.save_adapter(tmp_path, before.gather())
+    recipe = recipe_of(dead, loss={"kl": {"coefficient": 0.1}})
+    assert recipe.model.lora is not None
+    recipe.model.lora.from_ = str(tmp_path)
+    policy = load_policy(recipe, needs=needs).eval()
+    torch.testing.assert_close(score(policy, ids), score(before, ids), atol=1e-5, rtol=0)
+    reference = make_reference(recipe, policy, on_cpu())
+    inputs = (ids, PLACES - 1, ids.flatten()[PLACES])
+    began = reference.logprobs(policy, *inputs)
+    assert torch.equal(began, score(policy, ids)), "the KL divergence of the first step is exactly 0"
+    change(policy, 2)
+    assert (score(policy, ids) - began).abs().max() > 0.01
+    assert torch.equal(reference.logprobs(policy, *inputs), began)
+    assert policy.gather().keys() == before.gather().keys(), "the reference is neither saved nor sent"
 
 
 @pytest.mark.extended

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentfactory.trainers.batches.batch import Batch, Batching, MicroBatch, TrainingRow, make_batches
-from agentfactory.trainers.batches.packing import deal, merge
+from agentfactory.trainers.batches.packing import deal, fill, grow, merge
+from agentfactory.trainers.config import TrainConfig
+from agentfactory.trainers.networks.network import apply_options
 from agentfactory.trainers.networks.policy import Policy
-from tests.trainers.float64 import TOLERANCE, in_float64
+from tests.trainers.float64 import TOLERANCE, assert_equal, in_float64
 
 pytestmark = pytest.mark.numbers
 
@@ -133,6 +135,17 @@ def test_answers_to_one_prompt_are_one_line_and_a_row_per_turn_a_plain_one() -> 
     assert part.positions is part.ends is None
 
 
+def test_what_shares_too_little_is_padded() -> None:
+    """One shared token costs more than it saves: the rows' attention would no longer be plain causal attention."""
+    rng = random.Random(0)
+    rows = [training([1, *tokens(rng, 200 + 10 * number)], [150, 190 + 10 * number]) for number in range(12)]
+    padded, tree = (make_batches(rows, batching, 2000)[0].micro_batches for batching in ("padded", "tree"))
+    assert all(part.ends is None for part in tree)
+    assert [part.ids.tolist() for part in padded] == [part.ids.tolist() for part in tree]
+    longer = [training([*range(50), *row.token_ids], row.targets) for row in rows]
+    assert len(make_batches(longer, "tree", 4000)[0].micro_batches) == 1
+
+
 def test_a_tree_over_the_budget_is_split_and_repeats_its_prompt_but_a_chain_is_not() -> None:
     rows = group(random.Random(0), 100, [21] * 8)
     for budget, sizes in ((179, [140, 160, 160]), (180, [180, 180])):
@@ -147,6 +160,24 @@ def test_one_group_is_shared_out_over_processes() -> None:
     (alone,) = merge(input_ids(rows), 16384)
     work = [tree.cost for tree in merge(input_ids(rows), 16384, processes=4)]
     assert max(sum(work[piece] for piece in share) for share in deal(work, 4)) < 0.45 * alone.cost
+
+
+def test_processes_get_equal_work() -> None:
+    rng = random.Random(0)
+    rows = [row for _ in range(12) for row in group(rng, rng.randint(50, 300), [rng.randint(10, 200)] * 8)]
+    for batching in BATCHINGS:
+        batches = make_batches(rows, batching, 2048, processes=4)
+        loads = [sum(part.ids.numel() for part in batch.micro_batches) for batch in batches]
+        assert max(loads) < 1.2 * sum(loads) / 4
+
+
+def test_lines_are_full() -> None:
+    rng = random.Random(0)
+    trees = [grow([(number, np.array(tokens(rng, rng.randint(5, 40))))]) for number in range(100)]
+    lines = fill(trees, 100)
+    lengths = [sum(len(tree.ids) for tree in line) for line in lines]
+    assert max(lengths) <= 100
+    assert 0.95 * 100 * len(lines) <= sum(lengths)
 
 
 def make_policy(width: int, layers: int, family: str = "qwen3") -> Policy:
@@ -187,3 +218,11 @@ def test_all_shapes_together(family: str, budget: int, batching: Batching) -> No
         rows += [turn, training(turn.token_ids + tokens(rng, 6), [len(turn.token_ids) + 3], rng.gauss(0, 1))]
     rows += [rows[0], rows[7]]
     assert distance(make_policy(64, 2, family), rows, batching, budget) < TOLERANCE
+
+
+def test_layers_that_are_computed_again_see_the_same() -> None:
+    rows = group(random.Random(0), 60, [20, 9, 14])
+    policy = make_policy(64, 2)
+    expected = gradient(policy, make_batches(rows, "tree", 16384)[0])
+    apply_options(policy.network, TrainConfig(steps=1, gradient_checkpointing=True), "cpu")
+    assert_equal(gradient(policy, make_batches(rows, "tree", 16384)[0]), expected)

@@ -16,12 +16,14 @@ from agentfactory.base.errors import SettingError
 from agentfactory.rollout.chains.chain_runner import ChainRunner
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.images import image_intake, image_requests
 from agentfactory.rollout.images.families import load_vision, view_of
 from agentfactory.rollout.images.parts import image_urls
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import load_renderer
-from agentfactory.rollout.trajectory import Outcome
+from agentfactory.rollout.token_row import ImageSpan
+from agentfactory.rollout.trajectory import Outcome, StopReason
 from agentfactory.tools.images.coordinates import Coordinates
 from agentfactory.tools.sessions.toolset import open_toolset
 from tests.scripted_chains import call
@@ -127,6 +129,22 @@ async def test_an_image_that_cannot_be_shown_is_told(model, tmp_path):
     assert not chain.rows[0].images
 
 
+async def test_memory_of_images_is_bounded(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(image_intake, "_REMEMBERED", 4)
+    monkeypatch.setattr(image_requests, "_REMEMBERED", 4)
+    sent = image_requests.SentImages()
+    async with seeing(model, tmp_path, ["done"]) as chains:
+        images = chains.renderer.images
+        for number in [*range(5), 1, 5]:
+            await chains.runner.take({"question": "q", "images": [file_of(picture(number))]})
+            sent.note([ImageSpan(0, 4, str(number), (1, 2, 2))])
+        assert len(images._taken) == 4
+        assert images.grid.cache_info().maxsize == 4
+    assert [str(number) in sent for number in range(6)] == [False, True, False, True, True, True]
+    sent.forget([ImageSpan(0, 4, "5", (1, 2, 2))])
+    assert "5" not in sent
+
+
 class Forgetful(SeeingServer):
     """A server that forgets all images after each request."""
 
@@ -195,6 +213,16 @@ async def test_old_images_are_left_out_with_their_turns(model, tmp_path):
     assert [[i.digest for i in row.images] for row in chain.rows] == [[task, *crops[n : n + 2]] for n in range(3)]
 
 
+async def test_images_are_limited(model, tmp_path):
+    limits = {"images": 2, "on_breach": {"images": {"action": "stop"}}}
+    async with seeing(model, tmp_path, [look(80, 80), look(80, 80, 1, 2), "done"], limits=limits) as chains:
+        chain = await chains.run(images=[picture(1)])
+        with pytest.raises(SettingError, match=r"row 2 has 3 images, but limits.images=2"):
+            await chains.runner.check([{"question": "a"}, {"question": "b", "images": [picture(0)] * 3}])
+    assert (chain.outcome, chain.stop_reason) == (Outcome.TOOL_LIMIT, StopReason.IMAGES)
+    assert "Image not shown: the limit of 2 images" in str(chain.messages[-1]["content"])
+
+
 async def test_tasks_with_images_are_small_and_usable(model, tmp_path):
     image = picture(3, (500, 400))
     path = tmp_path / "picture.png"
@@ -211,6 +239,22 @@ async def test_tasks_with_images_are_small_and_usable(model, tmp_path):
     assert len({task["messages"][0]["content"][0]["image_url"]["url"] for task in tasks}) == 1
     for task in tasks:
         assert np.array_equal(np.asarray(Image.open(task["images"][0])), np.asarray(image))
+
+
+async def test_a_damaged_body_of_an_image_is_told_with_its_row_before_and_during_a_run(model, tmp_path, monkeypatch):
+    whole = file_of(picture(3, (500, 400)))
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(whole[: len(whole) // 2])
+    tasks = [{"question": "q", "images": [whole]}, {"question": "q", "images": [whole, str(cut)]}]
+    told = f"data: row 2: the image {cut} cannot be decoded: "
+    async with seeing(model, tmp_path, ["done"]) as chains:
+        with pytest.raises(SettingError, match=told):
+            await chains.runner.check(tasks)
+        # there are more images than can be decoded before the first chain
+        monkeypatch.setattr("agentfactory.rollout.images.image_intake._CHECK_SECONDS", 0.0)
+        await chains.runner.check(tasks)
+        with pytest.raises(SettingError, match=told):
+            await chains.runner.take(tasks[1], row=2)
 
 
 async def test_a_model_that_reads_text_refuses_rows_with_images(tmp_path):
@@ -293,3 +337,13 @@ async def test_one_box_of_a_task_is_zoomed_and_judged_in_any_coordinates(tmp_pat
         assert (info["of"], info["box"], info["size"]) == (0, box, [300, 200])
         schema = seen.runner.setup.specs[0].parameters["properties"]["bbox_2d"]["description"]
         assert schema == f"The part as [left, top, right, bottom], {view.words}."
+
+
+async def test_tools_that_convert_places_need_a_known_way(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("agentfactory.rollout.images.families.STATED", {})
+    picture(1).save(tmp_path / "a.png")
+    row = {"question": "?", "images": [str(tmp_path / "a.png")], "box": [0, 0, 9, 9]}
+    for fields, who in (({"tools": ["image_tools"]}, "its tools"), ({"rewards": ["box_iou"]}, "its rewards")):
+        async with seeing(model, tmp_path, [], **fields) as seen:
+            with pytest.raises(SettingError, match=f"rollout.coordinates: got auto, but {who} convert places in"):
+                await seen.runner.check([row])

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from aiohttp import web
 
+from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.worlds.browse.documents import PageError
 from agentfactory.worlds.browse.fetch import Fetcher
 from tests.worlds.browse.site import PRIVATE, PUBLIC, NameServer, redirect, site, status
@@ -173,18 +174,29 @@ async def test_other_types_are_refused(opened: Opener, kind: str) -> None:
 
 
 async def test_what_the_model_reads_of_failures(opened: Opener) -> None:
-    told = {
-        "404": "There is no page",
-        "403": "does not give access",
-        "418": "status 418",
-        "503": "cannot serve it now (503)",
-    }
-    async with site({f"/{code}": status(code) for code in (403, 418, 503)}) as served:
-        for path, part in told.items():
+    routes = {f"/{code}": status(code) for code in (403, 410, 418, 429, 503)}
+    async with site(routes) as served:
+        told = {
+            "404": "There is no page",
+            "410": "There is no page",
+            "403": "does not give access",
+            "418": "status 418",
+        }
+        for path, part in {**told, "429": "cannot serve it now (429)", "503": "cannot serve it now (503)"}.items():
             assert part in await refused(opened(), f"http://site.test:{served.port}/{path}")
         port = served.port
     assert await refused(opened(), f"http://nowhere.test:{port}/") == "There is no host nowhere.test."
     assert "does not answer" in await refused(opened(), f"http://site.test:{port}/")
+
+
+async def test_an_allowed_host_that_fails_is_a_failure_of_the_infrastructure(opened: Opener) -> None:
+    async with site({"/": status(503)}, PRIVATE) as served:
+        fetcher = opened(allow_hosts=(f"127.0.0.1:{served.port}",), robots=False)
+        with pytest.raises(ToolInfrastructureError, match="cannot serve it now"):
+            await fetcher.fetch(f"http://127.0.0.1:{served.port}/")
+        assert "There is no page" in await refused(fetcher, f"http://127.0.0.1:{served.port}/nothing")
+    with pytest.raises(ToolInfrastructureError, match="does not answer"):
+        await fetcher.fetch(f"http://127.0.0.1:{served.port}/")
 
 
 RULES = """
@@ -209,6 +221,37 @@ async def test_robots_txt_is_obeyed_and_asked_for_once(opened: Opener) -> None:
         assert "/private/x" not in served.requests
         careless = opened(robots=False)
         assert "There is no page" in await refused(careless, f"{address}/private/x")
+
+
+async def test_the_recipes_own_hosts_serve_all_chains_at_once(opened: Opener) -> None:
+    together = asyncio.Barrier(64)
+
+    async def page(request: web.Request) -> web.Response:
+        await together.wait()
+        return web.Response(text="x")
+
+    async with site({"/": page}, PRIVATE) as served:
+        fetcher = opened(allow_hosts=(f"127.0.0.1:{served.port}",), robots=False)
+        address = f"http://127.0.0.1:{served.port}/"
+        assert len(await asyncio.gather(*(fetcher.fetch(address) for _ in range(64)))) == 64
+
+
+async def test_https_to_a_server_without_it_is_told_to_the_model(opened: Opener) -> None:
+    async with site({"/": "x"}, PRIVATE) as served:
+        fetcher = opened(allow_hosts=(f"127.0.0.1:{served.port}",))
+        assert "does not speak https; open it with http://" in await refused(fetcher, f"127.0.0.1:{served.port}/")
+
+
+async def test_names_that_cannot_be_asked_for(opened: Opener) -> None:
+    for name in ("a..b", "a" * 64 + ".com"):
+        fetcher = Fetcher(robots=False)
+        assert "is not the name of a host" in await refused(fetcher, f"http://{name}/")
+        await fetcher.close()
+
+
+async def test_a_robots_txt_may_begin_with_a_byte_order_mark(opened: Opener) -> None:
+    async with site({"/robots.txt": "\ufeffUser-agent: *\nDisallow: /", "/": "x"}) as served:
+        assert "robots.txt" in await refused(opened(), f"http://site.test:{served.port}/")
 
 
 @pytest.mark.parametrize("code", [500, 503, 429])

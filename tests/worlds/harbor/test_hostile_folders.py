@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -95,6 +96,12 @@ class Place:
         return self
 
 
+def a_socket(p: Place) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(p.task / "environment/socket"))
+    p.copies("COPY . .")
+
+
 def a_device(p: Place) -> None:
     try:
         os.mknod(p.task / "environment/zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
@@ -131,6 +138,7 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
         lambda p: p.link(DATA, p.outside / "file").copies("COPY data ."),
     ),
     "relative_link": ("leads out of ", lambda p: p.link(DATA, "../../../outside/file").copies("COPY data .")),
+    "link_to_folder": ("leads out of ", lambda p: p.link(DATA, p.outside).copies("COPY data /app/data")),
     "link_on_the_way": ("leads out of ", lambda p: p.link(DATA, p.outside).copies("COPY data/folder/file .")),
     "chain_of_links": (
         "leads out of ",
@@ -161,6 +169,7 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
         lambda p: p.file(p.outside / "Dockerfile", STANDARD).link("environment", p.outside),
     ),
     "pipe": ("pipe is a FIFO; fix: replace it", lambda p: p.pipe("environment/pipe").copies("COPY pipe .")),
+    "socket": ("socket is a socket; fix: ", a_socket),
     "device": ("zero is a device; fix: ", a_device),
     "sparse_file_of_a_terabyte": (
         "more than .* has left; fix: make them smaller, or set TMPDIR|does not fit: a chain has room for",
@@ -205,6 +214,10 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
         f"out {LINK}",
         lambda p: p.inner_links().copies("COPY a/b/c/d/e /app/", "COPY evil /app/out/evil"),
     ),
+    "target_that_is_a_copied_link": (
+        f"file {LINK}",
+        lambda p: p.inner_links().copies("COPY a/b/c/d/e /app/", "COPY evil /app/file"),
+    ),
     "workdir_below_a_copied_link": (
         f"out {LINK}",
         lambda p: p.inner_links().settings("[environment]\nworkdir = '/app/out/made'\n").copies("COPY a/b/c/d/e /app/"),
@@ -218,6 +231,7 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
     # links in the root file system
     "root_with_an_absolute_link": ("", lambda p: p.root_link(p.outside)),
     "root_with_a_relative_link": ("", lambda p: p.root_link("../outside")),
+    "root_with_a_circle": ("leads to itself", lambda p: p.root_link("app")),
     "workdir_above_the_root": (
         "",
         lambda p: p.root_link("usr").copies("COPY evil ../../../outside/folder/", workdir="/app/../../outside"),
@@ -236,8 +250,13 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
         f"instruction.md: it {LINK}",
         lambda p: p.link("instruction.md", p.outside / "instruction.md"),
     ),
+    "settings_by_a_link": (f"task.toml: it {LINK}", lambda p: p.link("task.toml", p.outside / "task.toml")),
     "tests_by_a_link": (f"tests: it {LINK}", lambda p: p.link("tests", p.outside)),
     "test_by_a_link": ("tests/test.sh leads out of ", lambda p: p.link("tests/test.sh", p.outside / "test.sh")),
+    "solution_by_a_link": (
+        "solution: solution/solve.sh leads out of ",
+        lambda p: p.link("solution/solve.sh", p.outside / "solve.sh"),
+    ),
     "instruction_without_end": ("instruction.md: it is a FIFO", lambda p: p.pipe("instruction.md")),
     "instruction_of_a_terabyte": (
         "instruction.md: it has more than 262,144 bytes",
@@ -247,11 +266,23 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
         "environment/Dockerfile: its variables expand to more than 1 MiB",
         lambda p: p.copies("ENV A=xx", *["ENV A=$A$A"] * 60),
     ),
+    "source_without_end": (
+        "environment/Dockerfile, line 3: it cannot be read: it has a path of 5001 characters",
+        lambda p: p.copies(f"COPY {'d' * 5000} ."),
+    ),
     "path_that_grows": (
         "environment/Dockerfile: it has a path of ",
         lambda p: p.copies(*["WORKDIR " + "d" * 200] * 40),
     ),
+    "workdir_without_end": (
+        "environment/Dockerfile: WORKDIR: it has a path of ",
+        lambda p: p.settings(f"[environment]\nworkdir = '{'d/' * 5000}'\n"),
+    ),
     "settings_nested_without_end": ("task.toml: it is not TOML", lambda p: p.settings(f"metadata = {'[' * 5000}")),
+    "number_without_end": (
+        "environment.memory_mb: got 10000.*; fix: give a number above 0",
+        lambda p: p.settings(f"[environment]\nmemory_mb = 1{'0' * 400}\n"),
+    ),
     "time_without_end": (
         "verifier.timeout_sec: got inf; fix: give a number above 0",
         lambda p: p.settings("[verifier]\ntimeout_sec = inf\n"),
@@ -264,6 +295,10 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
     "variable_of_the_machine_for_tests": (
         f"verifier.{NOT_NAMED}",
         lambda p: p.variable("verifier", "'x${PLANTED:-d}${PLANTED}'"),
+    ),
+    "variable_of_the_machine_for_the_solution": (
+        f"solution.{NOT_NAMED}",
+        lambda p: p.variable("solution", "'${PLANTED}'"),
     ),
     "variable_with_a_default": ("", lambda p: p.variable("environment", "'${PLANTED:-default}'")),
     "variable_in_a_default": ("", lambda p: p.variable("environment", "'${NONE:-${PLANTED}}'")),
@@ -282,6 +317,7 @@ CASES: dict[str, tuple[str, Callable[[Place], object]]] = {
     # what the tests leave
     "reward_by_a_link": ("", lambda p: p.tests(f"ln -s {p.outside}/folder/reward.txt {VERIFIER}/reward.txt")),
     "reward_by_a_pipe": ("", lambda p: p.tests(f"mkfifo {VERIFIER}/reward.json; echo 1 > {VERIFIER}/reward.txt")),
+    "reward_by_a_folder": ("", lambda p: p.tests(f"mkdir {VERIFIER}/reward.json; echo 1 > {VERIFIER}/reward.txt")),
     "reward_of_a_gigabyte": ("", lambda p: p.tests(f"truncate -s 1G {VERIFIER}/reward.json")),
     "folder_of_links_for_the_next_step": (
         "",
