@@ -37,6 +37,7 @@ from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import Part, distinct
+from agentfactory.rollout.inference.concurrency import most_chains
 from agentfactory.rollout.model_hub import has_tokenizer
 
 Check = Callable[[], Iterable[Finding]]
@@ -128,9 +129,7 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
     """Yield the checks for one stage."""
-    limit = recipe.rollout.concurrency
-    chains = recipe.server.max_num_seqs if limit == "auto" else limit
-    yield "open files", partial(check_open_files, -(-chains // recipe.rollout.workers))
+    yield "open files", partial(check_open_files, most_chains(recipe, recipe.rollout.workers))
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())
     yield "hub", partial(check_hub, recipe)

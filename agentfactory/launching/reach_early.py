@@ -8,7 +8,7 @@ from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.recipe.checks import Purpose, hub_names, part_named, parts_of, runs_chains
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.config import RolloutRecipe, distinct
-from agentfactory.rollout.inference.concurrency import check_open_files
+from agentfactory.rollout.inference.concurrency import check_open_files, most_chains
 from agentfactory.rollout.model_hub import check_names, is_hub_name, use_hub_if_it_answers
 
 _ANSWERS_WITHIN = 10.0  # seconds within which a server must answer
@@ -81,8 +81,7 @@ def check_teacher_answers(recipe: Recipe) -> None:
 def check_tools_open(recipe: Recipe) -> None:
     """Open the recipe's tools, those of each source, and close them. Raises SettingError if that fails, names clash, a
     limit is for a tool that there is not, or a process may not open enough files."""
-    if recipe.rollout.concurrency != "auto":
-        check_open_files(-(-recipe.rollout.concurrency // recipe.rollout.workers))
+    check_open_files(most_chains(recipe, recipe.rollout.workers))
     for part in distinct(parts_of(recipe)):
         with part_named(part):
             _open_tools(part.recipe)

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.waiting import wait_for
@@ -41,7 +42,7 @@ sys.exit(status)
 """
 
 USERS = """
-import atexit, ctypes, os, re, signal, threading, time
+import atexit, ctypes, os, re, subprocess, signal, threading, time
 
 def hold():
     thread = threading.Thread(target=slow)
@@ -84,6 +85,16 @@ def late_exit():
     atexit.register(os._exit, 3)
     return 4
 
+def leave():
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    own = subprocess.Popen(["sleep", "600"], **quiet)
+    daemon = subprocess.Popen(["sleep", "600"], start_new_session=True, **quiet)
+    Path("pid").write_text(f"{own.pid} {daemon.pid}")
+    return 0
+
+def fill():
+    raise MemoryError
+
 def late_fork():
     if os.fork() == 0:
         time.sleep(3)
@@ -124,6 +135,7 @@ CASES: dict[str, tuple[str, float, int | None, int, list[str]]] = {
     ),
     # exits of user code do not replace the status
     "exit at the end": ("late_exit", 100.0, None, 4, []),
+    "uncaught": ("fill", 100.0, None, 1, ["was ended by MemoryError, which nothing caught", "; fix: free memory"]),
     "fork": ("late_fork", 100.0, None, 1, ["ended with status 3, as by os._exit"]),
     "fork that returns": ("fork_returns", 100.0, None, 4, []),
 }
@@ -171,3 +183,13 @@ def test_a_stopped_process_holds_no_lock_and_an_ignored_signal_stays_ignored(tmp
         assert process.wait(timeout=60) == 0
     assert stopped.stderr is not None
     assert stopped.stderr.read() == ""
+
+
+def test_processes_that_user_code_leaves_are_ended(tmp_path: Path) -> None:
+    process = start(tmp_path / "left", "leave")
+    assert process.wait(timeout=60) == 0
+    own, daemon = map(int, (tmp_path / "left" / "pid").read_text().split())
+    assert process.stderr is not None
+    assert f"processes that user code has left are ended: {own}" in process.stderr.read()
+    assert not psutil.pid_exists(own)
+    psutil.Process(daemon).kill()

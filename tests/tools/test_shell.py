@@ -142,11 +142,19 @@ input()
 EMPTY_FILES = """python3 -c '
 for number in range(10 ** 6): open(f"/dev/shm/{number}", "w").close()
 '"""
+LONG_LINKS = """python3 -c '
+import os, time
+for number in range(14000): os.symlink("x" * 4000, f"/dev/shm/{number}")  # below the size of the file system
+time.sleep(60)
+'"""
 
 
 @pytest.mark.parametrize(
     ("command", "text"),
-    [(PAGE_TABLES, "more than 64 MiB"), (EMPTY_FILES, "more than 64 MiB"), (SOCKETS, "more than 4096 sockets")],
+    [
+        *((bomb, "more than 64 MiB") for bomb in (PAGE_TABLES, EMPTY_FILES, LONG_LINKS)),
+        (SOCKETS, "more than 4096 sockets"),
+    ],
 )
 async def test_memory_of_the_kernel_is_limited_too(command: str, text: str) -> None:
     shell = Shell(seconds=60, processes=20, memory_mb=64 if "MiB" in text else 200)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentfactory.audit.foreign import prime_rl, trl, verifiers, verl
 from agentfactory.audit.record import Record
+from agentfactory.base.errors import SettingError
 
 FORMATS: Sequence[Callable[[Path], Record | None]] = (trl.read, prime_rl.read, verifiers.read, verl.read)
 """In this order, because a folder of prime-rl's also has the files of verifiers."""
@@ -21,5 +22,7 @@ def read(path: Path) -> Record | None:
     incomplete, because the run may still be writing it."""
     for reader in FORMATS:
         if (record := reader(path)) is not None:
+            if not record.size and not record.problems:
+                raise SettingError("", f"{path}: no chain in its files is complete", "audit it when it has saved one")
             return record
     return None

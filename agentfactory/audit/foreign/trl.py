@@ -99,6 +99,7 @@ def _history(state: Mapping[str, Any], folder: Path) -> list[dict[str, float]]:
 class _Run:
     def __init__(self, folder: Path, tables: list[Path], history: Sequence[Mapping[str, float]]) -> None:
         self.tables = tables
+        self._damaged = ""
         names = [found[1] for line in history for name in line if (found := re.fullmatch(r"rewards/(.+)/mean", name))]
         self._rewards = list(dict.fromkeys(names))
         self._evaluated = {line["step"] for line in history if "eval_reward" in line}
@@ -109,7 +110,7 @@ class _Run:
         """Completions of a prompt: the length of most runs of equal prompts. The data may repeat a prompt."""
         sizes: Counter[int] = Counter()
         for file in tables:
-            rows = _rows(file, file == tables[-1]) if _step(file) not in self._evaluated else []
+            rows = self._rows(file) if _step(file) not in self._evaluated else []
             sizes.update(len(list(same)) for _, same in groupby(row["prompt"] for row in rows))
         self.size = max(sizes, key=lambda size: (sizes[size], -size), default=0)
         self.texts = False
@@ -117,10 +118,20 @@ class _Run:
         self.gathered = Gathered(folder, self._saved, self._items)
         self._counting = False
 
+    def _rows(self, file: Path) -> list[dict[str, Any]]:
+        """Return the rows of a table; none of the last one if it is damaged, as while it is written."""
+        try:
+            return _rows(file)
+        except SettingError as error:
+            if file != self.tables[-1] or len(self.tables) == 1:
+                raise
+            self._damaged = str(error)
+            return []
+
     def _saved(self) -> Iterator[Saved]:
         before = ""
         for file in self.tables:
-            rows = _rows(file, file == self.tables[-1])
+            rows = self._rows(file)
             contents = repr([{name: value for name, value in row.items() if name != "step"} for row in rows])
             known, before = contents == before, contents
             # one generation may be trained in several steps
@@ -166,14 +177,18 @@ class _Run:
         task = {"prompt": row["prompt"], **extra}
         yield Item(group, chain, task, step=step, credit=credit, version=max(0, step - 1))
 
-    def notes(self) -> list[Finding]:
-        left_out = [file for file in self.tables if _step(file) in self._evaluated]
-        if not left_out:
-            return self.weights.note(self.functions)
-        text = f"the tables of {len(left_out)} steps with an evaluation are left out, because it has overwritten them"
-        fix = "evaluate at steps that are not logged, to keep the completions of all logged steps"
-        shown = [Evidence("", file=str(file.relative_to(file.parent.parent))) for file in left_out[:5]]
-        return [Finding(Severity.NOTE, "its files", text, fix, shown), *self.weights.note(self.functions)]
+    def notes(self) -> Iterator[Finding]:
+        if self._damaged:
+            text = f"the last table is left out, which may still be written: {self._damaged}"
+            yield Finding(Severity.NOTE, "its files", text, "audit the run again when it has ended")
+        if left_out := [file for file in self.tables if _step(file) in self._evaluated]:
+            text = (
+                f"the tables of {len(left_out)} steps with an evaluation are left out, because it has overwritten them"
+            )
+            fix = "evaluate at steps that are not logged, to keep the completions of all logged steps"
+            shown = [Evidence("", file=str(file.relative_to(file.parent.parent))) for file in left_out[:5]]
+            yield Finding(Severity.NOTE, "its files", text, fix, shown)
+        yield from self.weights.note(self.functions)
 
     def lacks(self) -> dict[str, str]:
         lacks = dict(_LACKS)
@@ -212,8 +227,8 @@ def _pruned(value: Any) -> Any:
     return [_pruned(each) for each in value] if isinstance(value, list) else value
 
 
-def _rows(file: Path, last: bool) -> list[dict[str, Any]]:
-    """Return the rows of a table; none if the last one is still being written."""
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table. Raise SettingError if it is damaged."""
     import pyarrow
     from pyarrow import parquet
 
@@ -224,8 +239,6 @@ def _rows(file: Path, last: bool) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = table.read(use_threads=False).to_pylist()
     # texts of damaged tables may be no UTF-8
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        if last:
-            return []
         raise SettingError("", f"{file} cannot be read: {error}", "copy the file again, or remove it") from error
     for number, row in enumerate(rows, 1):
         for name in ("step", "prompt", "completion"):

@@ -17,7 +17,7 @@ from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.watch import BEAT_SECONDS, QUIET_SECONDS, described, is_ours, parsed_dump, place_of
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK_SECONDS = 1.0
 _SAME_SECONDS = 1.0
 """Signals of one kind within this time are forwarded once: `timeout` sends each one twice."""
@@ -27,8 +27,11 @@ _LEAVE_SECONDS = 60.0
 """Time within which the process of a command that has returned must end."""
 _DUMP_SECONDS = 0.2
 _POLL_SECONDS = 0.02
+_LEFT_SECONDS = 2.0
+"""Time for processes that user code has left to end by themselves, and again after SIGTERM."""
 _MEASURED_SECONDS = 0.3
 _MOST_THREADS = 40
+_SHOWN = 500
 
 _APART = "start the tool as a process of its own by mcp_servers.NAME.command"
 HOLDS_LOCK = f"end it sooner, such as by a simpler regular expression, or {_APART}, which limits can end"
@@ -58,10 +61,14 @@ def exited_by(error: SystemExit) -> str | None:
     return f"user code called sys.exit({error.code!r}) ({where}); fix: raise an exception instead"
 
 
-def ended_by(status: int, doing: str = "") -> str:
+def ended_by(status: int, doing: str = "", raised: str = "") -> str:
     """Describe the unexpected end of a process that runs user code, with a fix. `status` is its exit status, or minus
-    the signal that ended it; `doing` is the user code that it executed, if it is known."""
+    the signal that ended it; `doing` is the user code that it executed, and `raised` the exception that ended it, if
+    these are known."""
     during = f" while {doing}" if doing else ""
+    if raised:
+        fix = "free memory, or lower what this process may need" if raised.startswith("MemoryError") else "see there"
+        return f"was ended by {raised}{during}, which nothing caught; its traceback has the place; fix: {fix}"
     if status >= 0:
         return f"ended with status {status}{during}, as by os._exit in user code; fix: {_ENDS}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else "unknown"
@@ -183,8 +190,9 @@ def supervised(command: Callable[[], int]) -> int:
 
     The parent passes signals on to the child, which is killed with the parent. It tells the user of user code that
     holds Python's lock, and kills the child when such code reaches the limit of `watch.limited`, or does not react to a
-    signal. Raises, in the parent, DiedFromInside if the child ends before `command` has returned, and Signalled if a
-    signal that has arrived here has ended it.
+    signal. When the child has ended, it ends the processes that user code has left in its session. Raises, in the
+    parent, DiedFromInside if the child ends before `command` has returned, and Signalled if a signal that has arrived
+    here has ended it.
     """
     if not hasattr(signal, "sigtimedwait"):
         return command()
@@ -196,6 +204,7 @@ def supervised(command: Callable[[], int]) -> int:
     # nohup makes SIGHUP ignored; a blocked signal would arrive nevertheless
     awaited = {number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN} | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
     if child == 0:
         os.close(reader)
@@ -206,20 +215,51 @@ def supervised(command: Callable[[], int]) -> int:
         # names the line that crashed
         faulthandler.enable(all_threads=False)
         show_to(writer)
-        status = command()
+        try:
+            status = command()
+        except Exception as error:
+            watch.tell("raised", *traceback.format_exception_only(error)[-1][:_SHOWN].split())
+            raise
         watch.tell("returned", status)
         return status
     os.close(writer)
     supervisor = _Supervisor(child, reader)
-    status = supervisor.wait(awaited)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    supervisor.hear()
+    try:
+        status = supervisor.wait(awaited)
+        supervisor.hear()
+    finally:
+        _end_left()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if supervisor.returned is not None:
         # after its last word, the child may still get a signal, or end otherwise
         return supervisor.returned
     if -status in supervisor.received:  # before or after the command has handlers of its own
         raise Signalled(-status)
-    raise DiedFromInside(ended_by(status, supervisor.doing))
+    raise DiedFromInside(ended_by(status, supervisor.doing, supervisor.raised))
+
+
+def _end_left() -> None:
+    """End the processes of this session that user code has left: they are this process's children now. A process that
+    is to stay begins a session of its own."""
+    with contextlib.suppress(ChildProcessError):  # there is none
+        os.waitpid(-1, os.WNOHANG)
+        import psutil
+
+        left = [each for each in psutil.Process().children(recursive=True) if _session(each.pid) == os.getsid(0)]
+        _, left = psutil.wait_procs(left, _LEFT_SECONDS)
+        if left:
+            watch.say(f"processes that user code has left are ended: {', '.join(str(each.pid) for each in left)}")
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    end(process)
+            _, left = psutil.wait_procs(left, _LEFT_SECONDS)
+
+
+def _session(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
 
 
 class _Supervisor:
@@ -230,6 +270,8 @@ class _Supervisor:
         """The status that the command has returned."""
         self.doing = ""
         """The user code that the child executes, such as `importing tools.py`, if it is known."""
+        self.raised = ""
+        """The exception that ended the child, if there was one."""
         self.received: dict[int, float] = {}
         """Signal -> time at which it arrived last."""
         self._child = child
@@ -246,10 +288,10 @@ class _Supervisor:
         the signal that ended it. Raises DiedFromInside if it had to be killed."""
         looked = time.monotonic()
         while True:
-            # the child may have ended before the signals were awaited
-            ended, status = os.waitpid(self._child, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
+            # the child may have ended before the signals were awaited; others are processes that it has left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._child:
+                    return os.waitstatus_to_exitcode(ended[1])
             found = signal.sigtimedwait(awaited, _TICK_SECONDS)
             now = time.monotonic()
             if found is not None and found.si_signo != signal.SIGCHLD:
@@ -272,6 +314,8 @@ class _Supervisor:
                     self.doing = value
                 case "reacts":
                     self._reacts = True
+                case "raised":
+                    self.raised = value
                 case "returned":
                     self.returned = int(value)
                 case "stuck":
@@ -321,9 +365,9 @@ class _Supervisor:
     def _look_at_leaving(self, seconds: float) -> None:
         """Tell the user of user code that keeps a command from ending, and kill it in the end."""
         before, self._leaving = self._leaving, self._leaving + seconds
-        if before < QUIET_SECONDS <= self._leaving:
-            where = self._inside.place()
-            watch.say(f"the command is done, and its process has not ended: {where or 'it is shutting down'}")
+        # without user code, it unloads libraries, which takes long on a busy machine
+        if before < QUIET_SECONDS <= self._leaving and (where := self._inside.place()) is not None:
+            watch.say(f"the command is done, and its process has not ended: {where}")
         if self._leaving >= _LEAVE_SECONDS:
             watch.say(f"its process was killed {_LEAVE_SECONDS:g} s after the command was done")
             os.kill(self._child, signal.SIGKILL)

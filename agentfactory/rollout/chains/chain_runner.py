@@ -34,7 +34,7 @@ from agentfactory.rollout.data.nulls import Nulls, drop_from_history
 from agentfactory.rollout.images.image_intake import Images
 from agentfactory.rollout.images.parts import images_of_row
 from agentfactory.rollout.images.task_images import TaskImages
-from agentfactory.rollout.inference.concurrency import Places, check_open_files
+from agentfactory.rollout.inference.concurrency import Places, check_open_files, most_chains
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards, prediction_of
@@ -173,8 +173,7 @@ class Runner(ABC):
         self.rewards = rewards
         self._watch: ChainWatch | None = None
         self._grade: Grade | None = None
-        limit = recipe.rollout.concurrency
-        most = recipe.server.max_num_seqs if limit == "auto" else limit
+        most = most_chains(recipe)
         check_open_files(most)
         self.places = Places(most)
 

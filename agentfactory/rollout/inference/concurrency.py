@@ -4,6 +4,7 @@ import asyncio
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.connections import raise_open_files
+from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.server_metrics import Load
 
 
@@ -54,6 +55,13 @@ def next_limit(limit: int, step: int, load: Load, alive: int) -> int:
         # start from the actual number: lowering a limit far above it would have no effect for many measurements
         return max(step, min(limit, alive) * 4 // 5)
     return limit + step if alive >= limit else limit
+
+
+def most_chains(recipe: RolloutRecipe, workers: int = 1) -> int:
+    """Return the maximum number of live chains of one of `workers`. With rollout.concurrency=auto, each may have as
+    many as the server takes."""
+    limit = recipe.rollout.concurrency
+    return recipe.server.max_num_seqs if limit == "auto" else -(-limit // workers)
 
 
 def check_open_files(chains: int) -> None:

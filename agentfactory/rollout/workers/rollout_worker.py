@@ -362,6 +362,8 @@ async def main(descriptor: int, stacks: int) -> int:
             return 0
         logger.error("stopped", exc_info=error)
         reason = str(cause) if isinstance(cause, EXPECTED) else f"{type(cause).__name__}: {cause} (a bug; see the log)"
+        if isinstance(cause, MemoryError):
+            reason = f"memory ran out: {cause or 'MemoryError'}; fix: free memory, or lower rollout.concurrency"
         # an unusable template is detected before any rollout
         told = reason if isinstance(cause, RenderError) else f"rollouts stopped: {reason}"
         writer.write(encode("stopped", reason=told))

@@ -174,18 +174,20 @@ async def _memory(started: SandboxProcess, most: int, in_memory: list[str]) -> s
         await asyncio.sleep(_MEMORY_SECONDS)
         if started.init is None:
             continue
-        files = sum(_files_at(f"/proc/{started.init}/root", place) for place in in_memory) * _FILE_IN_MEMORY_KB
+        used = [_used_at(f"/proc/{started.init}/root", place) for place in in_memory]
+        files, blocks = sum(files for files, _ in used) * _FILE_IN_MEMORY_KB, sum(blocks for _, blocks in used)
         # memory that processes share, as after a fork, counts once: the second, slower sum
-        if any(files + _resident(started.init, shared_once) <= most << 10 for shared_once in (False, True)):
+        if any(files + _taken(started.init, blocks, shared_once) <= most << 10 for shared_once in (False, True)):
             if _sockets(started.init) > _MOST_SOCKETS:
                 return f"it had more than {_MOST_SOCKETS} sockets"
             continue
         return f"it took more than {most} MiB of memory"
 
 
-def _resident(root: int, shared_once: bool) -> int:
-    """Return the memory of a process and its descendants in KiB, with page tables. `shared_once` takes longer."""
-    total = 0
+def _taken(root: int, blocks: int, shared_once: bool) -> int:
+    """Return the memory of a process and its descendants in KiB, with page tables and `blocks` KiB of files in memory,
+    which they may have mapped. `shared_once` takes longer."""
+    total = mapped = 0
     for pid in _processes(root):
         with suppress(OSError):  # the process has ended
             found = _SIZES.findall(_content(f"/proc/{pid}/status"))
@@ -195,7 +197,8 @@ def _resident(root: int, shared_once: bool) -> int:
                     tables = [(name, size) for name, size in found if name == b"VmPTE"]
                     found = tables + _SHARES.findall(_content(f"/proc/{pid}/smaps_rollup"))
             total += sum(int(size) for _, size in found)
-    return total
+            mapped += sum(int(size) for name, size in found if name in (b"RssShmem", b"Pss_Shmem"))
+    return total + max(0, blocks - mapped)
 
 
 def _processes(root: int) -> Iterator[int]:
@@ -213,15 +216,16 @@ def _content(file: str) -> bytes:
         return opened.read()
 
 
-def _files_at(root: str, place: str) -> int:
-    """Return the number of files on a sandbox's file system; 0 if it is inaccessible or gone."""
+def _used_at(root: str, place: str) -> tuple[int, int]:
+    """Return the number of files on a sandbox's file system, and the KiB of their blocks; 0 if it is inaccessible or
+    gone."""
     try:
         if os.stat(root).st_dev == os.stat("/").st_dev:  # bwrap has not left the machine's root yet
-            return 0
+            return 0, 0
         found = os.statvfs(root + place)
     except OSError:
-        return 0
-    return found.f_files - found.f_ffree
+        return 0, 0
+    return found.f_files - found.f_ffree, (found.f_blocks - found.f_bfree) * found.f_frsize >> 10
 
 
 def _sockets(pid: int) -> int:

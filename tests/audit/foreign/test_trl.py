@@ -102,6 +102,11 @@ def test_a_table_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     table = folder / "completions" / "completions_00003.parquet"
     table.write_bytes(table.read_bytes()[:3000])
     assert {seen.step for seen in groups_of(folder)} == {1, 2}
+    assert "the last table is left out" in record_of(folder).problems[0].text
+    for other in (folder / "completions").glob("*[12].parquet"):
+        other.unlink()
+    with pytest.raises(SettingError, match=r"completions_00003.parquet cannot be read"):
+        read(folder)
 
 
 @pytest.mark.parametrize(
