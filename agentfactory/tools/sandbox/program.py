@@ -380,7 +380,10 @@ def _confinement() -> list[str]:
     """Return the arguments before a command, which were tried. Raises SandboxUnavailable."""
     path = map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     further = [folder for folder in path if folder.is_dir() and not Path.home().is_relative_to(folder)]
-    readable = [Path(sys.prefix), Path(sys.base_prefix), _PACKAGE, *further]
+    # an environment may be a link, also within a folder of PYTHONPATH, which would hide it
+    own = [Path(sys.prefix), Path(sys.base_prefix)]
+    apart = [path for path in own if not any(path.is_relative_to(folder) for folder in further)]
+    readable = [*further, *(path.resolve() for path in own), *apart, _PACKAGE]
     prefix = bubblewrap.reading_command(bubblewrap.find_bwrap(None), readable)
     tried = subprocess.run([*prefix, sys.executable, "-I", "-S", "-c", ""], capture_output=True, text=True, check=False)
     if tried.returncode:
