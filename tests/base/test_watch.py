@@ -9,7 +9,7 @@ import pytest
 from agentfactory.base.processes.threads import run_on_loop
 from agentfactory.base.user_code import watch
 from agentfactory.base.user_code.loading import load_module
-from agentfactory.base.user_code.watch import Place, described, loop_watched
+from agentfactory.base.user_code.watch import Place, described, loop_watched, parsed_dump
 from tests.waiting import wait_for
 
 SLOW = """
@@ -87,3 +87,9 @@ def test_only_users_code_is_blamed() -> None:
     script = Place("/home/me/script.py", 9, "<module>")
     assert described([script, Place(ours, 1, "a"), Place(library, 3, "c")]) is None
     assert described([script, Place(asyncio.events.__file__, 1, "_run"), users[0]]) == "tools.py, line 4, in search"
+
+
+def test_a_dump_is_read() -> None:
+    lines = ('File "/a b/tools.py", line 7 in <module>', 'File "/x.py", line ??? in f')
+    dump = "\n  ".join(["Stack (most recent call first):", *lines, ""])
+    assert parsed_dump(dump) == [Place("/x.py", 0, "f"), Place("/a b/tools.py", 7, "<module>")]

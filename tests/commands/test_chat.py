@@ -1,13 +1,21 @@
 """`agentfactory chat`: a conversation with a run's last checkpoint, from piped lines."""
 
+import argparse
+import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from agentfactory.base.errors import SettingError
 from agentfactory.commands import chat
+from agentfactory.launching.run_folder import RunFolderError
+from agentfactory.launching.served_weights import Served
+from agentfactory.recipe.load import load_recipe
+from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.evaluation.evaluate import open_runner
@@ -49,6 +57,33 @@ def test_a_conversation_with_tools(quickstart_run: Path, tmp_path: Path) -> None
     assert text.count("[the environment's reward") == 2
 
 
+def test_only_environments_need_the_data(
+    project: Path,
+    warm_start: Path,
+    warm_server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = load_recipe("recipe.yaml", [f"model.path={warm_start}", "rollout.max_tokens=4"])
+    assert isinstance(recipe, Recipe)
+    for data in ("tasks.jsonl", "heldout.jsonl"):
+        (project / data).unlink()
+
+    @asynccontextmanager
+    async def serve(*_: object) -> AsyncIterator[tuple[None, str]]:
+        yield None, warm_server
+
+    async def lines() -> AsyncIterator[str]:
+        yield "Hello"
+
+    monkeypatch.setattr(chat, "serve", serve)
+    monkeypatch.setattr(chat, "_lines", lines)
+    asyncio.run(chat._chat(Served(recipe, str(warm_start))))
+    said = capsys.readouterr().out
+    assert said.startswith("its tools: search;")
+    assert "you> Hello\n" in said
+
+
 async def test_images_are_shown_by_their_paths_in_any_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,3 +115,14 @@ async def test_images_are_shown_by_their_paths_in_any_line(
         each = vision.tokens(vision.grid(vision.fit(first)))
     assert [prompt.count(vision.image_token_id) for prompt in server.prompts] == [2 * each, 3 * each, 3 * each]
     assert told.count("agent> as it is") == 3
+
+
+def test_what_cannot_be_talked_to_is_told(project: Path) -> None:
+    def refused(run: str, checkpoint: Path | None = None) -> str:
+        with pytest.raises((SettingError, RunFolderError)) as told:
+            chat.run(argparse.Namespace(run=Path(run), checkpoint=checkpoint), print)
+        return str(told.value)
+
+    assert "nowhere is not a run folder" in refused("nowhere")
+    assert "holds no checkpoint" in refused(".")
+    assert "--checkpoint" in refused(".", Path("none"))

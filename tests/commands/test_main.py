@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,28 +24,48 @@ BROKEN = [
     ("steps => stepz", r"train\.stepz: .*did you mean train\.steps\?"),
     ("learning_rate=1e-3", r"command line: learning_rate: .*train\.learning_rate"),
     ("1e-5 => abc", r"recipe\.yaml: train\.learning_rate: .*'abc'.*valid number"),
+    ("steps: 10 => steps: '10'", r"train\.steps: .*without quotes: 10"),
     ("model.lora=8", r"model\.lora: .*8.*indented"),
+    ("train.steps=0", r"train\.steps: .*0.*greater than 0"),
     ("model.dtype=fp8", r"model\.dtype: .*'fp8'.*'bfloat16'"),
     ("path: model,  => ", r"recipe\.yaml: model\.path: missing.*Hub name or folder"),
+    ("data.path=none.jsonl", r"data\.path: .*none\.jsonl.*no such file"),
     ("path: model => path: ./none", r"recipe\.yaml: model\.path: .*none.*hub name"),
     (
         "data.columns={problem: question}",
         r"recipe\.yaml: data\.path: row 1 of .*neither 'question' nor 'messages'.*rename",
     ),
+    ("eval.data.columns={problem: question}", r"recipe\.yaml: eval\.data\.path: row 1 of .*heldout\.jsonl"),
     ("data.columns={question: text}", r"data\.columns\.question: .*no field 'text'.*fix: name one of those"),
     ("eval.data.columns={solution: answer}", r"rewards\.0: exact needs 'answer'.*in row 1 of eval\.data"),
     (
         "tools=[my_tools.py:World] rewards=[] eval.data.columns={solution: answer}",
         r"tools\.0: .*World needs answer, which row 1 of eval\.data lacks \(question, solution\)",
     ),
+    (
+        "mcp_servers.w.module=my_tools.py:World rewards=[] data.columns={solution: answer}",
+        r"mcp_servers\.w\.module: .*World needs answer, which row 1 of data lacks",
+    ),
     ("model.chat_template=t.jinja", r"model\.chat_template: .*t\.jinja.*Jinja"),
     ("train.from_trajectories=old", r"train\.from_trajectories: .*old.*JSONL"),
+    ("\nmodel => \nextends: base.yaml\nmodel", r"extends: .*base\.yaml"),
     ("tools=[my_tools.py:serch]", r"tools\.0: .*serch.*search, exact, World"),
+    ("tools=[none.py:search]", r"tools\.0: .*none\.py.*FILE\.py:NAME"),
+    ("tools=[my_tools.py:plain]", r"tools\.0: .*my_tools\.py:plain.*@tool"),
     ("rewards=[my_tools.py:plain]", r"rewards\.0: .*my_tools\.py:plain.*@reward"),
+    ("rewards=[]", r"rewards: .*empty.*Environment"),
     ("data=null", r"data: missing.*data\.path"),
     ("mcp_servers.a.command=no-such-program", r"mcp_servers\.a\.command: .*no-such-program"),
+    (
+        "tools=[] rollout.agent={command: [no-agent, '${task.question}']}",
+        r"command line: rollout\.agent\.command\.0: .*no program 'no-agent'.*fix: install it",
+    ),
     ("mcp_servers.a.url=localhost:8000", r"mcp_servers\.a\.url: .*'localhost:8000'.*http://127"),
     ("", r"model\.path: .*model has no config\.json; fix: name a folder"),
+    (
+        "tools=[] rollout.agent={command: sh run.sh}",
+        r"rollout\.agent\.command: .*not a list.*fix: write \[sh, run\.sh\]",
+    ),
     (
         "tools=[] rollout.agent={command: [sh, '${here}/nope.sh']}",
         r"rollout\.agent\.command\.1: .*nope\.sh: no such file; fix: name an existing script",
@@ -60,14 +82,23 @@ BROKEN = [
         "mcp_servers.a={command: python3, url: 'http://127.0.0.1:1'}",
         r"mcp_servers\.a: got \['command', 'url'\]; fix: give exactly one of",
     ),
+    ("embedded => vllm", r"server\.engine: .*'vllm'.*server\.url"),
     ("server.max_model_len=4096", r"rollout\.max_total_tokens: .*8192.*server\.max_model_len=4096"),
     ("sync.backend=lora", r"sync\.backend: .*'lora'.*model\.lora\.rank"),
+    ("model.lora.rank=8 sync.backend=file", r"sync\.backend: .*'file'.*use lora or auto"),
     ("model.lora.rank=8 rollout.inflight=keep", r"rollout\.inflight: .*adapter"),
+    ("rollout.inflight=keep", r"rollout\.inflight: .*rollout\.max_staleness=0"),
+    ("model.dtype=float16", r"model\.dtype: .*'float16'.*bfloat16"),
     ("train.processes=2", r"train\.strategy: .*'single'.*ddp"),
     ("train.keep_last=2 train.keep_best=eval/sampled/success", r"train\.keep_best: .*eval\.every"),
+    ("train.keep_last=2 train.keep_best=sucess", r"train\.keep_best: .*no metric"),
+    ("train.keep_best=reward", r"train\.keep_best: .*train\.keep_last"),
     ("rollout.group_size=1", r"rollout\.group_size: .*1.*at least 2"),
+    ("eval.data=null eval.every=5", r"eval\.every: .*5.*eval\.data\.path"),
     ("server.host=0.0.0.0", r"server\.host: .*'0\.0\.0\.0'.*127\.0\.0\.1"),
+    ("server.url=localhost:8000", r"server\.url: .*'localhost:8000'.*http://"),
     ("server.url=[http://a:1,http://a:1]", r"server\.url: .*each server once"),
+    ("steps: 10 => steps: 10, steps: 20", r"recipe\.yaml: .*'steps'.*twice"),
     ("train: { => train: [", r"recipe\.yaml.*not YAML.*line 8"),
     ("seed", r"'seed'.*key=value"),
     ("rollout.on_outcome={reward_error: mask}", r"on_outcome\.reward_error: got mask.*use drop or retry"),
@@ -99,6 +130,15 @@ def test_a_broken_recipe_ends_with_one_message_and_nothing_written(
     assert everything_in(project) == before
 
 
+def test_a_folder_for_a_recipe_is_told_what_is_in_it(project: Path, capsys: Output) -> None:
+    (project / "runs" / "mine").mkdir(parents=True)
+    assert main(["eval", "runs/mine"]) == 2
+    assert "recipe: runs/mine: is a folder; fix: name a YAML file" in capsys.readouterr().err
+    (project / "runs" / "mine" / "recipe.yaml").touch()
+    assert main(["eval", "runs/mine"]) == 2
+    assert capsys.readouterr().err == "agentfactory: recipe: runs/mine: is a folder; fix: name runs/mine/recipe.yaml\n"
+
+
 def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(project: Path, capsys: Output) -> None:
     before = everything_in(project)
     assert main(["train", "recipe.yaml", "--dry-run", "train.steps=3", "output=elsewhere"]) == 0
@@ -115,6 +155,8 @@ SOURCES = """
 def good(): return [{"question": "1 + 1?", "answer": "2"}]
 def faulty(): yield {"question": {}["lost"]}
 def elsewhere(): raise ConnectionError("no network")
+def other(): return [{"prompt": "1 + 1?"}]
+def poor(): return [{"question": "1 + 1?"}]
 """
 
 
@@ -138,6 +180,8 @@ def test_a_dry_run_probes_the_chat_template(project: Path, capsys: Output) -> No
     ("name", "told"),
     [
         ("faulty", "data.source: sources.py:faulty failed: KeyError: 'lost' (sources.py, line 3); fix: correct it"),
+        ("other", "data.source: row 1 of "),
+        ("poor", "rewards.0: exact needs 'answer', which is neither one of "),
         ("good", ""),
         # another machine may have it
         ("elsewhere", "# not checked here: data.source: sources.py:elsewhere failed: ConnectionError: no network"),
@@ -197,6 +241,11 @@ def test_the_processes_of_a_run_load_only_what_they_need(tmp_path: Path, module:
     assert not spared & imported_by(f"import {module}", tmp_path)
 
 
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(ImportError, match="agentfactory"):
+        from agentfactory import no_such_name  # noqa: F401
+
+
 def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*arguments: str) -> str:
         with pytest.raises(SystemExit) as ended:
@@ -218,21 +267,6 @@ def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[st
             assert words[:2] == ["agentfactory", command]
             if words[1:3] != ["tools", "serve"]:
                 assert parse(words[1:]).command == command
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("trian recipe.yaml", "agentfactory: error: there is no command 'trian'; did you mean train?"),
-        ("train recipe.yaml --owerwrite", "agentfactory train: error: unrecognized arguments: --owerwrite"),
-        ("doctor --sample 4", "agentfactory doctor: error: --sample runs chains of a recipe: name a recipe\n"),
-    ],
-)
-def test_a_slip_is_told_by_what_was_meant(typed: str, said: str, capsys: Output) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(typed.split())
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 COMPLETE = r"""
@@ -263,6 +297,75 @@ def test_shells_complete_commands_options_and_fields(project: Path) -> None:
     # bash takes what stands before = for a word of its own
     assert completed("agentfactory train recipe.yaml train.algorithm=dr") == {"dr_grpo"}
     assert completed("agentfactory train recipe.yaml train.liger=") == {"true", "false"}
+
+
+@pytest.mark.extended
+def test_a_tab_does_not_import_the_viewer(project: Path) -> None:
+    code = "import argcomplete, os; argcomplete.autocomplete = lambda *_, **__: None; "
+    code += "from agentfactory.commands.options import answer_completion; "
+    assert "agentfactory.viewer.app" not in imported_by(f"{code}answer_completion()", project)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_one_that_the_shell_can_read(shell: str, capsys: Output) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "agentfactory" in text
+    if found := shutil.which(shell):
+        subprocess.run([found, "-n"], input=text, text=True, check=True)
+
+
+def test_a_defect_is_told_on_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from agentfactory.commands import new
+
+    def dig(*_: object, depth: int = 40) -> None:
+        if depth == 0:
+            raise RuntimeError("the bottom")
+        # in turns, for a function that only calls itself is shown once
+        hand_on(depth - 1)
+
+    def hand_on(depth: int) -> None:
+        dig(depth=depth)
+
+    monkeypatch.setattr(new, "write_task", dig)
+    assert main(["new", "sums"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) < 24
+    assert lines[-1] == "agentfactory: failed: RuntimeError: the bottom"
+    whole = Path(lines[0].removeprefix("the whole traceback: "))
+    # what is left out on the screen: where it began
+    assert "/main.py" in whole.read_text()
+    assert not any("/main.py" in line for line in lines)
+    whole.unlink()
+
+
+def test_temporary_files_that_go_elsewhere_are_told(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(folder: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setenv("TMPDIR", str(folder))
+        return main(["new", "Bad name"]), capsys.readouterr().err
+
+    (project / "own").mkdir()
+    refused = told(project / "own")
+    assert "temporary" not in refused[1]
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/folder", str(project / "own")])
+    notice = f"agentfactory: TMPDIR=/no/folder is not a folder: temporary files go to {project / 'own'}"
+    assert told("/no/folder") == (refused[0], f"{notice}\n{refused[1]}")
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/folder"])
+    assert told("/no/folder") == (
+        2,
+        "agentfactory: TMPDIR: No usable temporary directory found in ['/no/folder']; "
+        "fix: set it to a folder with space that you can write\n",
+    )
+
+
+def test_a_small_limit_of_address_space_is_told() -> None:
+    command = f"ulimit -v 3145728; {sys.executable} -m agentfactory completion bash"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    notice = "agentfactory: each process may map 3.0 GiB (ulimit -v), and the libraries alone map 1.2 GiB"
+    assert done.stderr.startswith(notice)
 
 
 def test_a_reader_that_leaves_is_no_defect(project: Path) -> None:

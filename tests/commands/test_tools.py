@@ -163,6 +163,11 @@ def test_list_prints_the_first_prompt(recipe: Path, tools: Tools, tmp_path: Path
         assert "this is not the prompt of a task" in shown.err
 
 
+def test_list_of_nothing(tmp_path: Path, tools: Tools) -> None:
+    (tmp_path / "empty.yaml").write_text("{}")
+    assert tools(0, "list", tmp_path / "empty.yaml").out == "no tools\n"
+
+
 def test_call(recipe: Path, tools: Tools) -> None:
     for arguments, printed in (
         (["add", "a=40"], "42"),
@@ -279,6 +284,15 @@ def test_check_says_what_it_could_not_check(recipe: Path, tools: Tools) -> None:
     # an option in a folder that `prepare` fills cannot be checked before
     waits = "mcp_servers.more={module: webshop, options: {data: '${prepared}/shop'}}"
     assert "an environment: not created" in tools(5, "check", recipe, *later, waits).out
+
+
+def test_a_missing_file_of_tasks_is_not_all_right(recipe: Path, tools: Tools) -> None:
+    only = ["tools=[things.py:add]", "mcp_servers={}", "data.path=none.jsonl"]
+    captured = tools(5, "check", recipe, *only)
+    assert "all right" not in captured.out
+    assert "there was no check of the rows of none.jsonl; fix: give a task by --task" in captured.err
+    assert "or create none.jsonl" in captured.err
+    tools(0, "check", recipe, *only, "--task", '{"question": "?"}')
 
 
 @pytest.mark.processes

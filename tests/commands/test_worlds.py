@@ -72,6 +72,13 @@ class RaisesInReward(Plain):
         raise RuntimeError("no scales")
 
 
+class Tells(Plain):
+    @tool
+    def water(self) -> str:
+        """Water a bed."""
+        raise ValueError("it is wet")
+
+
 class Prints(Plain):
     @tool
     def water(self) -> str:
@@ -145,6 +152,10 @@ def test_a_broken_world_is_named(world: str, told: str, garden: str, worlds: Wor
 def test_a_world_that_hangs_is_named(garden: str, worlds: Worlds) -> None:
     told = worlds(1, "try", f"{garden}HangsInTool", "--seconds", "2").err
     assert "HangsInTool: water hangs: no answer within --seconds 2" in told
+
+
+def test_an_error_that_the_model_reads_is_no_fault(garden: str, worlds: Worlds) -> None:
+    assert "error (tool_error): ValueError: it is wet" in worlds(0, "try", f"{garden}Tells", "--turns", "2").out
 
 
 def test_missing_rows_are_told(garden: str, worlds: Worlds) -> None:

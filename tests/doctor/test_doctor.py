@@ -236,6 +236,15 @@ def test_a_model_that_fits_neither_memory_nor_disk(project: Path) -> None:
     assert "2 checkpoints take at least" in the_problem(doctor_recipe.check_output(few))
 
 
+def test_a_run_folder_that_is_there_or_cannot_be(project: Path) -> None:
+    (project / "runs" / "recipe").mkdir(parents=True)
+    (project / "runs" / "recipe" / "summary.json").write_text("{}")
+    (finding,) = doctor_recipe.check_output(load())
+    assert (finding.severity, "--resume" in finding.fix) == (Severity.WARNING, True)
+    (project / "file").touch()
+    assert "is a file" in the_problem(doctor_machine.check_disk(project / "file" / "run"))
+
+
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "raise_open_files", lambda: 1024)
     assert "4000 chains at a time each need a connection" in the_problem(doctor_machine.check_open_files(4000))

@@ -1,10 +1,16 @@
 """`agentfactory doctor RECIPE --sample N`: a real model is sampled, its look and advice are said, nothing is left."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from agentfactory.base.errors import SettingError
+from agentfactory.base.findings import Finding
+from agentfactory.commands import sample_command
+from agentfactory.launching.child_processes import ChildFailed
 from tests.project import Command
 
 CALLS_NOTHING = "train.steps=3", "train.batch_size=2", "rollout.group_size=4", "rollout.max_tokens=8"
@@ -34,3 +40,24 @@ def test_a_model_is_looked_at_before_training(
     assert "\n         fix: easier rows of data" in said
     assert not (project / "runs").exists()
     assert {*Path(tempfile.gettempdir()).glob("agentfactory-look-*")} == before
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(KeyboardInterrupt(), 0), (SettingError("data", "no such file", "name one"), 0), (ChildFailed("it died"), 1)],
+)
+def test_only_a_failure_leaves_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, left: int
+) -> None:
+    def look(*_: object) -> Iterator[Finding]:
+        raise error
+        yield
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("load_recipe", "check_recipe"):
+        monkeypatch.setattr(sample_command, name, lambda *_, **__: None)
+    monkeypatch.setattr(sample_command, "_look", look)
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+        (finding,) = sample_command.sample("recipe.yaml", [], 4, print)
+        assert (str(tmp_path) in (finding.fix or "")) == bool(left)
+    assert len([*tmp_path.iterdir()]) == left

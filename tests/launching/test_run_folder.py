@@ -53,6 +53,14 @@ def test_a_run_begins_beside_what_other_commands_wrote(tmp_path: Path, keep: boo
     assert all(RunFolder(output / name).recipe.is_file() for name in names)
 
 
+@pytest.mark.parametrize("place", ["/proc/x/y", "/dev/null/y", "/sys/x"])
+def test_a_place_that_cannot_be_written_is_named(place: str) -> None:
+    with pytest.raises(RunFolderError, match=f"^output: {place[:9]}.*(is a|cannot be).*; fix: output=OTHER$"):
+        check_free(Path(place), overwrite=False)
+    with pytest.raises(RunFolderError, match="fix: output=OTHER"):
+        RunFolder.create(Path(place), "")
+
+
 def test_what_a_full_disk_does_not_take_is_named(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

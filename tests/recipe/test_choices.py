@@ -37,6 +37,12 @@ def test_options_of_one_source_stay_in_any_order(project: Path) -> None:
     assert recipe.train.loss.options == {"tau": 0.9}
 
 
+def test_an_agents_name_alone_can_be_extended(project: Path) -> None:
+    recipe = extended("rollout: {agent: outside}", "rollout.agent.options.port=8123")
+    assert recipe.rollout.agent.options.port == 8123
+    refused(r"rollout\.agent\.name: got", "rollout.agent={name: [x], env: {A: b}}")
+
+
 def test_another_choice_drops_the_options_of_the_earlier_one(project: Path) -> None:
     gspo = "train: {loss: {policy: gspo, options: {clip_high: 0.5, dual_clip: 3}}}"
     assert extended(gspo, "train.loss.policy=cispo").train.loss.options.model_dump() == {"clip_high": 0.5}

@@ -1,12 +1,17 @@
 """Composition of recipes: extends, overrides, paths, placeholders, stages."""
 
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from agentfactory.base.errors import SettingError
+from agentfactory.recipe.checks import Purpose
+from agentfactory.recipe.composition import RECIPES, resolve_saved
+from agentfactory.recipe.load import default_name
 from tests.project import load_and_check, refused
 
 TASK = '{"question": "1 + 1?", "answer": "2"}\n'
@@ -31,6 +36,16 @@ def test_defaults_follow_from_the_file(project: Path) -> None:
     assert not (project / "runs").exists()
 
 
+def test_recipes_of_different_folders_have_different_run_folders(project: Path) -> None:
+    files = [file for file in RECIPES.glob("*/*.yaml") if file.parent.name != "accelerate"]
+    names = [default_name(file) for file in files]
+    assert {"quickstart", "quickstart-ppo", "webshop-small", "alfworld-small", "multi-node"} <= {*names}
+    assert len({*names}) == len(names) > 40
+    write(project / "sub" / "recipe.yaml", "extends: ../recipe.yaml\n")
+    assert loaded("sub/recipe.yaml").output == project / "runs" / "sub-recipe"
+    assert loaded(project / "recipe.yaml").output == project / "runs" / "recipe"
+
+
 def test_extends_merges_sections_and_keeps_each_files_base(project: Path) -> None:
     write(project / "sub" / "child.yaml", "extends: ../recipe.yaml\nname: small\ndata: {path: own.jsonl, limit: 2}\n")
     write(project / "sub" / "own.jsonl", TASK)
@@ -49,7 +64,11 @@ def test_extends_merges_sections_and_keeps_each_files_base(project: Path) -> Non
     [
         ("tools: [a\nmodel: m\n", "line 2, column 6: while parsing a flow sequence (line 1, column 8): expected ','"),
         ("model: m\nmodel: n\n", "line 2, column 1: key 'model' is given twice"),
+        ("model: m\nname: 2024-13-45\n", "line 2, column 7: '2024-13-45' is no timestamp: month must be in 1..12"),
         ("model: m\nname: {{ x }}\n", "line 2, column 8: a key is a list or a mapping; put quotes around"),
+        ("model: m\nname: !!python/name:os {}\n", "line 2, column 7: could not determine a constructor"),
+        ("model: m\nname: \x07\n", "line 2: character U+0007 is not allowed"),
+        ('model: m\nname: "\\U00110000"\n', "line 2, column 10: chr() arg not in range"),
         ("model: m\n---\nmodel: n\n", "line 2, column 1: expected a single document in the stream (line 1, column 1)"),
     ],
 )
@@ -61,10 +80,23 @@ def test_what_is_no_yaml_is_named_by_file_and_line(project: Path, text: str, mes
         assert "<unicode string>" not in str(error)
 
 
+@pytest.mark.parametrize("value", ["[a", "'a", "%a", "{a: 1, a: 2}", "2024-13-45", "\x07"])
+def test_an_override_that_is_no_yaml_is_named(project: Path, value: str) -> None:
+    error = refused(r"^command line: name: .* is not YAML: line 1.*'name=\"TEXT\"'$", f"name={value}")
+    assert "<unicode string>" not in str(error)
+
+
 def test_circular_extends_is_refused(project: Path) -> None:
     write(project / "a.yaml", "extends: b.yaml\n")
     write(project / "b.yaml", "extends: a.yaml\n")
     refused("extends", path="a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-5", 1e-5), ("2E+1", 20.0), ("1.5e-3", 1.5e-3), (".5", 0.5), ("3", 3.0)]
+)
+def test_numbers_as_people_write_them(project: Path, text: str, value: float) -> None:
+    assert loaded("recipe.yaml", f"train.learning_rate={text}").train.learning_rate == value
 
 
 @pytest.mark.parametrize(
@@ -81,6 +113,11 @@ def test_a_quoted_number_is_told_to_lose_its_quotes(project: Path, setting: str,
     refused(f"^command line: {setting.partition('=')[0]}: {re.escape(told)}$", setting)
 
 
+def test_a_python_file_is_no_recipe(project: Path) -> None:
+    write(project / "mine.py", "def f(x) -> int:\n    return 1\n")
+    refused(r"mine\.py is a Python file; fix: .*`tools: \[mine\.py:NAME\]`", path="mine.py", purpose="tools")
+
+
 def test_overrides_reach_every_depth(project: Path) -> None:
     write(project / "elsewhere" / "more.jsonl", TASK)
     given = ["output=elsewhere/run", "model.lora.rank=8", "train.optimizer.betas=[0.9, 0.99]"]
@@ -94,6 +131,44 @@ def test_overrides_are_relative_to_the_current_folder(project: Path, monkeypatch
     write(project / "other" / "here.jsonl", TASK)
     monkeypatch.chdir(project / "other")
     assert loaded("../recipe.yaml", "data.path=here.jsonl").data.path == str(project / "other" / "here.jsonl")
+
+
+def test_hub_names_stay(project: Path) -> None:
+    recipe = loaded("recipe.yaml", "model.path=Qwen/Qwen3-0.6B", "data.path=openai/gsm8k")
+    assert (recipe.model.path, recipe.data.path) == ("Qwen/Qwen3-0.6B", "openai/gsm8k")
+
+
+def test_an_mcp_command_starts_in_its_recipes_folder_and_python_is_this_one(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(project))
+    server = "mcp_servers: {files: {command: python, args: [server.py], environment: {}}}"
+    write(project / "sub" / "r.yaml", f"extends: ../recipe.yaml\n{server}\n")
+    files = loaded("sub/r.yaml").mcp_servers["files"]
+    assert (files.cwd, files.command) == (str(project / "sub"), "python")
+    refused("no program 'python3'", "mcp_servers.files.command=python3", path="sub/r.yaml")
+
+
+def test_what_is_prepared_need_not_exist_yet(project: Path) -> None:
+    write(project / "make.py", "import no_such_package\ndef make(folder, seed): ...\n")
+    made = ["model.path=${prepared}/model", "data.path=${prepared}/a.jsonl"]
+    recipe = loaded("recipe.yaml", "prepare=make.py:make", *made)
+    assert recipe.prepare == f"{project}/make.py:make"
+    assert recipe.model.path == str(project / "runs" / "recipe" / "prepared" / "model")
+
+
+def test_folders_and_variables_of_servers_are_checked_with_the_recipe(project: Path) -> None:
+    write(project / "make.py", "def make(folder, seed): ...\n")
+    recipe = (project / "recipe.yaml").read_text()
+    servers = {"x": {"command": "python", "args": ["-m", "x", "${chain}"], "workspace": "desk"}}
+    write(project / "recipe.yaml", recipe + yaml.safe_dump({"mcp_servers": servers}))
+    refused(r"mcp_servers\.x\.workspace: .*desk is not a folder; fix: name an existing")
+    loaded("recipe.yaml", "prepare=make.py:make", "mcp_servers.x.workspace=${prepared}/desk")
+    (project / "desk").mkdir()
+    loaded("recipe.yaml")
+    refused(r"mcp_servers\.x\.env\.A: the environment variable NOPE_X is not set", "mcp_servers.x.env={A: '${NOPE_X}'}")
+    (project / "loop").symlink_to("loop")
+    refused(r"mcp_servers\.x\.workspace: .*loop is not a folder", "mcp_servers.x.workspace=loop")
 
 
 def test_the_resolved_recipe_runs_as_it_stands(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +251,27 @@ def test_a_fault_in_a_stage_is_named_as_whoever_set_it_would(stages: Path, proje
     refused(r"^warm\.yaml: train\.steps: got -5", path=stages)
 
 
+def test_a_saved_recipe_may_have_fields_that_have_become_constants(project: Path) -> None:
+    recipe = loaded("recipe.yaml", "rollout.curriculum={}")
+    data = yaml.safe_load(recipe.to_yaml())
+    data["server"]["startup_seconds"], data["track"]["credit"] = 600.0, True
+    data["rollout"]["curriculum"] |= {"solved": 0.95, "hopeless": 0.05}
+    assert resolve_saved(data, project)["track"] == recipe.track.model_dump()
+    saved = write(project / "saved.yaml", yaml.safe_dump(data))
+    assert load_and_check(saved) == recipe
+    refused(r"track\.credit: unknown key", "track.credit=false", path=saved)
+
+
+def test_a_recipe_needs_no_training_except_to_train(project: Path) -> None:
+    data = yaml.safe_load((project / "recipe.yaml").read_text())
+    del data["train"]
+    (project / "recipe.yaml").write_text(yaml.safe_dump(data))
+    for purpose in get_args(Purpose):
+        if purpose != "train":
+            load_and_check("recipe.yaml", purpose=purpose)
+    refused("train: missing")
+
+
 def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "tasks.jsonl").write_text("[1]\n")
     refused(r"data\.path: row 1 of .* is a list, not an object; fix: correct it")
@@ -187,6 +283,44 @@ def test_rows_are_read_where_that_is_quick(project: Path, monkeypatch: pytest.Mo
     load_and_check("recipe.yaml", ["train.from_trajectories=heldout.jsonl"])
     monkeypatch.setattr("agentfactory.rollout.data.files._MOST_BYTES", 3)
     load_and_check("recipe.yaml")
+
+
+def test_images_that_are_not_there_are_told_before_anything_starts(project: Path) -> None:
+    (project / "seen.png").write_text("any")
+    part = {"type": "image_url", "image_url": {"url": "lost.png"}}
+    for lost in ({"question": "?", "images": ["lost.png"]}, {"messages": [{"role": "user", "content": [part]}]}):
+        rows = [{"question": "?", "images": ["seen.png", "data:image/png;base64,AAAA"]}, lost]
+        (project / "tasks.jsonl").write_text("".join(json.dumps({**row, "answer": "2"}) + "\n" for row in rows))
+        refused(r"data: row 2: the image lost\.png: no such file; fix: correct it")
+
+
+@pytest.mark.processes
+def test_what_is_not_installed_is_appended_where_asked(project: Path) -> None:
+    programs = ["mcp_servers.a.command=no-such-program", "server.engine=vllm"]
+    lacks: list[SettingError] = []
+    load_and_check("recipe.yaml", programs, lacks=lacks)
+    program, vllm = map(str, lacks)
+    assert program.startswith("mcp_servers.a.command: no program 'no-such-program'; fix: install it")
+    assert vllm.startswith("server.engine: got 'vllm', which is not installed")
+
+
+@pytest.mark.parametrize("section", ["mcp_servers={a: {command: %s}}", "rollout.agent={command: [%s]}"])
+def test_a_program_that_is_not_executable_is_named(project: Path, section: str) -> None:
+    script = project / "program.sh"
+    script.write_text("#!/bin/sh\n")
+    refused(rf"command.*: {script} is not executable; fix: chmod \+x {script}$", "tools=[]", section % script, lacks=[])
+    there = "no program 'program.sh' is on PATH, but .* has such a file; fix: give its full path"
+    refused(f"{there}, {script}, after chmod", "tools=[]", section % "program.sh", lacks=[])
+
+
+def test_a_question_without_text_is_refused_unless_something_else_gives_the_task(project: Path) -> None:
+    write(project / "data.jsonl", TASK + '{"question": " ", "answer": "2"}\n')
+    given = ["data.path=data.jsonl", "eval.data=null", "eval.every=0"]
+    refused(r"data: row 2: question has no text, .*; fix: write the task there, or leave", *given)
+    load_and_check("recipe.yaml", [*given, "rollout.system_prompt=Add 1 and 1."])
+    load_and_check("recipe.yaml", [*given, "tools=['my_tools.py:World']"])
+    write(project / "data.jsonl", '{"messages": [{"role": "user", "content": ""}], "answer": "2"}\n')
+    refused("data: row 1: messages has no text", *given)
 
 
 def test_user_code_imports_from_the_folders_of_the_recipes_files(project: Path) -> None:

@@ -18,6 +18,8 @@ from agentfactory.rollout.sources import Loaded, Source
 from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
 
+NEEDS_ANSWER = "from agentfactory import reward\n\n\n@reward\ndef right(prediction, answer):\n    return 1.0\n"
+
 
 def recipe_of(model: Path, **sections: Any) -> RolloutRecipe:
     given = {"model": {"path": str(model), "dtype": "float32"}, "server": {"engine": "embedded"}}
@@ -94,6 +96,15 @@ def test_agent_and_group_rewards_of_the_recipe_are_used(warm_server: str, warm_s
     assert 900 <= figures["greedy/reward"] <= 1003
     assert logged[1]["eval/sampled/reward"] == figures["sampled/reward"]
     assert sum(figures[f"sampled/stop/{reason}"] for reason in ("answer", "max_tokens", "max_turns")) == 1.0
+
+
+def test_what_cannot_run_is_told_before_any_chain_runs(warm_server: str, warm_start: Path, tmp_path: Path) -> None:
+    (tmp_path / "users.py").write_text(NEEDS_ANSWER)
+    recipe = recipe_of(warm_start, rewards=["users.py:right"])
+    for run in (run_rollout, run_eval):
+        with pytest.raises(ValueError, match="needs 'answer'"):
+            run(recipe, tmp_path, lambda record: None, opening(recipe, [{"question": "go"}], tmp_path, warm_server))
+    assert not list(tmp_path.glob("*rollout*"))
 
 
 async def test_a_mode_without_a_reward_is_described_by_its_commonest_error(

@@ -163,6 +163,14 @@ def test_advice_on_cut_turns_and_on_too_few_calls() -> None:
     assert "tool calls" not in told(look_at(groups(*[chain("3")] * 4), offer(specs=())))
 
 
+def test_calls_of_tools_that_do_not_exist_are_no_calls() -> None:
+    invented = [chain("", tool_calls=2, **{"tool_errors/unknown_tool": 2}) for _ in range(4)]
+    look = look_at(groups(*invented), offer())
+    assert look.called == 0
+    assert "; 8 calls named a tool that does not exist; fix: " in told(look)["tool calls"]
+    assert look_at(groups(chain("", tool_calls=3, **{"tool_errors/unknown_tool": 2})), offer()).called == 1
+
+
 def test_advice_on_malformed_calls() -> None:
     wrong = [chain("<tool_call>") for _ in range(3)]
     for one in wrong:
@@ -222,6 +230,21 @@ def test_no_call_in_many_groups_is_told_once() -> None:
 )
 def test_no_alarm(given: list[Group], used: Offer) -> None:
     assert alarmed(given, Alarms(used, 2)) == []
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(1.5, 1), (0.9, 0)])
+def test_waits_for_processes_are_told_with_the_setting(seconds: float, number: int) -> None:
+    chains = [chain("", tool_calls=1) for _ in range(ENOUGH_CHAINS)]
+    for one in chains:
+        one.timeline = [Stretch(Activity.WAIT, 0.0, seconds, name="pad")]
+    why = {"pad": ("each chain starts a process of its own", "mcp_servers.pad.isolation: shared")}
+    used = replace(offer(), why_wait=why)
+    assert "waits for pad" not in told(look_at(groups(*chains)[:-1], used))
+    given = alarmed(groups(*chains) * 2, Alarms(used, 2))
+    assert [str(one) for _, one in given] == [
+        "chains spend 75% of their time waiting for a process of tool server pad (1.5 s each): each chain starts a "
+        "process of its own; fix: mcp_servers.pad.isolation: shared"
+    ] * number
 
 
 def test_each_source_is_looked_at_once() -> None:

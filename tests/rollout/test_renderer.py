@@ -255,6 +255,23 @@ def test_rows_of_a_template_that_changes_in_long_conversations() -> None:
         rewriting.conversation_row(LONG, SPECS)
 
 
+def test_rows_name_the_message_that_cannot_be_rendered() -> None:
+    renderer = renderer_of("qwen2_5")
+    with pytest.raises(ValueError, match="message 3: the chat template refuses the conversation"):
+        renderer.conversation_row([*CONVERSATION[:3], {"role": "user", "content": None}], SPECS)
+    with pytest.raises(ValueError, match="message 0: a model is never asked without a prompt: put a system or user"):
+        renderer.conversation_row([{"role": "assistant", "content": "Hello!"}, *OPENING[1:]], SPECS)
+
+
+def test_system_messages_are_refused_where_the_template_has_none() -> None:
+    no_system = REORDERS_KEYS.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'system' %}")
+    renderer = make_renderer(make_tokenizer(no_system))
+    assert "has no system messages: a conversation with one is refused" in renderer.info["reasons"]
+    with pytest.raises(ValueError, match=r"rollout\.system_prompt"):
+        renderer.open(OPENING, SPECS)
+    assert renderer.open(OPENING[1:], SPECS)
+
+
 # --- loading --------------------------------------------------------------------------------------------------------
 
 

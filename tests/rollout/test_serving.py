@@ -10,6 +10,7 @@ import pytest
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.inference.server_command_line import explain, server_command
+from agentfactory.rollout.inference.vllm.vllm_server import _cores
 
 
 def command(
@@ -99,3 +100,9 @@ def test_an_unknown_failure_shows_its_first_cause() -> None:
     log = ["(Worker pid=1) ERROR 1 ValueError: no kernel", "RuntimeError: Engine core initialization failed."]
     assert explain(log) == "ValueError: no kernel"
     assert explain(["all is well"]) is None
+
+
+def test_each_worker_gets_cores_of_its_own() -> None:
+    assert _cores([0, 1], 2) == "0|1"
+    assert _cores([2, 3, 4, 7, 8], 2) == "2,3|4,7"
+    assert _cores([0, 1], 3) == "0|1|0", "fewer cores than workers"

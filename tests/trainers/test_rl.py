@@ -83,6 +83,14 @@ def unlisted(names: set[str]) -> set[str]:
     return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}
 
 
+def test_too_few_saved_groups_are_refused(tmp_path: Path) -> None:
+    write_groups(path := tmp_path / "groups.jsonl", make_groups(3, 2))
+    with pytest.raises(ValueError, match=r"holds 3 groups, and train.steps x train.batch_size asks for 4"):
+        SavedGroups(path, needed=4)
+    with pytest.raises(ValueError, match=r"train.from_trajectories: .* does not exist"):
+        SavedGroups(tmp_path / "none.jsonl", needed=1)
+
+
 def test_values_that_are_not_finite_and_batches_without_trainable_chains_stop_the_run(
     make_recipe: Make, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

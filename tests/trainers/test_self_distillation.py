@@ -18,11 +18,14 @@ from trl.experimental.sdpo.loss_utils import (
     compute_topk_self_distillation_loss,
 )
 
-from agentfactory.rollout.token_row import ImageSpan
-from agentfactory.trainers.batches.batch import TrainingRow
+from agentfactory.base.errors import SettingError
+from agentfactory.rollout.token_row import ImageSpan, Row
+from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
+from agentfactory.trainers.batches.batch import TrainingRow, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.teachers.divergences import top_k_divergence
+from agentfactory.trainers.teachers.graded_rows import check_saved_prompts, is_graded
 from agentfactory.trainers.update.learner import Learner
 from agentfactory.trainers.update.policy_update import update_policy
 from tests.trainers.conftest import VOCABULARY, Make, make_row, on_cpu
@@ -164,3 +167,20 @@ def test_the_teachers_row_has_the_rows_images_where_its_prompt_has_them() -> Non
     assert [image.offset for image in row.images_for_teacher()] == [1, first + 2, first + 10]
     row.teacher_prompt = row.token_ids[:first]
     assert row.images_for_teacher() == row.images
+
+
+def test_saved_groups_need_a_text_for_the_teacher() -> None:
+    row = Row([3, 4], [0, 1], [0.0, -1.0])
+    groups = [Group("0", {}, [Trajectory("0.0", [], [Row(), row], Outcome.COMPLETED)], 0)]
+    with pytest.raises(SettingError, match=r"teacher\.context: set, but saved has no text for a teacher.* fix: name"):
+        check_saved_prompts(groups, Path("saved"))
+    assert training_row(row).in_context is None
+    assert is_graded({"teacher": torch.tensor([float("inf"), -1.0])}).tolist() == [False, True]
+    row.teacher_prompt = [3]
+    check_saved_prompts(groups, Path("saved"))
+
+
+def test_more_tokens_than_the_vocabulary_are_refused(make_recipe: Make) -> None:
+    recipe = in_context(make_recipe(), divergence="forward_kl", top_k=VOCABULARY + 1)
+    with pytest.raises(SettingError, match=r"teacher\.top_k: got 65, .* 64 tokens; fix: lower it"):
+        Learner(recipe, on_cpu(), TEMPERATURE)

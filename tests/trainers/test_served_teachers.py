@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentfactory.base.errors import SettingError
 from agentfactory.rollout.groups.group_files import decode_group, encode_group
 from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.trajectory import Group
@@ -131,3 +132,9 @@ def test_grades_and_updates_equal_a_dense_forward_pass(
     expected = {name: weight.grad for name, weight in network.named_parameters()}
     assert max(float(value.abs().max()) for value in expected.values()) > 1e-2
     torch.testing.assert_close(done.gradients, expected, atol=5e-5, rtol=1e-3)
+
+
+def test_rows_without_grades_are_refused(make_recipe: Make) -> None:
+    recipe = with_url(make_recipe(algorithm="distill"), "http://127.0.0.1:1")
+    with pytest.raises(SettingError, match=r"teacher\.url: a row of \d+ sampled tokens has no grades"):
+        Credit(make_groups(1, 1), recipe)

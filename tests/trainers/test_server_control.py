@@ -48,3 +48,9 @@ def test_a_version_waits_for_a_server_as_long_as_the_recipe_says() -> None:
     with pytest.raises(ServerGoneError, match=r"127.0.0.1:9/health.*no server answered for 0.6 s"):
         RetryingSync(Sleeper(answers_from=99), CANARY, retry_seconds=0.6).push(3, policy, {})
     assert time.monotonic() - started < 20
+
+
+def test_a_server_that_is_gone_again_is_not_proven() -> None:
+    sync = RetryingSync(Sleeper(answers_from=2), CANARY, retry_seconds=1.0)
+    assert sync.bring_back(NOWHERE.url) is False
+    assert sync.bring_back(NOWHERE.url) is True

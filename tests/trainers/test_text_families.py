@@ -93,6 +93,20 @@ def refusal(network: Any, batching: Batching) -> SettingError | None:
     return None
 
 
+def test_networks_that_fail_are_refused_by_name() -> None:
+    for check, words in (
+        (check_head, r"model\.path: LlamaForCausalLM fails in a first forward pass: ZeroDivisionError: division"),
+        (
+            lambda network: resolve_batching(network, TrainConfig(steps=1, batching="packed")),
+            "packed would be wrong: LlamaForCausalLM fails on rows that share a line: ZeroDivisionError",
+        ),
+    ):
+        network = tiny_network("llama")
+        network.model.norm.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(SettingError, match=words):
+            check(network)
+
+
 @pytest.mark.numbers
 @pytest.mark.parametrize("kind", ROTATED)
 def test_positions_that_depend_on_the_longest_row_of_a_pass(kind: str) -> None:

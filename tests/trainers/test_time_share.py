@@ -26,12 +26,13 @@ from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.loop import time_share
 from agentfactory.trainers.loop.rl import Services, train_rl
+from agentfactory.trainers.loop.stopping import Stop
 from agentfactory.trainers.loop.time_share import TimeShare
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.proven_push import RetryingSync
-from agentfactory.trainers.sync.server_control import ServerControl, SyncError
+from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.offload import Offload
 from tests.forked import start_engine
@@ -244,6 +245,13 @@ def test_a_refusal_stops_the_run(train: Callable[[], Any], recorder: Recorder) -
         train()
     assert not {"canary", "turn"} & set(recorder.calls)
     assert "trainer: made" in recorder.calls
+
+
+def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stop, "heard", True)
+    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), retry_seconds=600.0, stop=Stop())
+    with pytest.raises(ServerGoneError, match=r"127\.0\.0\.1:9/sleep"), turns.training():
+        pytest.fail("the trainer's turn")
 
 
 def test_a_server_that_frees_nothing_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """Sizes, tokens and positions of images, compared with transformers."""
 
+import json
 import random
 
+import httpx
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -10,9 +13,11 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from agentfactory.base.errors import SettingError
-from agentfactory.rollout.images.families import load_vision
+from agentfactory.rollout.config import ModelConfig
+from agentfactory.rollout.images.families import load_vision, view_of_model, why_no_images
 from agentfactory.rollout.images.features import PixelMaker
 from agentfactory.rollout.images.image_tokens import PatchVision
+from agentfactory.tools.images.coordinates import SizeRule
 from tests.vision_models import KINDS, make_vision_model
 
 
@@ -55,6 +60,40 @@ def test_images_get_the_size_that_transformers_gives_them(model):
         else:
             assert vision.sizes.fitted(width, height) == expected
     assert twice
+
+
+def test_how_a_model_of_the_hub_sees_is_read_from_what_was_downloaded(model, tmp_path, monkeypatch):
+    """Tools are tried without a model, and each request to an unreachable hub would take half a minute."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(httpx.Client, "send", lambda *args, **more: pytest.fail("the hub was asked"))
+    config = ModelConfig(path="org/eyes")
+    with pytest.raises(FileNotFoundError, match=r"fix: hf download org/eyes config\.json preprocessor_config\.json"):
+        view_of_model(config, "auto")
+    (tmp_path / "models--org--eyes" / "snapshots").mkdir(parents=True)
+    (tmp_path / "models--org--eyes" / "snapshots" / "main").symlink_to(model)
+    stated = view_of_model(config, "auto")
+    assert stated == view_of_model(ModelConfig(path=model), "auto")
+    assert stated is not None
+    with pytest.raises(FileNotFoundError, match="the folder /nowhere/model does not exist yet"):
+        view_of_model(ModelConfig(path="/nowhere/model"), "auto")
+
+
+def test_an_omni_model_is_not_called_a_text_model(tmp_path):
+    for config, reason in (
+        ({"model_type": "qwen2_5_omni", "thinker_config": {"vision_config": {}}}, "is of the family qwen2_5_omni"),
+        ({"model_type": "gemma3", "vision_config": {}}, "attend to each other in both directions"),
+        ({"model_type": "qwen3", "text_config": {}}, "accepts only text"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert reason in why_no_images(str(tmp_path))
+
+
+def test_limits_that_no_size_keeps_are_told():
+    """The rule alternately enlarges and shrinks the image."""
+    with pytest.raises(ValueError, match=r"from 3072 to 4096 pixels; set model.max_image_pixels to at least twice"):
+        SizeRule(32, 3072, 4096).fitted(200, 100)
+    width, height = SizeRule(32, 3072, 2 * 3072).fitted(200, 100)
+    assert 3072 <= width * height <= 2 * 3072
 
 
 @pytest.mark.parametrize("size", [(5, 990), (990, 5), (20, 700), (64, 64), (301, 200), (1, 1), (3000, 2000)])
