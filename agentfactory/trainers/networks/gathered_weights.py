@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+
+from agentfactory.trainers.networks.handover import HandedOver
 
 
 class Weights(Mapping[str, Tensor]):
@@ -81,7 +84,11 @@ class Weights(Mapping[str, Tensor]):
     def _next(self) -> tuple[str, Tensor] | None:
         # in a thread: a signal that ends the caller's wait must not end a collective call
         assert self._rest is not None
-        return self._thread.submit(next, self._rest, None).result()
+        found = HandedOver(self._thread, partial(next, self._rest, None)).result()
+        if found is not None and found[1].is_cuda:
+            # its memory is not reused before what is queued here has read it
+            found[1].record_stream(torch.cuda.current_stream())
+        return found
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self._tensors.items():

@@ -8,7 +8,7 @@ import re
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.weight_digest import FUNCTIONS, ON_CPU, ON_GPU, UNKNOWN, sglang_hash, weight_digest
+from agentfactory.trainers.networks.handover import HandedOver
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -228,7 +229,7 @@ class Content:
         self._digests: dict[object, str | None] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "digests")  # starts its thread with the first task
-        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._pending: deque[tuple[HandedOver[None], int]] = deque()
         self._waiting: defaultdict[str, list[_Expected]] = defaultdict(list)
         self._uses: Counter[str] = Counter()
         for expected in self._expect(served or {}):
@@ -315,7 +316,7 @@ class Content:
             expected.missing.discard(name)
             if not expected.missing:
                 size = sum(self.state[needed].nbytes for needed in expected.needs)
-                self._pending.append((self._pool.submit(self._digest_early, expected), size))
+                self._pending.append((HandedOver(self._pool, partial(self._digest_early, expected)), size))
         while not self._keep and sum(size for _, size in self._pending) > _MOST_PENDING:
             self._pending.popleft()[0].result()
 

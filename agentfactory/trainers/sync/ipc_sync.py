@@ -5,9 +5,9 @@ import pickle
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from itertools import cycle
+from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
+from agentfactory.trainers.networks.handover import HandedOver
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.full_sync import FullSync, holds_full_weights
@@ -82,7 +83,7 @@ class IpcSync(FullSync):
     vLLM's `ipc` weight transfer engine. Proof: a server echoes the version, and its checksum of every weight equals
     ours.
 
-    A trainer on a GPU shares two buffers of it during a transfer (CUDA IPC), and keeps a copy of the version in host
+    A trainer on a GPU shares a buffer of it during an update (CUDA IPC), and keeps a copy of the version in host
     memory. A trainer on a CPU shares blocks of `multiprocessing.shared_memory`, which serve as the copy."""
 
     def __init__(
@@ -144,37 +145,39 @@ class IpcSync(FullSync):
             self._shared.append(Buffer(sum(value.nbytes for _, value in part), self._device))
             self._copy |= zip([name for name, _ in part], self._shared[-1].views(part), strict=True)
 
-    def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[None]]:
+    def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[HandedOver[None]]:
         if self._device.type == "cpu":
-            return [
-                pool.submit(buffer.fill, part) for buffer, part in zip(self._shared, self._parts(state), strict=True)
-            ]
+            pairs = zip(self._shared, self._parts(state), strict=True)
+            return [HandedOver(pool, partial(buffer.fill, part)) for buffer, part in pairs]
 
         def copy() -> None:
             for name, value in state.items():
                 self._copy[name].copy_(value)
 
-        return [pool.submit(copy)]
+        return [HandedOver(pool, copy)]
 
     def _parts(self, state: dict[str, Tensor]) -> list[Part]:
         sizes = [value.nbytes for value in state.values()]
         return list(parts(state, max(*sizes, min(sum(sizes) // _PARTS, self._buffer_bytes))))
 
     @contextmanager
-    def _filled(self, state: dict[str, Tensor], copied: list[Future[None]]) -> Iterator[Iterator[tuple[Part, Buffer]]]:
-        """Yield an iterator of a version's parts, each in a buffer, as soon as they can be read. A part must not be
-        read any more once the next one has been returned."""
+    def _filled(
+        self, state: dict[str, Tensor], copied: list[HandedOver[None]]
+    ) -> Iterator[Iterator[tuple[Part, Buffer]]]:
+        """Yield an iterator of a version's parts, each in a buffer, as soon as they can be read. A part must have been
+        read before the next one is taken."""
         found = self._parts(state)
         with ExitStack() as stack:
             if self._device.type == "cpu":
                 buffers = self._shared
             else:
-                # separate buffers per server, because torch counts one opening per handle
+                # one for all parts, because vLLM keeps only the last one open, and torch pairs each opening of a handle
+                # with one release; one per server, because it counts one opening per handle
                 capacity = max(sum(value.nbytes for _, value in part) for part in found)
-                buffers = [stack.enter_context(closing(Buffer(capacity, self._device))) for _ in range(2)]
+                buffers = [stack.enter_context(closing(Buffer(capacity, self._device)))] * len(found)
 
             def fill() -> Iterator[tuple[Part, Buffer]]:
-                for number, (part, buffer) in enumerate(zip(found, cycle(buffers), strict=False)):
+                for number, (part, buffer) in enumerate(zip(found, buffers, strict=True)):
                     if self._device.type != "cpu":
                         buffer.fill(part)
                     elif copied:
@@ -198,23 +201,19 @@ class IpcSync(FullSync):
                 f"{own}; let both use one GPU, or use sync.backend: file"
             )
 
-    def _update(self, server: ServerControl, content: Content, copied: list[Future[None]]) -> None:
+    def _update(self, server: ServerControl, content: Content, copied: list[HandedOver[None]]) -> None:
         # every time, because a server restarted since the last version is not initialised
         self._init(server)
 
-        def transfer() -> None:
-            with self._filled(content.state, copied) as filled, ThreadPoolExecutor(1, "parts") as pool:
-                reads: list[Future[Any]] = []
+        # open until /finish_weight_update, when the server releases it
+        with self._filled(content.state, copied) as filled:
+
+            def transfer() -> None:
                 for part, buffer in filled:
                     # the server responds after it has copied the part
-                    for read in reads[-1:]:
-                        read.result()
-                    body = {"update_info": update_info(part, buffer)}
-                    reads.append(pool.submit(server.post, "/update_weights", body))
-                for read in reads:
-                    read.result()
+                    server.post("/update_weights", {"update_info": update_info(part, buffer)})
 
-        self._load([server], self._version, content, transfer)
+            self._load([server], self._version, content, transfer)
 
     @property
     def _size(self) -> int:

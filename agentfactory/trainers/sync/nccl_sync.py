@@ -19,6 +19,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.handover import queued, wait_for
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, served_checksums
 from agentfactory.trainers.sync.full_sync import FullSync, parts_beyond
@@ -62,7 +63,8 @@ class VllmGroup:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
-        self._communicator.broadcast(buffer, src=0)
+        # vLLM's own default is a stream of its own for each thread, which nothing orders after the buffer's
+        self._communicator.broadcast(buffer, src=0, stream=torch.cuda.current_stream())
         torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
@@ -145,6 +147,9 @@ class NcclSync(FullSync):
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         self._last: SyncReport | None = None
+        # one thread for all pushes, because NCCL and vLLM keep streams for each
+        self._sender: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=_run_all, args=(self._sender,), name="sender", daemon=True).start()
         answers = [server.get("/get_world_size") for server in servers]
         workers = [int(answer["world_size"]) for answer in answers]
         open_group = open_group or group_for(answers)
@@ -163,7 +168,7 @@ class NcclSync(FullSync):
         # servers respond only when the group is complete, so call them while joining it
         offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
         joined: list[BroadcastGroup] = []
-        _together(
+        self._together(
             lambda: joined.append(open_group(address, port, 1 + sum(workers))),
             *(
                 partial(server.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
@@ -183,14 +188,18 @@ class NcclSync(FullSync):
             "shapes": [list(value.shape) for value in state.meta.values()],
         }
 
+        made = queued()
+
         def broadcast() -> None:
+            wait_for(made)
             for buffer in packed(content.passing(state.stream()), self._buffer_bytes):
                 # an offloaded policy's weights are in host memory
                 self._group.broadcast(buffer.to(self._group.device))
 
         def transfer() -> None:
             # servers respond after they have received everything
-            _together(broadcast, *(partial(s.post, "/update_weights", {"update_info": info}) for s in self._servers))
+            body = {"update_info": info}
+            self._together(broadcast, *(partial(server.post, "/update_weights", body) for server in self._servers))
 
         try:
             for server in self._servers:
@@ -212,6 +221,27 @@ class NcclSync(FullSync):
     def close(self) -> None:
         self._group.close()
 
+    def _together(self, send: Callable[[], object], *requests: Callable[[], object]) -> None:
+        """Run calls that wait for each other, `send` in the sender's thread, and raise the first error immediately.
+        Calls that still wait then wait for a peer that will never come: their threads are abandoned, and must not keep
+        the process from ending."""
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run(call: Callable[[], object]) -> None:
+            failure: BaseException | None = None
+            try:
+                call()
+            except BaseException as error:
+                failure = error
+            ended.put(failure)
+
+        self._sender.put(partial(run, send))
+        for call in requests:
+            threading.Thread(target=run, args=(call,), daemon=True).start()
+        for _ in (send, *requests):
+            if (error := ended.get()) is not None:
+                raise error
+
     def _check_version(self, server: ServerControl) -> None:
         if self._last is None:
             return
@@ -227,24 +257,9 @@ def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator
         yield torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in part])
 
 
-def _together(*calls: Callable[[], object]) -> None:
-    """Run calls that wait for each other, and raise the first error immediately. Calls that still wait then wait for a
-    peer that will never come: their threads are abandoned, and must not keep the process from ending."""
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def run(call: Callable[[], object]) -> None:
-        failure: BaseException | None = None
-        try:
-            call()
-        except BaseException as error:
-            failure = error
-        ended.put(failure)
-
-    for call in calls:
-        threading.Thread(target=run, args=(call,), daemon=True).start()
-    for _ in calls:
-        if (error := ended.get()) is not None:
-            raise error
+def _run_all(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        calls.get()()
 
 
 def _own_address(hosts: Iterable[str]) -> str:

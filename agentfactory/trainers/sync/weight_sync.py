@@ -4,11 +4,13 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.trainers.networks.gathered_weights import Weights
+from agentfactory.trainers.networks.handover import HandedOver
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
@@ -85,7 +87,7 @@ def on_each(servers: Sequence[ServerControl], act: Callable[[ServerControl], Non
     left, and any other error when all calls have ended."""
     gone: list[ServerGoneError] = []
     with ThreadPoolExecutor(len(servers)) as pool:
-        calls = [pool.submit(act, server) for server in servers]
+        calls = [HandedOver(pool, partial(act, server)) for server in servers]
     for call in calls:
         try:
             call.result()
