@@ -42,8 +42,7 @@ TypedOptions = Annotated[Any, Field(validate_default=True)]
 
 
 class Choice(Section):
-    """Base of sections that select a variant by name. The field `options: TypedOptions = None` holds the variant's
-    options."""
+    """Base of sections that select a variant by name; `options: TypedOptions = None` holds the variant's options."""
 
     chooser: ClassVar[str]
     """Name of the selecting field, which must be declared before `options`."""

@@ -52,12 +52,9 @@ def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
         return
     if not os.path.isfile(path):
         lack(field, f"no program {command!r}", "install it, or give its full path")
-    elif "/" in command:
-        raise SettingError(field, f"{command} is not executable", f"chmod +x {path}")
     else:
-        problem = f"no program {command!r} is on PATH, but {folder or 'the current folder'} has such a file"
-        executable = "" if os.access(path, os.X_OK) else f", after chmod +x {path}"
-        raise SettingError(field, problem, f"give its full path, {os.path.abspath(path)}{executable}")
+        problem = f"{path} is a file, but no program on PATH, or not executable"
+        raise SettingError(field, problem, f"give its full path, {os.path.abspath(path)}, after chmod +x")
 
 
 def check_servers(recipe: Recipe, prepared: Path | None) -> None:

@@ -100,15 +100,6 @@ def display(path: Path) -> str:
         return str(path)
 
 
-def _fix_of_yaml(text: str, error: str) -> str:
-    """Return the fix for text that is not YAML; JSON of other programs may have tabs and comments."""
-    if "'\\t'" in error:
-        return "indent with spaces, not with tabs"
-    if "found ','" in error:
-        return "remove the comma after the block"
-    return "write comments with #, not //" if re.search(r"(^|[\s,{[])//", text, re.MULTILINE) else "correct it"
-
-
 def recipe_file(name: str | Path, base: Path) -> Path:
     """Return the file `name`, relative to `base`; if there is none, AgentFactory's own recipe of that name."""
     path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
@@ -122,19 +113,13 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise SettingError(name, f"{display(path)}: no such file", "name an existing recipe", source=source) from None
     except (OSError, UnicodeDecodeError) as error:
-        if not path.is_dir():
-            problem = f"{display(path)}: cannot be read: {error}"
-            raise SettingError(name, problem, "name a YAML file", source=source) from None
-        inside = [file for file in (path / "recipe.yaml", path / f"{path.name}.yaml") if file.is_file()]
-        fix = f"name {display(inside[0])}" if inside else "name a YAML file"
-        raise SettingError(name, f"{display(path)}: is a folder", fix, source=source) from None
-    if path.suffix == ".py":
-        fix = f"name a recipe, which is YAML, such as one with `tools: [{path.name}:NAME]`"
-        raise SettingError(name, f"{display(path)} is a Python file", fix, source=source)
+        problem = f"{display(path)}: cannot be read: {error}"
+        raise SettingError(name, problem, "name a YAML file", source=source) from None
     try:
         data = parse_yaml(text)
     except ValueError as error:
-        raise SettingError("", f"not YAML: {error}", _fix_of_yaml(text, str(error)), source=display(path)) from None
+        fix = "correct it; indent with spaces, not with tabs, and write comments with #, not //"
+        raise SettingError("", f"not YAML: {error}", fix, source=display(path)) from None
     if not isinstance(data, dict):
         fix = "write `key: value` lines, such as `model: ...`"
         raise SettingError("", f"holds {short(data)}, not a mapping", fix, source=display(path))

@@ -160,7 +160,6 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
     ("text", "fix"),
     [
         ('mcpServers: {\n\t"a": {"command": "x"}\n}', "indent with spaces, not with tabs"),
-        ('"inputs": [],\n"servers": {"a": {"command": "x"}}', "remove the comma after the block"),
         ('mcpServers: {\n  // mine\n  "a": {"command": "x"}\n}', "write comments with #, not //"),
     ],
 )

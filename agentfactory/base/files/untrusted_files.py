@@ -1,5 +1,4 @@
-"""Files in untrusted folders: opened only if they are regular, without following links, with bounded sizes. Copies,
-checks and removal of such folders, by steps that follow no link."""
+"""Files in untrusted folders: opened, copied, checked and removed without following links, with bounded sizes."""
 
 import itertools
 import os
@@ -127,8 +126,7 @@ def entries_of(path: Path, within: Path) -> dict[str, int]:
 
 
 def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
-    """Raise RefusedFileError unless everything in the folder `path` is a regular file or a folder, down to `depth`
-    levels below it (None: all)."""
+    """Raise RefusedFileError unless a folder has only regular files and folders, down to `depth` levels (None: all)."""
     for name, kind in entries_of(path, within).items():
         if kind == stat.S_IFDIR:
             if len((path / name).relative_to(within).parts) > _DEEPEST:
@@ -286,8 +284,7 @@ class TreeCopy:
         self._entries = 0
 
     def folder(self, path: Path, into: int | None, mode: int | None = None) -> None:
-        """Copy the content of a folder into the open folder `into`; None: check it only. `mode`: the permissions of all
-        copies; None: those of the originals."""
+        """Copy a folder's content into the open folder `into` (None: only check it), with `mode` or the original's."""
         with opened_folder(path, self._within) as source:
             self._content(path, source, into, mode)
 
@@ -371,8 +368,7 @@ def _set(copy: int, original: os.stat_result, mode: int | None) -> None:
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove a folder with everything in it, including read-only folders, in any number and depth. Follow no links.
-    Return the remaining names, with the reasons."""
+    """Remove a folder of any depth, without following links. Return the remaining names, with the reasons."""
     if left := _removed(folder):
         make_writable(folder)
         left = _removed(folder)

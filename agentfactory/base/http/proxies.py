@@ -1,7 +1,4 @@
-"""Proxies from the environment: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, in capitals or not.
-
-Servers on this machine are always reached directly: a proxy would look for them on its own machine.
-"""
+"""Proxies from the environment; servers on this machine are always reached directly."""
 
 import ipaddress
 import os

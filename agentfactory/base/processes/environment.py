@@ -58,8 +58,7 @@ def for_others(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def for_chains(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process of ours that runs chains, with the tools and rewards of the user: that of
-    code of others, proxies, and the variables `names`, such as those of keys that the process itself uses."""
+    """Return the environment of our processes that run chains: that of code of others, proxies, and `names`."""
     wanted = {VARIABLE, *names}
     own = {name: value for name, value in os.environ.items() if name in wanted or _PROXY.fullmatch(name)}
     return for_others() | own | dict(variables)

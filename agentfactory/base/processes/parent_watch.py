@@ -39,8 +39,7 @@ def answer_of(module: str, said: str = "", env: Mapping[str, str] | None = None)
 
 
 def follow_parent() -> None:
-    """End this process when the one that started it is gone: SIGTERM, and after 4 s an exit without clean-up. Call it
-    once, first thing in a child's main. Does nothing if the environment names no process to follow."""
+    """End this process when its starter, named in the environment, is gone: SIGTERM, and after 4 s an exit."""
     value = os.environ.get(VARIABLE)
     if value is None:
         return
@@ -49,8 +48,7 @@ def follow_parent() -> None:
 
 
 def follow(pid: int, create_time: float) -> threading.Event:
-    """End this process when the process `pid`, not necessarily its parent, is gone; stop when the returned event is
-    set."""
+    """End this process when the process `pid` is gone; stop when the returned event is set."""
     enough = threading.Event()
     threading.Thread(target=_follow, args=(pid, create_time, enough), name="lifeline", daemon=True).start()
     return enough

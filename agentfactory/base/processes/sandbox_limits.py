@@ -8,8 +8,7 @@ from agentfactory.base.messages import ToolInfrastructureError
 
 
 def sandbox_user() -> int | None:
-    """Return the user id of sandboxes: nobody for root, who is exempt from process limits and could read more; None for
-    the user of this process."""
+    """Return the user id of sandboxes: nobody for root; None for the user of this process."""
     return 65534 if os.geteuid() == 0 else None
 
 

@@ -58,9 +58,8 @@ class Extension:
 def load_extension(
     field: str, reference: str, ours: Mapping[str, Callable[..., Any]], inputs: Collection[str], settings: Section
 ) -> Extension:
-    """Load the function `reference`, the value of the recipe's `field`: one of `ours`, or `FILE.py:NAME`. It takes some
-    of `inputs`, by name, and `settings.options`; one of `ours` gets only the options that it has parameters for. Raises
-    SettingError if it cannot be loaded, is no function, or its parameters do not fit the options."""
+    """Load the function that `field` names: one of `ours`, or `FILE.py:NAME`. It takes some of `inputs` and the options
+    by name. Raises SettingError."""
     if reference in ours:
         function = ours[reference]
         given = dict(settings.options)  # type: ignore[attr-defined]
@@ -114,8 +113,7 @@ def _check_parameters(
 
 
 def check_types(options: Mapping[str, Any], taker: Callable[..., Any], field: str) -> None:
-    """Raise SettingError for an option that its annotation in `taker`, a function or a dataclass, does not allow.
-    Integers are accepted as floats, and text as paths. Values that JSON cannot express, which only a program can pass,
+    """Raise SettingError for an option that its annotation in `taker` does not allow; values that JSON cannot express
     are not checked."""
     try:
         annotations = get_type_hints(taker)

@@ -41,8 +41,7 @@ def check_extra(extra: str, distribution: str = DISTRIBUTION) -> None:
 
 
 def missing_extra(error: ImportError, place: str) -> SettingError | None:
-    """Return the error for an import that failed in `package.module:NAME`; None if no extra has the package. Of several
-    extras, the one that `place` names comes first."""
+    """Return the error for an import that failed in `place`, of the extra that it names; None if no extra has it."""
     package = (error.name or "").partition(".")[0]
     having = [extra for extra, packages in extras().items() if package in packages]
     return _not_installed(max(having, key=lambda extra: extra in place), [package]) if having else None
@@ -60,8 +59,7 @@ def _not_installed(extra: str, packages: list[str], distribution: str = DISTRIBU
 
 
 def unmet(distribution: str) -> str | None:
-    """Return the first requirement of an installed distribution that the installed versions do not meet, such as
-    "x 1.0 needs mcp<2, and mcp 2.3.0 is installed"; None if there is none."""
+    """Return the first unmet requirement of a distribution, such as "x 1.0 needs mcp<2, and mcp 2.3.0 is installed"."""
     for text in requires(distribution) or ():
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -77,8 +75,7 @@ def unmet(distribution: str) -> str | None:
 
 
 def unmet_below(path: Path, error: BaseException) -> str | None:
-    """Return the unmet requirement of a package that was running for the file `path` when it raised `error`; None if
-    there is none."""
+    """Return the unmet requirement of a package that ran for the file `path` when it raised `error`, or None."""
     frames = dropwhile(lambda each: each.f_code.co_filename != str(path), (f for f, _ in walk_tb(error.__traceback__)))
     names = dict.fromkeys(str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames)
     having = packages_distributions()

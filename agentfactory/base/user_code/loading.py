@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,13 +29,8 @@ class UserCodeError(SettingError):
 
 
 def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
-    """Load `NAME` from `FILE.py`, a path relative to `base`, or from `prebuilt` (name -> `package.module:NAME`).
-
-    The file is executed once per process. It may import installed libraries and the modules in its folder, which is
-    appended to the import path. If `import FILE` finds this file, the module has that name; otherwise a private one, so
-    that neither shadows another. Raises UserCodeError if the reference is malformed or the file is missing, fails, or
-    does not define the name.
-    """
+    """Load `NAME` from `FILE.py`, a path relative to `base`, or from `prebuilt` (name -> `package.module:NAME`). The
+    file is executed once per process, under its own name if `import FILE` finds it. Raises UserCodeError."""
     if prebuilt is not None and reference in prebuilt:
         return load_named(prebuilt[reference])
     file, separator, name = reference.rpartition(":")
@@ -121,24 +115,15 @@ def _fix(error: BaseException, path: Path) -> str:
         return f"{problem}; {OWN_ENVIRONMENT}"
     if not isinstance(error, ImportError):
         return "correct the file"
-    if "no known parent package" in str(error):
-        return "write `import NAME` for a file beside it"
     first = (error.name or "").partition(".")[0]
-    beside = [each for each in (path.parent / f"{first}.py", path.parent / first / "__init__.py") if each.is_file()]
-    if beside and not isinstance(error, ModuleNotFoundError) and not _is_users(_origin(first)):
-        return f"give {beside[0]} another name: the library {first} comes before it"
-    if first == "mcp":
-        return f"AgentFactory needs the installed mcp {version('mcp')}: change the import, or {OWN_ENVIRONMENT}"
     if not isinstance(error, ModuleNotFoundError):
-        return "correct the file"
+        return f"correct the import, whose {first or 'library'} may come before a file of yours of that name"
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
-    fix = f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
-    return fix + (f"; AgentFactory's own is agentfactory.{first}" if first in ("rollout", "tools", "trainers") else "")
+    return f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
 
 
 def _check_neighbours(path: Path) -> None:
-    """Raise UserCodeError if an import of `path`, or of another imported module of its folder, does not find the file
-    beside it: Python has only one module per name, and a file in another folder may have taken it."""
+    """Raise UserCodeError if an import of a module of this folder does not find the file beside it."""
     files, folder = [path], f"{path.parent}{os.sep}"
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)

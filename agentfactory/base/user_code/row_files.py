@@ -10,9 +10,8 @@ from agentfactory.base.files.untrusted_files import create_file, open_file, reso
 
 
 def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes]:
-    """Return name -> content of a row's `files`: a mapping of name to text, or to `{"base64": ...}`, or a list of names
-    below `folder`. Raises ValueError if it is neither, a file does not exist, a name leads out of the workspace, or the
-    files exceed `most_mb` MiB."""
+    """Return name -> content of a row's `files`: a mapping of name to text or `{"base64": ...}`, or names below
+    `folder`. Raises ValueError if they are wrong, or exceed `most_mb` MiB."""
     contents = _contents(files, folder, most_mb)
     for name in contents:
         if not is_inside(name):

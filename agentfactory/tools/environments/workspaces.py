@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import errno
+import itertools
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -149,28 +150,22 @@ def _keep(folder: Path, place: Path) -> None:
     try:
         folder.rename(place)
     except OSError as error:
-        try:
-            if error.errno != errno.EXDEV:
-                raise
+        if error.errno == errno.EXDEV:
+            # to another file system, with links, pipes and sparse files intact
             make_writable(folder)
-            _copy_as_it_is(folder, place)
-        except OSError as refused:
-            _tell_lost(place.name, place.parent, refused)
+            command = ["cp", "--archive", "--no-target-directory", "--", folder, place]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            error = OSError((done.stderr.splitlines() or ["cp failed"])[0])
+            if done.returncode == 0:
+                return remove_folder(folder)
+            remove_folder(place)
+        _tell_lost(place.name, place.parent, error)
     remove_folder(folder)
 
 
 def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
     told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
     notify(logger, f"keep_workspaces {kept}", told)
-
-
-def _copy_as_it_is(folder: Path, place: Path) -> None:
-    """Copy a chain's folder to another file system, with links, pipes and sparse files intact. Raises OSError."""
-    command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        remove_folder(place)
-        raise OSError((done.stderr.splitlines() or ["cp failed"])[0])
 
 
 def remove_folder(folder: Path) -> None:
@@ -183,14 +178,12 @@ def remove_folder(folder: Path) -> None:
 def _free(path: Path) -> Path:
     """Create `path`, or the first of `path-2`, `path-3`, ... that does not exist, since a chain may be retried, and
     return it. Raises OSError."""
-    number, free = 1, path
-    while True:
-        try:
+    for number in itertools.count(1):
+        free = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
             free.mkdir()
             return free
-        except FileExistsError:
-            number += 1
-            free = path.with_name(f"{path.name}-{number}")
+    raise AssertionError
 
 
 @cache
