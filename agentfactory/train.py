@@ -172,8 +172,7 @@ def print_error(error: Exception | str) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; if it is one of several, skip the interpreter's shutdown, during which a gloo thread that takes
-    the GIL would abort the process."""
+    """End this process; one of several skips the interpreter's shutdown, in which a gloo thread could abort it."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(status)
     logging.shutdown()

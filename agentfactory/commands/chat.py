@@ -135,8 +135,7 @@ class Conversation(PolicyTurns):
         self._shown = 0
 
     async def hold(self, session: ToolSession, lines: AsyncIterator[str], shown: bool) -> None:
-        """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the question is already on
-        the screen, because the user typed it."""
+        """Answer the task, and then each line, until NEW or their end. `shown`: the question is on the screen."""
         self._shown = len(self.episode.trajectory.messages) if shown else 0
         stopped = await self._loop.play(session)
         while True:
@@ -202,8 +201,7 @@ class Conversation(PolicyTurns):
 
 
 def _show_message(message: Message, content: str, opening: bool) -> None:
-    """Print a message with this text. `opening`: there is no agent message yet, so a user message belongs to the
-    task and is not a tool's answer."""
+    """Print a message with this text. `opening`: a user message belongs to the task."""
     match message["role"]:
         case "system":
             return
@@ -237,8 +235,7 @@ def _say(text: str) -> None:
 
 
 async def _next(lines: AsyncIterator[str]) -> UserLine | None:
-    """Return the next line, stripped, with the images attached to it; None at the end of the input. Report
-    unknown commands, and images that cannot be read."""
+    """Return the next line with its images; None at the end. Report unknown commands and unusable images."""
     typed = sys.stdin.isatty()
     images: list[str] = []
     while True:

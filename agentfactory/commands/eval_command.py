@@ -146,8 +146,7 @@ class There:
 
 
 def look_at(recipe: Recipe, url: str, model: str | None) -> There:
-    """Determine the protocol of the server at `url`, and its model to use. Raises SettingError, ChatEndpointError,
-    ServerUnreachableError."""
+    """Determine the protocol of the server at `url`, and its model. Raises SettingError, ServerUnreachableError."""
     cards = ask_what_it_is(url, model, recipe.server.api_key_env)
     if isinstance(cards, str):
         for part in recipe.held_out_parts():
@@ -177,8 +176,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
 def open_sources_at(
     there: There, base: Path, images: Path, loaded: Sequence[Loaded]
 ) -> AbstractAsyncContextManager[Sequence[Source[Any]]]:
-    """Open the runners of the chains of each part against this server; `images` is the folder for the images in the
-    chains."""
+    """Open the runners of each part's chains against this server; `images` is the folder for their images."""
     if there.by_token_ids:
         return open_sources(there.recipe, loaded, base, there.url, images=images, proxy=proxy_for(there.url))
 

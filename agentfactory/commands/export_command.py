@@ -25,9 +25,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say: Callable[[str], None]) -> None:
-    """Export `checkpoint`, or the last checkpoint of the run in that folder, to the new folder `output`: the full model
-    in the training's dtype, with an adapter merged into its base; or with `adapter`, only the adapter. `push` names a
-    hub repository to upload it to. Raises SettingError or RunFolderError."""
+    """Export a checkpoint, or a run's last, to the new folder `output`: the full model, or with `adapter` only the
+    adapter. `push` names a hub repository. Raises SettingError or RunFolderError."""
     checkpoint = checkpoint.expanduser()
     if (run := _run_at(checkpoint)) is not None:
         checkpoint = _last_checkpoint(run)
@@ -77,15 +76,13 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
 
 
 def _run_at(path: Path) -> Path | None:
-    """Return the run folder at `path`, which may also be its recipe or its folder of checkpoints; None if there is
-    none."""
+    """Return the run folder at `path`, its recipe or its folder of checkpoints; None if there is none."""
     place = path.parent if path.name in (RECIPE, "checkpoints") else path
     return place if run_folder.is_run(place) else None
 
 
 def _last_checkpoint(run: Path) -> Path:
-    """Return the last checkpoint of a run, in its last stage if it has stages. Raises RunFolderError if there is
-    none."""
+    """Return the last checkpoint of a run, or of its last stage. Raises RunFolderError."""
     names = [name for name in RunFolder(run).stage_names() if Path(name).name == name]
     *earlier, last = [RunFolder(run / name, within=run) for name in names] or [RunFolder(run)]
     if (found := last.last_checkpoint()) is not None:

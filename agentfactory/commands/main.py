@@ -81,8 +81,7 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 def _ended_by(error: BaseException) -> int:
-    """Print the line that an error ends the command with, and the notes that were added to the error; return the exit
-    status."""
+    """Print the line that an error ends the command with, and its notes; return the exit status."""
     after = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, KeyboardInterrupt):
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}{after}", INTERRUPTED)
@@ -145,8 +144,7 @@ def _notice_of_memory() -> str | None:
 
 
 def _notice_of_tmpdir() -> str | None:
-    """Return a notice if temporary files do not go to TMPDIR, else None. Raises FileNotFoundError if they cannot go
-    anywhere."""
+    """Return a notice if temporary files do not go to TMPDIR. Raises FileNotFoundError if none can be written."""
     asked, used = os.environ.get("TMPDIR"), tempfile.gettempdir()
     if not asked or os.path.abspath(asked) == used:
         return None

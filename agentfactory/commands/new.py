@@ -50,8 +50,7 @@ TEMPLATES = {
 
 
 def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
-    """Write the task called `task`, of a kind of TEMPLATES, into the folder `output`, which must be new or empty
-    (default: a folder with the task's name in the current one). Return the folder. Raises SettingError."""
+    """Write a task of a kind of TEMPLATES into a new or empty folder, and return it. Raises SettingError."""
     template = TEMPLATES[kind]
     _check_name(task)
     folder = (output or Path(task)).expanduser()

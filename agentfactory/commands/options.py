@@ -238,8 +238,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[
 
 
 def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentParser]) -> None:
-    """Add the commands of extensions, also of those that installed packages register. Print the error of a command that
-    cannot be added."""
+    """Add the commands of extensions and of installed packages; print the error of one that fails."""
     places = {"view": "agentfactory.viewer.view_command"}
     try:
         places |= registered(COMMANDS)

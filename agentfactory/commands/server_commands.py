@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
-    """Serve a checkpoint, or the recipe's model (the last checkpoint, for a staged recipe), until the server or this
-    process ends. `chat`: also answer chat requests, on this port (0: a free one)."""
+    """Serve a checkpoint or the recipe's model until this process ends. `chat`: also answer chats on this port."""
     with Children(say) as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
@@ -94,13 +93,10 @@ def evaluate(
     samples: int | None = None,
     beside: Path | None = None,
 ) -> None:
-    """Evaluate on `eval.data`, with `samples` instead of eval.samples, into `<output>/eval`, eval-2, ... Compare the
-    result with the evaluation in the run folder `beside`.
-
-    The target is the folder `checkpoint`, the folder or hub name `model`, or the server at `url` (its model called
-    `model`), by token ids if it accepts them, otherwise by OpenAI's chat API. By default it is the last checkpoint of
-    a staged recipe, or the recipe's model; if `server.url` is set, the weights that this server has.
-    """
+    """Evaluate on `eval.data` into `<output>/eval`, eval-2, ...: the folder `checkpoint`, the folder or hub name
+    `model`, or the server at `url` (its `model`), by token ids or else OpenAI's chat API. By default, the last
+    checkpoint of a staged recipe, the weights at `server.url`, or the recipe's model. `beside`: an earlier evaluation
+    to compare with."""
     from agentfactory.commands import eval_command
     from agentfactory.rollout.evaluation.side_by_side import read_other
 
@@ -200,8 +196,7 @@ def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say
 
 
 def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
-    """Return the chains of a step of `recipe`, for a look at `running` chains that ran at a time as far as they may;
-    None if its training runs no chains."""
+    """Return the chains of a training step, for a look at `running` chains at a time; None without chains."""
     from agentfactory.rollout.evaluation.first_look import Schedule
 
     if not runs_chains(recipe, "train"):
@@ -212,8 +207,7 @@ def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
 
 
 def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
-    """Run one group of chains for every task of `data`, with the weights that `evaluate` would use, and save them into
-    `<output>/rollout`, rollout-2, ..."""
+    """Run one group of chains for every task of `data`, and save them into `<output>/rollout`, rollout-2, ..."""
     with acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.sources import load_all
@@ -262,8 +256,7 @@ def _log_to(folder: RunFolder, command: str) -> None:
 def acting(
     command: Literal["rollout", "eval", "look"], recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
-    """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if the
-    server has ended."""
+    """Yield served weights, a run folder and server addresses for `command`. Raises ChildFailed."""
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 

@@ -79,15 +79,13 @@ class ToolsRefused(CommandFailed):
 
 
 class ToolsUnchecked(CommandFailed):
-    """`check` found no fault, but could not check everything, or a prompt is not that of a task; the message says what
-    would help."""
+    """`check` found no fault, but not everything was checked; the message says what would help."""
 
     status = 5
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `list`, `call` or `check`. Raises SettingError or ToolsRefused if nothing was done, CommandFailed if a server
-    cannot be used, a call failed or a prompt cannot be shown, and ToolsUnchecked."""
+    """Run `list`, `call` or `check`. Raises SettingError, CommandFailed, ToolsRefused or ToolsUnchecked."""
     whole = load_recipe(options.recipe, options.overrides, "tools")
     check_recipe(whole, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
@@ -259,8 +257,7 @@ def _given_row(task: Task, images: Path) -> Task:
 
 
 def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
-    """Return the tasks to try environments and rewards with, and their origin; none if the recipe's data does not
-    exist. Their images are files, in the folder `images` where the data holds the images themselves."""
+    """Return the tasks to try environments and rewards with, and their origin; none without data."""
     for name, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
         if data is None:
             continue
@@ -312,8 +309,7 @@ async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, imag
 
 
 def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, Any]:
-    """Parse one JSON object, or key=value pairs. A value is parsed as JSON if possible, unless the tool expects a
-    string; otherwise it is text."""
+    """Parse one JSON object, or key=value pairs, whose values are JSON if possible, unless text is expected."""
     if len(given) == 1 and given[0].lstrip().startswith("{"):
         try:
             return json_object(given[0])

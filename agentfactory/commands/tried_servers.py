@@ -39,8 +39,7 @@ _FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")
 
 
 class Seen(NamedTuple):
-    """The result of the check. `proven`: the second chain read a value that only the first had written. Not `tried`: no
-    call succeeded that could have changed state."""
+    """The result of the check: whether a leak was `proven`, and whether a state-changing call was `tried`."""
 
     text: str
     proven: bool = False
@@ -53,11 +52,8 @@ class _Answer(NamedTuple):
 
 
 async def seen_of_another_chain(toolset: Toolset) -> Seen:
-    """Make the same calls in two chains and compare the answers.
-
-    Each chain first reads, with the first chain's word as argument, and then writes its own word. So the first chain
-    reads the earlier state. Call only tools that are annotated as non-destructive and confined to the server.
-    """
+    """Make the same calls in two chains and compare the answers: each reads, with the first chain's word as argument,
+    and then writes its own. Only tools annotated as non-destructive and confined are called."""
     reads, writes = toolset.harmless(reads=True), toolset.harmless(reads=False)
     if not reads and not writes:
         return _untried("no tool is annotated as non-destructive and confined to its server")
@@ -154,9 +150,7 @@ LARGE_BYTES = 100 << 20
 
 @dataclass
 class TriedServer:
-    """The result of opening one server of a recipe. `seconds` is the time that it took to open, `tried` is False
-    if the isolation of its chains is unknown, `needed` are the missing task fields that prevented a reset of the
-    environment, `problems` are its faults."""
+    """The result of opening one server; `needed` are task fields without which there was no reset."""
 
     name: str
     opened: bool = False
@@ -176,17 +170,15 @@ FindTask = Callable[[], Awaitable[Task | None]]
 async def open_each(
     recipe: Recipe, find_task: FindTask | None = None, prepared: Path | None = None
 ) -> list[TriedServer]:
-    """Open each server separately and all concurrently, so that a failure does not hide others. With `find_task`, begin
-    a chain on each; environments get the task that it finds; without one, they are created but not reset. `prepared` is
-    the folder that `prepare` fills."""
+    """Open each server alone, all concurrently. With `find_task`, begin a chain on each, with the task that it finds;
+    without a task, environments are created but not reset."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
     parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
     return await asyncio.gather(*(_open(part, find_task, recipe, prepared) for part in parts))
 
 
 def _for_a_try(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry for a single chain: if chains have folders, it starts no spare processes, each of which would
-    copy the workspace, and keeps no folders."""
+    """Return the entry for a single chain, without spare processes and kept folders if chains have folders."""
     if not config.has_folders:
         return config
     pool = config.pool.model_copy(update={"warm": 0})
@@ -248,8 +240,7 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
 
 
 async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
-    """Create the only environment of `part`, which checks its options, unless it is in another process or its options
-    name files that `prepare` has not created yet. Return a description of the result."""
+    """Create the environment of `part`, which checks its options, if that is possible here; describe the result."""
     (config,) = part.mcp_servers.values() if part.mcp_servers else (McpServerConfig(module=part.tools[0]),)
     waits = prepared is not None and not prepared.exists() and str(prepared) in json.dumps(config.options)
     if config.module is None or waits:
@@ -273,8 +264,7 @@ async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
 
 
 def for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
-    """Return a row with the model's image coordinates added if a reset needs them; if they are unknown, pixels are
-    used."""
+    """Return a row with the model's image coordinates, or pixels, if a reset needs them."""
     if not toolset.takes(VIEW_FIELD):
         return task
     view, why = model_view(recipe)
@@ -286,8 +276,7 @@ def for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
 
 
 def model_view(recipe: Recipe) -> tuple[ModelView | None, str]:
-    """Return the image coordinates of the recipe's model, or None and the reason. Without the model's files, only the
-    recipe's setting is known, and not the size in which the model gets images."""
+    """Return the image coordinates of the recipe's model, or None and the reason."""
     stated = recipe.rollout.coordinates
     if recipe.model.path == NO_MODEL:
         return None, ""

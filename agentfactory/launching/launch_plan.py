@@ -1,9 +1,5 @@
-"""The plan of `agentfactory train`, computed without side effects.
-
-A `RunPlan` has a `StagePlan` per stage: its recipe, the checkpoint that it resumes from, the placement of its
-processes, and their commands. The launcher executes the plan and `--dry-run` prints it. The trainer's processes receive
-an `Assignment`: they neither compose nor check the recipe again.
-"""
+"""The plan of `agentfactory train`, computed without side effects: a `RunPlan` has a `StagePlan` per stage. The
+launcher executes it, `--dry-run` prints it, and the trainer's processes receive an `Assignment`."""
 
 import json
 import os
@@ -49,8 +45,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Assignment:
-    """The input of the trainer's processes: the checked recipe with the server's address, and the checkpoint to resume
-    from."""
+    """The input of the trainer's processes: the checked recipe with the server's address, and a checkpoint."""
 
     recipe: Recipe
     checkpoint: Path | None
@@ -63,8 +58,7 @@ class Assignment:
 
     @classmethod
     def wait_for(cls, file: Path) -> "Assignment":
-        """Read the assignment once the launcher has written it, when the server is ready. Raises SettingError like
-        `read`."""
+        """Read the assignment once the launcher has written it. Raises SettingError like `read`."""
         while not file.exists():
             time.sleep(_POLL_SECONDS)
         return cls.read(file)
@@ -187,8 +181,7 @@ class RunPlan:
         return [stage for stage in self.stages if stage.state is not State.COMPLETED]
 
     def placed(self) -> "RunPlan":
-        """Return the plan with a placement for every due stage if its model, or its first stage's model, exists. One
-        that does not fit has a refusal in its placement. Raises PlacementError."""
+        """Return the plan with a placement for every due stage whose model is known. Raises PlacementError."""
         missing = [stage for stage in self.due if not stage.is_placed]
         found = place([_planned(stage) for stage in missing], "train") if missing else []
         placed = {stage.folder.path: stage.placed(placement) for stage, placement in zip(missing, found, strict=True)}
@@ -239,11 +232,8 @@ def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool 
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
-    """Return each stage with its state and the checkpoint that it resumes from. `asked` is a checkpoint, or AUTO.
-
-    Raises RunFolderError if there is nothing to resume or the checkpoint is damaged, SettingError if a recipe does not
-    fit its checkpoint.
-    """
+    """Return each stage with its state and its checkpoint; `asked` is one, or AUTO. Raises RunFolderError if there is
+    nothing to resume or it is damaged, SettingError if a recipe does not fit."""
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
     folders = [RunFolder(stage.output) for stage in stages]
     if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:
@@ -291,11 +281,8 @@ def _resumed(recipe: Recipe, merge: Merge | None, folder: RunFolder, asked: Path
 
 
 def _after(recipe: Recipe, before: StagePlan | None) -> tuple[Recipe, Merge | None]:
-    """Return `recipe` with the network that it begins with, and the merge that makes its model, if any.
-
-    After a stage that trained all weights, the model is its last checkpoint. After one that trained an adapter, the
-    model stays the same and training continues the adapter, or the model is the base with the adapter merged.
-    """
+    """Return `recipe` with the network that it begins with, and the merge that makes its model, if any: after full
+    weights, their checkpoint; after an adapter, the adapter on the same base, or the merged base."""
     lora = recipe.model.lora
     if before is None:
         if lora is None or lora.from_ is None or not lora.merge:

@@ -34,9 +34,8 @@ class RunStopped(Exception):
 
 
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
-    """Run all stages and write the run folder. `resume` continues the run in that folder, from this checkpoint or AUTO.
-    Raises ChildFailed, RunStopped, MostChainsDroppedError, RunFolderError, PlacementError, SettingError,
-    KeyboardInterrupt."""
+    """Run all stages and write the run folder; `resume` is a checkpoint or AUTO. Raises ChildFailed, RunStopped,
+    MostChainsDroppedError, RunFolderError, PlacementError, SettingError, KeyboardInterrupt."""
     with Hold(recipe.output) as hold:
         hold.take()
         if overwrite and "${output}/" in recipe.to_yaml():

@@ -1,7 +1,5 @@
-"""Merge an adapter into its base: for an export, or for a run that begins with the merged network.
-
-The child of a run is `python -m agentfactory.launching.merging ADAPTER BASE DTYPE OUTPUT`; only it imports torch.
-"""
+"""Merge an adapter into its base, for an export or a run. A run's child is `python -m agentfactory.launching.merging
+ADAPTER BASE DTYPE OUTPUT`; only it imports torch."""
 
 import json
 import shutil

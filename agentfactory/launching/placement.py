@@ -95,8 +95,7 @@ class Placement:
         return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
     def check_trainers_room(self) -> None:
-        """Raise PlacementError unless the trainer's GPU has the memory that the table gives it, now that the server has
-        started."""
+        """Raise PlacementError unless the trainer's GPU still has the planned memory."""
         if not self.trainer_bytes:
             return
         free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))[0]
@@ -110,12 +109,9 @@ class Placement:
 
 
 def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
-    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist yet.
-
-    A stage whose model the previous stage produces is planned with the first stage's model, which has the same shape.
-    If there is no GPU here and the recipe sets no placement, nothing is planned and torch is not imported. Raises
-    PlacementError.
-    """
+    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist. A later
+    stage is planned with the first stage's model. Without a GPU and a wanted placement, nothing is planned. Raises
+    PlacementError."""
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
     for index, recipe in enumerate(recipes):

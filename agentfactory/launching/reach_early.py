@@ -17,8 +17,7 @@ _ENGINES = {"vllm": "vllm", "agentfactory": "embedded"}
 
 
 def check_reach(recipe: Recipe) -> None:
-    """Check that the servers at `server.url` answer, and that the recipe's tools and connections can be opened, if
-    chains run in training. Raises SettingError."""
+    """Check that servers answer and tools open, if chains run in training. Raises SettingError."""
     if runs_chains(recipe, "train"):
         check_servers_answer(recipe)
         check_teacher_answers(recipe)
@@ -35,8 +34,7 @@ def check_hub(recipe: Recipe | StagedRecipe, purpose: Purpose) -> None:
 
 
 def check_servers_answer(recipe: Recipe) -> None:
-    """Raise SettingError if nothing answers at an address of `server.url`, or an engine that does not do what
-    `server.engine` does. The default, vLLM, stands for both: what it requires suffices for the embedded engine."""
+    """Raise SettingError if nothing answers at an address of `server.url`, or another engine does."""
     # imported here, because most recipes start their server
     from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
@@ -79,8 +77,7 @@ def check_teacher_answers(recipe: Recipe) -> None:
 
 
 def check_tools_open(recipe: Recipe) -> None:
-    """Open the recipe's tools, those of each source, and close them. Raises SettingError if that fails, names clash, a
-    limit is for a tool that there is not, or a process may not open enough files."""
+    """Open the recipe's tools, and close them. Raises SettingError."""
     check_open_files(most_chains(recipe, recipe.rollout.workers))
     for part in distinct(parts_of(recipe)):
         with part_named(part):

@@ -61,9 +61,8 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
 
 
 def trained_in(run: Path, recipe: Recipe | StagedRecipe, overrides: Sequence[str]) -> Path | None:
-    """Return the last checkpoint of the run in the folder `run`, which holds the recipe's file. None if `overrides` set
-    another model, if a running server has its own weights, or if there is no checkpoint. For a staged recipe in its own
-    output, `what_is_served` finds the checkpoint."""
+    """Return the last checkpoint of the run in the folder `run`; None if `overrides` set another model, a running
+    server has its own weights, or `what_is_served` finds it."""
     last = stages_of(recipe)[-1]
     if isinstance(recipe, StagedRecipe):
         # another output is only for what the command writes
@@ -107,8 +106,7 @@ def _unquantised(recipe: Recipe) -> Recipe:
 
 
 def check_weights_folder(path: Path) -> None:
-    """Raise RunFolderError if the weights folder that a user named has files that must not be opened. A checkpoint must
-    have regular files only, with readable JSON. A model may have links, as in the hub's cache."""
+    """Raise RunFolderError if a weights folder has files that must not be opened."""
     is_ours = path.parent.name == "checkpoints"
     within = path.parents[1] if is_ours else path
     try:

@@ -1,8 +1,5 @@
-"""One process of the trainer, which assembles the parts of the recipe, trains, and records the run.
-
-Every process of the trainer runs `train`. Rank 0 also owns the run folder, the display of the run (`_Display`) and, for
-live rollouts, the worker and the weight sync.
-"""
+"""One process of the trainer, which assembles the parts of the recipe, trains, and records the run. Rank 0 also owns
+the run folder, the display and, for live rollouts, the worker and the weight sync."""
 
 import logging
 import signal
@@ -64,13 +61,9 @@ logger = logging.getLogger("agentfactory.train")
 
 
 def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Symptom | None:
-    """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause if the run
-    ended early, else None. Every process calls this function. At the end of a run without a launcher, rank 0 raises
-    MostChainsDroppedError; with one, the launcher raises it.
-
-    `asked` is the launcher's assignment, which comes with a run folder. If you start the trainer yourself, it is the
-    checkpoint to resume from or AUTO, or None for a new run.
-    """
+    """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause of an early
+    end, or None. `asked`: the launcher's assignment, or a checkpoint to resume from, AUTO or None. Without a launcher,
+    rank 0 raises MostChainsDroppedError."""
     return_freed_memory()
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
@@ -261,8 +254,7 @@ def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> l
 
 
 class _Display:
-    """The display of a run: progress and warnings in the terminal, and the trackers. For rank 0. At a symptom of
-    train.stop_when, it asks the run to stop."""
+    """The display of a run for rank 0: progress, warnings and trackers. A symptom of train.stop_when stops the run."""
 
     def __init__(self, run: _Run):
         recipe, folder, checkpoint, stack = run.recipe, run.folder, run.checkpoint, run.stack

@@ -42,8 +42,7 @@ def take_over(data: Mapping[str, Any]) -> None:
 
 
 def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
-    """Set model and adapter of the mapping of stage `name` to what the stage `before` ends with: its checkpoint, the
-    same base and its adapter, or a base with this adapter merged. Raises SettingError."""
+    """Set model and adapter of a stage to what the stage `before` ends with. Raises SettingError."""
     model, adapter = stage.data.setdefault("model", {}), before.model.lora
     if not isinstance(model, dict):
         return
@@ -148,9 +147,7 @@ def doubts_about_adapter(recipe: Recipe) -> list[str]:
 
 
 def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:
-    """Set the fields that the mapping `lora` leaves out to those of the adapter that it continues; `merge` to whether
-    they differ. A new adapter on the merged base takes over the rank alone. Whether a foreign adapter's modules are
-    all-linear, or fit a pattern, is not known here."""
+    """Complete the mapping `lora` by the shape of the adapter that it continues, and `merge` by whether they differ."""
     if lora.get("merge") is not True and lora.get("rank", shape["rank"]) == shape["rank"]:
         for name, value in shape.items():
             lora.setdefault(name, value)

@@ -48,12 +48,8 @@ def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
 def check_recipe(
     recipe: Recipe | StagedRecipe, purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> None:
-    """Check the fields of a loaded recipe against each other, this machine's files and the user's code (imported).
-
-    `purpose` is the command that will use the recipe: a server's settings are checked only if one is started. With
-    `lacks`, errors about missing programs and packages are appended to it: the recipe may be for another machine.
-    Raises SettingError for the first field that cannot work.
-    """
+    """Check a recipe's fields against each other, this machine's files and the user's code (imported), for the command
+    `purpose`. Errors about missing programs go to `lacks`, if given. Raises SettingError for the first fault."""
     with recipe.composed.located():
         _check_prepare(recipe.prepare)
     prepared = recipe.output / "prepared" if recipe.prepare else None
@@ -221,8 +217,7 @@ def _require(
 
 
 def _check_rows(part: Part[Recipe], purpose: Purpose, prepared: Path | None) -> None:
-    """Check that a data file's rows are tasks with the fields that rewards and resets need. Rows from the hub, in
-    parquet and in huge files are checked before the first chain: it would take too long in every process."""
+    """Check that a data file's rows have what rewards and resets need, if it is quick to read."""
     recipe, section, data = part.recipe, part.section, part.recipe.data
     assert data is not None
     acts = runs_chains(recipe, purpose)
@@ -265,8 +260,7 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
 
 
 def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
-    """Load and check the first rows of the recipe's task sources. Return errors that only concern this machine; raise
-    SettingError for others."""
+    """Load and check the first rows of task sources. Return errors of this machine; raise SettingError for others."""
     lacks = []
     for part in _used_parts(recipe, purpose):
         data, section = part.recipe.data, part.section
@@ -288,8 +282,7 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
-    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it cannot be used,
-    transformers lacks the architecture, or the tokenizer a token of model.lora.trainable_tokens."""
+    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError."""
     # imported here, because they import transformers
     from transformers import AutoConfig
 

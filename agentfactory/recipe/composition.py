@@ -82,8 +82,7 @@ class Composed:
 
     @contextmanager
     def stage_named(self, stage: str) -> Iterator[None]:
-        """Give errors about fields of a stage that this recipe's file or the command line sets their names there; in a
-        stage's own file, they have their plain names."""
+        """Give errors about fields that this recipe or the command line sets the stage's name, too."""
         try:
             yield
         except SettingError as error:
@@ -127,8 +126,7 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
 
 
 def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) -> Composed:
-    """Merge `data`, the contents of `file`, into the recipe that it extends, whose `name` is not inherited; paths are
-    relative to the file that names them."""
+    """Merge `data`, the contents of `file`, into the recipe that it extends; paths are relative to their file."""
     source, data = display(file), dict(data)
     composed = Composed(source)
     parent = data.pop("extends", None)

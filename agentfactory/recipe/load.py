@@ -40,15 +40,9 @@ _FOR_TOOLS = {"model": {"path": NO_MODEL}, **_WITHOUT_TRAINING}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train") -> Recipe | StagedRecipe:
-    """Compose, validate and resolve the recipe file `path`, without writing anything. Each field is valid then;
-    `checks.check_recipe` checks whether they fit together, this machine and the user's code.
-
-    `overrides` are `key=value`. In a staged recipe, a key that begins with a stage's name applies to that stage;
-    `name`, `output`, `prepare` and `seed` apply to the whole recipe; all others apply to every stage. `purpose` is the
-    command that will use the recipe, which may need fewer fields.
-
-    Raises SettingError, whose text names the file, the field, the value and the fix.
-    """
+    """Compose, validate and resolve the recipe file `path` for the command `purpose`, without writing anything.
+    `overrides` are `key=value`; in a staged recipe, a key may begin with a stage's name, and others but `name`,
+    `output`, `prepare` and `seed` apply to every stage. Raises SettingError."""
     file = recipe_file(path, Path.cwd())
     composed = compose(read_mapping(file, "", "recipe"), file)
     composed.data.setdefault("name", default_name(file))
@@ -68,8 +62,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
 
 
 def default_name(file: Path) -> str:
-    """Return the default name of a run of the recipe `file`: its folder and stem; the stem alone if it begins with the
-    folder's name, or the file is in the current folder."""
+    """Return the default name of a run: the folder and stem of its file, without repetition."""
     folder, name = file.parent.name, file.stem
     return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 

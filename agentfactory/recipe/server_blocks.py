@@ -40,8 +40,7 @@ _BARE = re.compile(r"(?<![\w$])\$([A-Z_][A-Z0-9_]*)")
 
 
 def take_server_blocks(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's mapping with other programs' server blocks as `mcp_servers`. Raises SettingError with the line
-    to write instead."""
+    """Return a recipe's mapping with other programs' blocks as `mcp_servers`. Raises SettingError."""
     taken, servers = dict(data), data.get(_FIELD)
     if servers is not None:
         taken[_FIELD] = servers = _read(_FIELD, _unwrapped(servers))

@@ -1,9 +1,5 @@
-"""Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ... [--http PORT]`.
-
-By default it serves on stdio until stdin ends. With `--http`, it serves streamable HTTP on 127.0.0.1 (port 0 picks a
-free one) until SIGINT or SIGTERM, and prints `ready http://127.0.0.1:PORT/mcp` on stdout once it listens. Clients need
-its key, which only this user can read.
-"""
+"""Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ...`, on stdio until
+stdin ends, or with `--http PORT` on 127.0.0.1 until a signal; it prints `ready http://127.0.0.1:PORT/mcp`."""
 
 from agentfactory.base.user_code import import_path
 
@@ -85,9 +81,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
 
 
 def objects_in(path: Path) -> list[Any]:
-    """Return the `@tool` functions, Environment classes and MCP server objects that the file `path` defines, without
-    imported ones and names that begin with an underscore. Raises UserCodeError if it does not exist, fails, or has
-    nothing to serve."""
+    """Return the `@tool` functions, Environment classes and MCP servers that a file defines under public names. Raises
+    UserCodeError."""
     if not path.is_file():
         raise UserCodeError(f"there is no file {path}", "name an existing one")
     module = load_module(path.resolve())

@@ -1,9 +1,6 @@
-"""Keys of the servers that a user runs on this machine: inference, tools, retrieval.
-
-Loopback keeps other machines out, but not other users of this one. So a server without a configured key generates one,
-and writes it to a file that only its user can read: in the user's runtime folder, named after the server's address.
-Clients of the same user find it there. Imported by vLLM's Python too, so it needs only the standard library.
-"""
+"""Keys of the servers that a user runs on this machine, since other users reach loopback too: each generates one, in a
+file that only its user can read, named after its address. vLLM's Python imports this, too, so it needs only the
+standard library."""
 
 import fcntl
 import functools

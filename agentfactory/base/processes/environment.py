@@ -1,8 +1,5 @@
-"""Environments of child processes: the variables of this process that they get.
-
-Processes that run code of others (worlds, tool servers, agents, `prepare`) get no key of this process: only settings
-of the system and of libraries, from a list, and the variables that the recipe names in `env`.
-"""
+"""Environments of child processes. Code of others gets no key of this process: only settings of the system and of
+libraries, from a list, and the variables that the recipe names in `env`."""
 
 import os
 import re

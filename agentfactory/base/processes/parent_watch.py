@@ -1,7 +1,5 @@
-"""Processes that end when the process that started them is gone, even after kill -9.
-
-Linux's parent-death signal is not enough: a launcher such as accelerate's is between parent and child.
-"""
+"""Processes that end when their starter is gone, even after kill -9; a launcher may stand between the two, so Linux's
+parent-death signal is not enough."""
 
 import contextlib
 import json

@@ -52,8 +52,7 @@ class Entry:
 
 
 def describe(kind: str, name: str, place: str) -> Entry:
-    """Load the object at `place`, a world or a source as its package registers it, without creating it, and check what
-    it needs."""
+    """Load a registered world or source without creating it, and check what it needs."""
     group = WORLDS if kind == "world" else SOURCES
     point = next((found for found in entry_points(group=group) if found.name == name), None)
     dist = point.dist if point is not None else None
@@ -103,8 +102,7 @@ def catalogue() -> Iterator[Entry]:
 
 
 def sources_of(world: str) -> dict[str, type[TaskSource]]:
-    """Return the task sources whose tasks `world` plays, by name. Raises SettingError if one cannot be loaded that is
-    named like the world; others are skipped."""
+    """Return the sources of `world`'s tasks, by name. Raises SettingError if that of its own name is broken."""
     found: dict[str, type[TaskSource]] = {}
     for name in registered(SOURCES):
         try:
@@ -123,8 +121,7 @@ _RECIPES = Path(__file__).parents[2] / "recipes"
 
 @dataclass
 class Subject:
-    """The world or recipe that a command line names. `source` is the name of its registered task source,
-    if it has one."""
+    """The world or recipe that a command line names, and the name of its registered task source, if any."""
 
     name: str
     recipe: Recipe
@@ -159,12 +156,8 @@ class Subject:
 
 
 def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], seconds: float | None = None) -> Subject:
-    """Return the world, task source, `FILE.py:NAME` or recipe called `name`, with `overrides` (`field=value` of its
-    task source or of the recipe), the world's constructor arguments `options` (`NAME=VALUE`), and the time limit
-    `seconds` of its start, of its reset and of a call (None: those of the recipe).
-
-    Raises SettingError if there is none, or a field, an option or this machine does not suit it.
-    """
+    """Return the world, task source, `FILE.py:NAME` or recipe called `name`, with `overrides` of its source or recipe,
+    constructor arguments `options` (`NAME=VALUE`) and a time limit of start, reset and call. Raises SettingError."""
     if Path(name).suffix in (".yaml", ".yml"):
         if options:
             raise SettingError("--option", f"got {options[0]} with a recipe", "set mcp_servers.NAME.options instead")

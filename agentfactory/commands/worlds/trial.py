@@ -37,8 +37,7 @@ class NoLegalCall(ValueError):
 
 
 class RandomCalls:
-    """A generator of calls: the same seed and observations give the same calls. Texts are made of the words of the last
-    observation, among them whole commands in brackets."""
+    """A reproducible generator of calls, with texts of the last observation's words and bracketed commands."""
 
     def __init__(self, specs: list[ToolSpec], seed: int) -> None:
         self._specs, self._random = specs, random.Random(seed)
@@ -173,8 +172,7 @@ class Episode:
 
 
 async def play(subject: Subject, episode: Episode) -> None:
-    """Play the episode and print it turn by turn. Raises SettingError if the world needs rows and has none, or they
-    cannot be made, and WorldFailed if it raises, hangs or prints."""
+    """Play the episode, and print it turn by turn. Raises SettingError, and WorldFailed for a faulty world."""
     name = subject.name
     with _recorded() as (show, printed), TemporaryDirectory(prefix="agentfactory-images-") as images:
         try:
@@ -248,8 +246,7 @@ async def _take_turns(
 
 
 def _fault(tool: str, result: ToolResult, episode: Episode) -> str | None:
-    """Return the fault of the world, and not of the call, that an error shows. A ValueError, and an exception of the
-    world's own, may tell the model of its mistake."""
+    """Return the fault of the world that an error shows; a ValueError may tell the model of its own."""
     if result.error is CallError.TIMEOUT:
         return f"{tool} hangs: no answer within --seconds {episode.seconds:g}"
     if result.error is CallError.TOOL_ERROR:

@@ -43,8 +43,7 @@ _FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `list`, `show`, `try` or `serve`. Raises SettingError, WorldFailed if `try` found a fault of the world, or
-    ToolInfrastructureError if a tool server cannot be opened."""
+    """Run `list`, `show`, `try` or `serve`. Raises SettingError, WorldFailed, ToolInfrastructureError."""
     match options.action:
         case "list":
             if options.json:

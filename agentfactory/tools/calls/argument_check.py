@@ -1,9 +1,5 @@
-"""The check of a call's arguments against its tool's JSON Schema, as far as the schema can be used.
-
-Servers send schemas that JSON Schema allows and Python's libraries cannot use (patterns of ECMAScript, references to
-other documents), and schemas that are wrong (`required: true`, unknown types). Such a part is removed from a copy of
-the schema and named in `ArgumentCheck.unchecked`. The model gets the schema unchanged.
-"""
+"""The check of a call's arguments against its tool's JSON Schema. Parts that Python's libraries cannot use, or that are
+wrong, are removed from a copy of the schema and named in `ArgumentCheck.unchecked`."""
 
 import copy
 import re
@@ -45,8 +41,7 @@ class ArgumentCheck:
             self.unchecked = [f"the whole schema ({_reason(error)})"]
 
     def fault(self, arguments: dict[str, Any]) -> str | None:
-        """Return the fault of `arguments`; None if there is none. Raises UncheckedError if a part of the schema turns
-        out to be unusable."""
+        """Return the fault of `arguments`, or None. Raises UncheckedError if the schema turns out unusable."""
         if self._validator is None:
             return None
         try:
@@ -59,8 +54,7 @@ class ArgumentCheck:
 
 
 def fits_plainly(value: Any, schema: Any) -> bool:
-    """Return whether a schema that uses only the most common keywords accepts a value. If not, `ArgumentCheck`, which
-    takes fifty times as long, has the answer."""
+    """Return whether a schema of common keywords accepts a value; if not, ask `ArgumentCheck`, which is slow."""
     if not isinstance(schema, dict):
         return schema is True
     for key, given in schema.items():

@@ -1,5 +1,4 @@
-"""Truncation of results longer than `limits.result_bytes` or `limits.result_tokens`: cut in the middle, with a marker
-that the model sees."""
+"""Truncation of long results: cut in the middle, with a marker that the model sees."""
 
 import re
 from collections.abc import Callable

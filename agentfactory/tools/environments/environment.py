@@ -80,8 +80,7 @@ class Environment:
         return True
 
     def gauges(self) -> dict[str, float]:
-        """Return numbers to log, by name, in addition to the pool's. They describe what all instances of a process
-        share, such as cache hits since the start: one instance is called, and the numbers of workers are summed."""
+        """Return numbers to log, by name, about what all instances of a process share, such as cache hits."""
         return {}
 
     def close(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,8 +146,7 @@ _LONGEST = 80
 
 
 def anchor_text(anchor: Any) -> str | None:
-    """Return an anchor as text: text stays, anything else becomes JSON, and long text becomes a digest. Equal anchors
-    give equal texts; None stays None. Raises TypeError or ValueError if JSON cannot hold it, such as a set."""
+    """Return an anchor as text, JSON, or a digest if long. Raises TypeError or ValueError if JSON cannot hold it."""
     if anchor is None:
         return None
     text = anchor if isinstance(anchor, str) else json.dumps(anchor, sort_keys=True, ensure_ascii=False, default=_plain)

@@ -79,11 +79,8 @@ class _Chain:
 
 
 class EnvironmentHost:
-    """Creates instances of `environment` with `options`, pools them, and leases them to chains by their keys.
-
-    After `idle_seconds` without a call, a chain counts as gone and its instance serves others; None: it keeps the
-    instance until `release`. Raises TypeError or SettingError if the options do not fit the constructor.
-    """
+    """Pools instances of `environment` with `options`, and leases them to chains by their keys, until `release` or
+    `idle_seconds` without a call. Raises TypeError or SettingError for wrong options."""
 
     def __init__(
         self,
@@ -133,12 +130,9 @@ class EnvironmentHost:
                     notify(logger, f"close of {self._name}", f"{text}{_CLOSE_SECONDS:g} s at the end; fix: correct it")
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
-        """Lease an instance to the chain `key`, after releasing its previous one, and begin `task` on it. `seconds`
-        limits reset() itself, not the wait for an instance. Returns `then(reset's result, environment)`.
-
-        Raises ToolInfrastructureError if no instance became free in time, or reset() took too long, and NoState if the
-        chain was released meanwhile. What the constructor, reset() or `then` raises leaves the chain without instance.
-        """
+        """Lease an instance to the chain `key`, begin `task` on it within `seconds`, and return `then(result,
+        environment)`. Raises ToolInfrastructureError if none came free or it took too long, NoState if the chain was
+        released; on errors the chain has no instance."""
         assert self._pool is not None
         await self.release(key)
         chain = self._chains[key] = _Chain(_now())
@@ -169,11 +163,8 @@ class EnvironmentHost:
         return opening
 
     async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Then) -> Any:
-        """Call a method of the chain's instance; return `then(the method's result, environment)`.
-
-        Raises NoState if the chain has no instance, and all that the method or `then` raises; a ToolInfrastructureError
-        means that the instance is no longer usable.
-        """
+        """Call a method of the chain's instance; return `then(result, environment)`. Raises NoState without an
+        instance, and all that the method raises; a ToolInfrastructureError breaks the instance."""
         chain = self._chains.get(key)
         if chain is None or chain.lease is None:
             idle = f", or it made no call for {self._idle_seconds:g} s" if self._idle_seconds else ""

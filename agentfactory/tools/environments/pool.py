@@ -1,8 +1,5 @@
-"""Pools of instances, each of which serves one chain at a time.
-
-All work on an instance (creating, checking, resetting, retiring it) runs in tasks of the pool. Chains only wait for a
-future, so cancelling a chain never loses an instance or a place.
-"""
+"""Pools of instances, each of which serves one chain at a time. All work on them runs in the pool's tasks, so
+cancelling a chain never loses an instance."""
 
 import asyncio
 import logging
@@ -41,20 +38,9 @@ class _Instance(Generic[T]):
 
 
 class Pool(Generic[T]):
-    """Instances of one kind, created on demand or in advance, and reused. Chains are served in the order of asking.
-
-    Every instance takes a place of `capacity`, even while it is being created, checked, reset or retired.
-
-    Args:
-        name: The pool's name in errors.
-        make: Creates an instance; cleans up after itself when it fails or is cancelled. Its errors are raised by
-            `acquire`.
-        reset: Makes an instance forget the chain that released it.
-        healthy: Called before an idle instance is given to a chain. An instance is replaced if this returns False, or
-            if this or `reset` raises.
-        retire: Ends an instance.
-        labels: The names of these functions in errors.
-    """
+    """Instances of one kind, created by `make` and reused in the order of asking. Before an idle one is given away,
+    `healthy` is asked; after a chain, `reset` is called; `retire` ends it. Each takes a place of `capacity` throughout.
+    `labels` name these functions in errors."""
 
     def __init__(
         self,
@@ -103,11 +89,8 @@ class Pool(Generic[T]):
         self._advance()
 
     async def acquire(self) -> "Lease[T]":
-        """Wait for an instance. Await it directly: a timeout around it could lose the lease.
-
-        Raises ToolInfrastructureError if none became free within `wait_seconds`, or the pool is closed; also the errors
-        of `make`.
-        """
+        """Wait for an instance; await it directly. Raises ToolInfrastructureError if none came free within
+        `wait_seconds` or the pool is closed, and the errors of `make`."""
         if self._closed:
             raise ToolInfrastructureError(f"{self.name}: its pool is closed")
         loop = asyncio.get_running_loop()
@@ -322,8 +305,7 @@ class Lease(Generic[T]):
         self.value = instance.value
 
     async def release(self, broken: bool = False) -> None:
-        """Release the instance: reset it for the next holder, even if this is cancelled, or replace it if it is broken
-        or worn. Does nothing the second time."""
+        """Reset the instance for the next holder, even if cancelled, or replace it if broken or worn. Idempotent."""
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._pool._let_go(instance, broken)

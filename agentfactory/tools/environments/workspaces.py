@@ -44,10 +44,8 @@ asyncio's own threads. More threads make them no faster, and the event loop slow
 
 @dataclass(frozen=True)
 class ChainProgram:
-    """A program whose processes each have a folder, which starts as a copy of `template`, if set.
-
-    When a process has ended, its folder is removed, or moved to a path reserved before in `kept`.
-    """
+    """A program whose processes each have a folder, a copy of `template` if set, which is removed at their end, or
+    moved to a path reserved before in `kept`."""
 
     program: StdioServerParameters
     template: Path | None = None
@@ -108,8 +106,7 @@ def give_to_sandbox(folder: Path) -> None:
 
 
 def check_template(field: str, template: Path) -> int:
-    """Return the size of a template in bytes. Raises SettingError if it is no folder, cannot be read, has links that
-    lead out of it (through which a chain could write anywhere) or special files, or exceeds the free space."""
+    """Return a template's size in bytes. Raises SettingError if it cannot be copied safely."""
     if not os.path.isdir(template):
         raise SettingError(field, f"{template} is not a folder", "name an existing one")
     tree = TreeCopy(template)
@@ -176,8 +173,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _free(path: Path) -> Path:
-    """Create `path`, or the first of `path-2`, `path-3`, ... that does not exist, since a chain may be retried, and
-    return it. Raises OSError."""
+    """Create `path`, or the first of `path-2`, `path-3`, ... that is free, and return it. Raises OSError."""
     for number in itertools.count(1):
         free = path if number == 1 else path.with_name(f"{path.name}-{number}")
         with suppress(FileExistsError):

@@ -42,9 +42,8 @@ class SizeRule:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return an image's (width, height) for the model: multiples of `token`, an area from `min_pixels` to
-        `max_pixels`, and nearly the same aspect ratio. Raises ValueError if that exceeds MOST_ASPECT, or if no such
-        size exists, because `min_pixels` and `max_pixels` are too close."""
+        """Return an image's (width, height) for the model: multiples of `token`, an area within the bounds, nearly the
+        same aspect ratio. Raises ValueError."""
         tried = [self._fitted(width, height)]
         # a narrow image may still be too large: the server would resize it again
         while (again := self._fitted(*tried[-1])) != tried[-1]:

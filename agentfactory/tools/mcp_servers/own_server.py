@@ -56,21 +56,9 @@ def build_server(
     idle_seconds: float | None = None,
     result_bytes: int | None = None,
 ) -> Server[Any] | MCPServer:
-    """Create one MCP server from `@tool` functions and bound methods, and at most one Environment class.
-
-    A single MCP server object of the SDK is returned unchanged.
-
-    Args:
-        name: The server's name in errors.
-        pool: Pool of the Environment's instances.
-        options: Constructor arguments of the Environment's instances.
-        idle_seconds: After this time without a call a chain counts as gone; None: its instance waits for `close`.
-        result_bytes: Maximum bytes of a result, which is cut here; None: the client cuts it.
-
-    Raises:
-        TypeError: an object of another kind, two Environments, two tools with one name, options that do not fit, or
-            pool or options without an Environment.
-    """
+    """Create one MCP server from `@tool` functions and bound methods, and at most one Environment class, with its pool
+    and constructor `options`; an MCP server object is returned unchanged. After `idle_seconds` a chain counts as gone;
+    results are cut to `result_bytes`. Raises TypeError for anything else."""
     own: OwnServer | None = None
     if len(objects) != 1 or not isinstance(objects[0], (Server, MCPServer)):
         own = OwnServer(name, objects, pool or PoolConfig(), options or {}, idle_seconds, result_bytes)
@@ -167,8 +155,7 @@ class OwnServer(Server[Any]):
     async def call(
         self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
     ) -> mcp_types.CallToolResult:
-        """Return the result of a call from this process, with a copy of the arguments. `reset_seconds`: see
-        SECONDS_KEY. Raises MCPError."""
+        """Return the result of a call from this process, with a copy of the arguments. Raises MCPError."""
         return await self._answer(tool, deepcopy(arguments), chain, reset_seconds)
 
     async def _answer(
@@ -228,8 +215,7 @@ class OwnServer(Server[Any]):
         return self._observed(value, held)
 
     def _observed(self, value: Any, held: Held) -> mcp_types.CallToolResult:
-        """Return the result of an environment's method, with the anchor of its state. Raises ToolInfrastructureError
-        if `anchor` fails, because the model did not cause that."""
+        """Return the result of a method, with the state's anchor. Raises ToolInfrastructureError if that fails."""
         result = self._result(value)
         if not overrides(type(held.environment), "anchor"):
             return result

@@ -31,16 +31,10 @@ _GAUGE_SECONDS = 2.0
 
 
 class ToolServer:
-    """An MCP server of a recipe, from `open` to `close`. Its `isolation` says what a chain gets exclusively; by default
-    a process, from a program or container that is not ours: even servers that annotate all tools as read-only keep
-    state.
-
-    Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
-    pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
-    environment has a reset, so instances of other servers serve one chain each, unless `pool.max_uses` is set.
-
-    `tools` are the model's tools; `hidden` maps roles to the environment's other tools.
-    """
+    """An MCP server of a recipe, from `open` to `close`. Shared: one connection for all chains, with `pool.capacity`
+    places. Isolated, as programs and containers of others are by default: a pool of connections, each to a process or
+    session for one chain; only environments have a reset, so others serve one chain. `tools` are the model's, `hidden`
+    maps roles to the environment's."""
 
     def __init__(
         self,
@@ -112,8 +106,7 @@ class ToolServer:
             await connection.close()
 
     async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
-        """Return the connection for the chain `chain`, and the lease to release at its end, or None. Raises
-        ToolInfrastructureError if none became free in time, or none could be created."""
+        """Return a chain's connection, and the lease to release, or None. Raises ToolInfrastructureError."""
         if self._pool is None:
             assert self._shared is not None
             return self._shared, None
@@ -299,8 +292,7 @@ def _names(tools: dict[str, Tool]) -> str:
 
 
 class CallCache:
-    """An LRU cache of `size` results, keyed by tool and arguments. Errors are not cached, and concurrent equal calls
-    are made once."""
+    """An LRU cache of `size` results by tool and arguments, without errors; equal concurrent calls are one."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -316,8 +308,7 @@ class CallCache:
         ask: Callable[[], Coroutine[Any, Any, CallToolResult]],
         timeout_seconds: float,
     ) -> CallToolResult:
-        """Return the result of the call `ask`, which must not have its own time limit. Raises its errors, and
-        CallTimeout if it did not arrive within `timeout_seconds`."""
+        """Return the result of the call `ask`, without a time limit of its own. Raises its errors and CallTimeout."""
         key = f"{tool} {json.dumps(arguments, sort_keys=True)}"
         if key in self._kept:
             self._kept.move_to_end(key)

@@ -1,8 +1,5 @@
-"""Connections to MCP servers: in this process, as a child on stdio, or over streamable HTTP.
-
-One owner task per connection opens it, waits, and closes it, because the SDK's cancel scopes must be exited by the task
-that entered them; other tasks only make calls. If a connection dies, its owner reopens it for the next call.
-"""
+"""Connections to MCP servers: in this process, on stdio, or over streamable HTTP. One owner task opens and closes each,
+because of the SDK's cancel scopes, and reopens a dead one for the next call."""
 
 import asyncio
 import logging
@@ -62,12 +59,9 @@ class CallTimeout(Exception):
 
 
 class Connection:
-    """One MCP server, kept open from `open` to `close`. `tools` is its list.
-
-    `generation` counts openings: when it changes, state in the server process is lost. Without `reopens` a lost
-    connection stays lost: its pool creates another. Results are cut to `result_bytes`. `on_list` gets each list of
-    tools, and returns how tools differ from those that the run began with, by name.
-    """
+    """One MCP server, kept open from `open` to `close`. `generation` counts openings, which lose the server's state;
+    without `reopens` a lost connection stays lost. `on_list` gets each list of tools, and returns differences by
+    name."""
 
     def __init__(
         self,
@@ -137,12 +131,9 @@ class Connection:
         timeout_seconds: float | None = None,
         reset_seconds: float | None = None,
     ) -> mcp_types.CallToolResult:
-        """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given. For
-        `reset_seconds` see SECONDS_KEY.
-
-        Raises CallTimeout after `timeout_seconds`, or the server's own time limit, and ToolInfrastructureError if the
-        server cannot be reached, died, lost the chain's state, changed this tool, or broke the protocol.
-        """
+        """Call `tool` for `chain`, whose state is in the process of `generation`, if given; see SECONDS_KEY. Raises
+        CallTimeout, and ToolInfrastructureError if the server is gone, lost the state, changed the tool or broke the
+        protocol."""
         client = await self._connected()
         if generation not in (None, self.generation):
             raise ToolInfrastructureError(f"tool server {self.name} was restarted and lost this chain's state")

@@ -54,8 +54,7 @@ class Container:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StdioServerParameters]:
-        """Yield the command of a new container, which is removed when the context exits. The command line has only the
-        names of variables, not their values."""
+        """Yield the command of a new container, removed at exit; it has only names of variables, not values."""
         program = await find_program()
         name = f"agentfactory-{re.sub('[^a-zA-Z0-9_.-]', '-', self.server)}-{uuid.uuid4().hex[:12]}"
         variables = [part for key in self.env for part in ("--env", key)]
@@ -72,12 +71,8 @@ Target = Server[Any] | MCPServer | StdioServerParameters | ChainProgram | Contai
 
 
 def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int) -> Target:
-    """Return the object, process, container or address that `config` names.
-
-    `command: python` is this interpreter, and its modules (`-m`) import like user code. Paths are relative to `base`.
-    Our own servers in this process cut results to `result_bytes`. Raises UserCodeError or TypeError if `module` cannot
-    be loaded or served, SettingError like `check_entry`.
-    """
+    """Return the object, process, container or address that `config` names, with paths relative to `base`. `command:
+    python` is this interpreter. Raises UserCodeError, TypeError, or SettingError like `check_entry`."""
     check_entry(name, config, base)
     if config.module is not None:
         loaded = load_object(config.module, base, prebuilt=prebuilt())
@@ -100,12 +95,8 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
 
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
-    """Check the variables and folders that an entry refers to. Starts nothing, and leaves no files. Paths below
-    `prepared`, which `prepare` will fill, need not exist yet.
-
-    Raises SettingError if an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied,
-    `cwd` is not in it, or nothing can be moved to `keep_workspaces`.
-    """
+    """Check the variables and folders of an entry; paths below `prepared` need not exist. Starts nothing. Raises
+    SettingError."""
     prefix = f"mcp_servers.{name}"
     expand_variables(f"{prefix}.headers", config.headers)
     expand_variables(f"{prefix}.env", config.env)
@@ -142,8 +133,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
-    """Replace `${NAME}` with environment variables, so a recipe refers to secrets without containing them. Raises
-    SettingError, below `field`, for a variable that is not set."""
+    """Replace `${NAME}` with environment variables. Raises SettingError, below `field`, for one that is not set."""
     known = os.environ | {"chain": CHAIN}  # in env; headers cannot have it
     for key, value in values.items():
         for name in _VARIABLE.findall(value):
@@ -160,8 +150,7 @@ def _did_you_mean(variable: str) -> str:
 
 
 async def find_program() -> str:
-    """Return the first of docker and podman that works here. Raises ToolInfrastructureError with the message of each if
-    neither works."""
+    """Return the first of docker and podman that works. Raises ToolInfrastructureError with their messages."""
     if _works:
         return _works[0]
     reasons = []

@@ -1,9 +1,5 @@
-"""Repair of a server's messages, before the MCP SDK validates them.
-
-For one part that does not fit its types, the SDK refuses a whole answer, or the whole list of tools. Here such a part
-becomes one that fits: in answers a text that the model reads, in lists of tools a description without the part.
-Each repair is reported, because other clients may refuse the server.
-"""
+"""Repair of a server's messages, before the MCP SDK refuses a whole answer or list for one wrong part: in answers it
+becomes a text that the model reads, in lists of tools it is left out. Each repair is reported."""
 
 import json
 import re
@@ -53,9 +49,8 @@ class Repairs:
         self._methods.pop(coerce_request_id(number), None)
 
     def repaired(self, text: bytes, asked: int | str | None = None) -> list[bytes]:
-        """Return the messages in a text, one or a batch, as JSON for the SDK. Half a surrogate pair, and bytes that are
-        no UTF-8, become U+FFFD. `asked` is the id of the request that the text answers, if it is known. Raises
-        ValueError if the text is no JSON-RPC."""
+        """Return a text's messages, one or a batch, as JSON for the SDK, with U+FFFD for what is no UTF-8. `asked`: the
+        id of the request that it answers, if known. Raises ValueError if it is no JSON-RPC."""
         try:
             value = json.loads(text.decode("utf-8", "replace"), strict=False)
             batch = value if isinstance(value, list) else [value]
@@ -133,8 +128,7 @@ def error_text(error: MCPError) -> str:
 
 
 async def list_tools(client: Client) -> list[Tool]:
-    """List a server's tools, with the schemas that it sent. Raises ToolInfrastructureError if the list cannot be
-    used."""
+    """List a server's tools, with the schemas that it sent. Raises ToolInfrastructureError."""
     tools: list[Tool] = []
     cursors: set[str] = set()
     cursor: str | None = None
@@ -197,8 +191,7 @@ def _mend_tools(result: Any, tell: Tell) -> dict[str, Any]:
 
 
 def _mend_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool with the fields that are used here, which leave out its output schema: the SDK would refuse an
-    answer that does not fit it. A tool that cannot be called gets an empty name."""
+    """Return a tool with the fields used here; one that cannot be called gets an empty name."""
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         return {"name": "", "inputSchema": {"type": "object"}, "_meta": {REPAIR: f"has no name: {short(tool)}"}}
     mended: dict[str, Any] = {"name": tool["name"]}
@@ -267,8 +260,7 @@ _FIELDS_OF_RESULTS = ("_meta", "content", "isError", "resultType", "structuredCo
 
 
 def _mend_block(item: Any, repairs: list[str]) -> list[dict[str, Any]]:
-    """Return a block of an answer with the fields that are used here; also the text beside a part that has to be left
-    out."""
+    """Return a block of an answer with the fields used here, and the text beside a part that is left out."""
     match item:
         case {"type": "text", "text": str(text)}:
             return [_text(text)]

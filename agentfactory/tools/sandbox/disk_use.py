@@ -1,8 +1,6 @@
-"""Disk usage of untrusted programs' folders: every entry, at any path length, and deleted files that are still open.
-
-Run as a program with the names of folders, it prints its result as JSON. It needs only the standard library, because it
-also runs with rights that file modes do not limit (`bubblewrap.reader`).
-"""
+"""Disk usage of untrusted programs' folders, with deleted files that are still open. Run as a program with the names of
+folders, also with rights beyond file modes (`bubblewrap.reader`), it prints JSON, and needs only the standard
+library."""
 
 import errno
 import json

@@ -31,8 +31,7 @@ class Interpreter:
 
 @cache
 def find_interpreter(user: int | None) -> Interpreter:
-    """Return the Python that this process runs on if the sandbox's user can read it, else the system's. `user` is the
-    user id of sandboxes, None for the user of this process. Raises SandboxUnavailable if neither can be used."""
+    """Return a Python that the user id of sandboxes can read: ours or the system's. Raises SandboxUnavailable."""
     own = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     reasons = []

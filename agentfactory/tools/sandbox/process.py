@@ -117,9 +117,8 @@ def start_program(
     port: int | None,
     full: bool,
 ) -> SandboxProcess:
-    """Start a program that may start others; called in the thread of `starter`. `outputs`: descriptors of its stdout
-    and stderr. With `port`, the first message on the socket carries the socket that listens on it inside. `full`: no
-    file can grow."""
+    """Start a program that may start others, in the thread of `starter`. `port`: the first message on the socket
+    carries the socket that listens on it inside. `full`: no file can grow."""
     user = sandbox_user()
     interpreter = find_interpreter(user)
     _watch_over(interpreter, user)
@@ -151,11 +150,8 @@ def start_program(
 
 
 def _limited(limits: ProgramLimits, full: bool) -> str:
-    """Return the shell program that sets limits and becomes the command, in the folder of the first argument. If an
-    earlier command has removed or locked that folder, the command begins in /, where it can repair this.
-
-    Shells differ in the meaning of -p and -u; ulimit -f counts blocks of 512 bytes. Processes are counted in the
-    sandbox's own user namespace, so their limit is set inside."""
+    """Return the shell program that sets limits, counted inside, and becomes the command in the folder $1, or in / if
+    that is locked. ulimit -f counts blocks of 512 bytes."""
     told = f"files take more than {limits.disk_mb} MiB, or cannot be measured: none can grow before some are removed"
     size = f"trap '' XFSZ; ulimit -f 0; echo '{told}' >&2; " if full else f"ulimit -f {limits.disk_mb << 11}; "
     return (

@@ -357,9 +357,8 @@ class _Output:
 
 
 def start_confined(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start `command`, of this Python, like subprocess.Popen. It ends with this process, and sees its libraries, but no
-    network, home, temporary files or processes of this machine. Where bubblewrap does not work, it sees all, with a
-    notice."""
+    """Start `command` like subprocess.Popen, ending with this process, without network, home and other processes.
+    Without bubblewrap, it sees all, with a notice."""
     try:
         prefix = _confinement()
     except SandboxUnavailable as error:

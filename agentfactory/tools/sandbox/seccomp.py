@@ -1,10 +1,6 @@
-"""The system call filter of a sandbox, as the BPF program that `bwrap --seccomp` loads.
-
-It is an allowlist: all other calls, including those of future kernels, return ENOSYS. So there is no ptrace, no mount,
-no namespace, no io_uring, no bpf, no keyring, and no memory outside RLIMIT_AS (memfd, System V). Creating a process or
-a socket returns EPERM: a sandbox is a single process, which makes its memory limit effective. The filter for
-multi-process programs allows processes, and sockets of the families Unix, IPv4 and IPv6.
-"""
+"""The system call filter of a sandbox, the BPF program for `bwrap --seccomp`: an allowlist; all other calls return
+ENOSYS. Creating a process or socket returns EPERM, which makes the memory limit of a single process effective; the
+filter for multi-process programs allows processes, and sockets of the families Unix, IPv4 and IPv6."""
 
 import errno
 import platform

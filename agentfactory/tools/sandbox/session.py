@@ -138,8 +138,7 @@ class Sandbox:
         return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
 
     async def write(self, name: str, content: bytes) -> None:
-        """Write a file to the workspace, replacing one of the same name. Raises ValueError if the name leads out of the
-        workspace, or that is full; SandboxLost if the sandbox was ended."""
+        """Write a file to the workspace. Raises ValueError if it leads out or does not fit, SandboxLost."""
         if not is_inside(name):
             raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
         for start in range(0, max(1, len(content)), DATA_BYTES):
@@ -151,9 +150,8 @@ class Sandbox:
                     raise ValueError(f"files: {name} cannot be written: {fault.decode(errors='replace')}")
 
     async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes | None]:
-        """Return regular files of the workspace whose name (a relative path) matches one of the shell `patterns`, and
-        whose content was neither written by `write` nor returned before; no hidden ones. All together have at most
-        `largest` bytes; a file that does not fit is None. Raises SandboxLost if the sandbox was ended."""
+        """Return new or changed regular files of the workspace that match `patterns`, of at most `largest` bytes
+        together; None for one that does not fit. Raises SandboxLost."""
         files: dict[str, bytearray | None] = {}
         name = ""
         argument = "\n".join((str(largest), *patterns))

@@ -108,17 +108,15 @@ class ToolSession:
 
     @property
     def anchor(self) -> str | None:
-        """Anchor of the chain's state, combined over all environments that give anchors; None if the state of one has
-        none, or none gives any."""
+        """Anchor of the chain's state over all environments that give one; None if one has none."""
         anchors = [share.anchor for share in self._shares.values() if share.anchored]
         if not anchors or None in anchors:
             return None
         return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
 
     async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
-        """Make one call, within `timeout_seconds` or else the server's time limit. Errors caused by the model are
-        returned as a result that it can read. Raises ToolInfrastructureError if the server died, broke the protocol,
-        or lost this chain's state."""
+        """Make one call within `timeout_seconds`, or the server's. The model's errors are results. Raises
+        ToolInfrastructureError."""
         started = time.perf_counter()
         route = self._routes.get(call.name)
         if route is None:
@@ -171,12 +169,8 @@ class ToolSession:
         return parts
 
     async def reward(self, prediction: str = "") -> EnvironmentReward | None:
-        """Return the environment's reward for the chain; None if no environment gives one. Rewards of several are added
-        up, and their metrics get the prefix `SERVER/`. Those that declare `prediction` get that of the chain.
-
-        Raises EnvironmentRewardError if reward() failed, or its answer is neither a number nor an object with `reward`;
-        ToolInfrastructureError if the server died, or lost this chain's state.
-        """
+        """Return the environments' rewards for the chain, added up, with metrics as `SERVER/...` if there are several;
+        None without one. Raises EnvironmentRewardError for a wrong answer, ToolInfrastructureError."""
         judges = [share for share in self._shares.values() if "reward" in share.server.hidden]
         if not judges:
             return None
@@ -198,9 +192,8 @@ class ToolSession:
         return total
 
     async def begin(self, task: dict[str, Any], limit: Deadline | None = None) -> None:
-        """Acquire a connection to each server, and reset every environment with `task`, within `limit`. Servers come
-        one after the other, in the recipe's order, so chains that need several scarce instances never deadlock. Raises
-        ToolInfrastructureError."""
+        """Connect to each server, in the recipe's order so that chains never deadlock, and reset environments with
+        `task`, within `limit`. Raises ToolInfrastructureError."""
         doing, openings, resetting = "", [], list[ToolServer]()
 
         def note() -> None:

@@ -33,19 +33,9 @@ _NAMED_PARTS = 8
 async def open_toolset(
     recipe: ToolsRecipe, base: Path, log: Log = lambda record: None, objects: Sequence[Any] = (), processes: int = 1
 ) -> "AsyncIterator[Toolset]":
-    """Open every tool and MCP server of `recipe` concurrently; close them on exit.
-
-    Args:
-        base: Folder that the recipe's paths are relative to.
-        log: Receives records {"event": "tool_server_opened" | "tool_server_lost" | "tool_server_isolated",
-            "server": name, ...}.
-        objects: Served in this process in addition to the recipe's: `@tool` functions and methods, Environment classes,
-            MCP server objects.
-        processes: Number of processes like this one, which share the machine's memory.
-
-    Raises UserCodeError, TypeError or ValueError if the recipe is wrong, such as for names that clash or tools that a
-    server does not have; ToolInfrastructureError if a server could not be started or reached.
-    """
+    """Open every tool and MCP server of `recipe`, with paths relative to `base`, and the tools `objects`; close them on
+    exit. `log` gets records {"event": "tool_server_opened" | "_lost" | "_isolated", ...}; `processes` like this one
+    share the memory. Raises UserCodeError, TypeError or ValueError for a wrong recipe, ToolInfrastructureError."""
     servers: dict[str, ToolServer] = {}
     most = recipe.limits.result_bytes
     programs = sum(1 for config in recipe.mcp_servers.values() if config.command or config.container)
@@ -175,9 +165,8 @@ class Toolset:
     async def chain(
         self, key: str, task: dict[str, Any], limit: Deadline | None = None
     ) -> "AsyncIterator[ToolSession]":
-        """Open a session for the chain `key`, unique in this run: reset its environments with `task`, within `limit`,
-        and release them on exit. Raises ToolInfrastructureError if an instance or a reset did not come in time, or a
-        server died."""
+        """Open a session for the chain `key`, with environments reset within `limit`, and release them on exit. Raises
+        ToolInfrastructureError."""
         session = ToolSession(key, self._servers, self._routes)
         try:
             await session.begin(task, limit)
