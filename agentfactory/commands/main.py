@@ -120,18 +120,7 @@ def _ended_by(error: BaseException) -> int:
     if is_interruption(error):
         return _end("interrupted by Ctrl-C", INTERRUPTED)
     _show_traceback()
-    return _end(f"failed: {type(error).__name__}: {error}{after}{_other_version(error)}", FAILED)
-
-
-def _other_version(error: BaseException) -> str:
-    """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
-    if not isinstance(error, ImportError):
-        return ""
-    from agentfactory.base.user_code.extras import DISTRIBUTION, unmet
-
-    problem = unmet(DISTRIBUTION)
-    fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
-    return f"; {problem}; fix: {fix}" if problem else ""
+    return _end(f"failed: {type(error).__name__}: {error}{after}", FAILED)
 
 
 def _notice_of_memory() -> str | None:

@@ -64,12 +64,8 @@ def _kind(schema: Any) -> str:
 
 TRIED_ROWS = 3
 """Number of tasks that `check` calls the rewards on."""
-SLOW_SECONDS = 3.0
-"""`check` reports a server that takes longer than this to open, unless one of DOWNLOADERS starts it."""
 _OF_TWO = "rename it, or give one of them `prefix` or `deny` by an entry of mcp_servers"
 """Fix for two tools with one name."""
-DOWNLOADERS = ("npx", "uvx")
-"""Programs that query a registry first, and may download the server."""
 
 
 class ToolsRefused(CommandFailed):
@@ -186,15 +182,11 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
         for spec in server.specs:
             if owners[spec.name] > 1:
                 server.problems.append(f"another server has a tool {spec.name} too; {_OF_TWO}")
-        entry = recipe.mcp_servers.get(server.name)
-        downloads = entry is not None and Path(entry.command or "").name in DOWNLOADERS
-        is_slow = server.seconds > SLOW_SECONDS and not downloads
-        slow = f", slow (more than {SLOW_SECONDS:g} s)" if is_slow else ""
         tools = ", ".join(spec.name for spec in server.specs)
         if not server.opened:
             print(f"{server.name}: cannot be used")
             continue
-        print(f"{server.name}: opened in {server.seconds:.2f} s{slow}; its tools: {tools or 'none'}")
+        print(f"{server.name}: opened in {server.seconds:.2f} s; its tools: {tools or 'none'}")
         if server.environment:
             print(f"    {server.environment}")
         for line in server.isolation:
@@ -224,12 +216,9 @@ def _tell_unchecked(recipe: Recipe, servers: list[TriedServer], prepared: Path |
     parts = [f"the reset and reward of {server.name}" for server in waiting] + ["`rewards`"] * bool(recipe.rewards)
     parts = parts or [f"the rows of {display(file)}" for file in missing]
     row = json.dumps({field: "..." for server in waiting for field in server.needed or ()} or {"question": "..."})
-    fix = f"give a task by --task '{row}'"
-    made = [file for file in missing if prepared is not None and file.is_relative_to(prepared)]
-    if prepared is not None and not prepared.exists() and (made or not missing):
-        fix += f", or let `agentfactory train` create {display(prepared)} first"
-    for file in missing:
-        fix += f", or create {display(file)}" if file not in made else ""
+    fix = "".join([f"give a task by --task '{row}'", *(f", or create {display(file)}" for file in missing)])
+    if prepared is not None and not prepared.exists():
+        fix += f"; `agentfactory train` creates {display(prepared)} first"
     raise ToolsUnchecked(f"no fault was found, but without a task there was no check of {', '.join(parts)}; fix: {fix}")
 
 
@@ -321,8 +310,6 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
         key, equals, value = pair.partition("=")
         if not equals:
             raise ToolsRefused(f"the argument {pair!r} has no `=`; fix: write key=value, or one JSON object")
-        if spec and key not in known and "." in key and key.partition(".")[0] in Recipe.model_fields:
-            raise ToolsRefused(f"{pair}: {spec.name} has no such argument; fix: write overrides before TOOL")
         arguments[key] = value
         schema = known.get(key)
         if not isinstance(schema, dict) or schema.get("type") != "string":

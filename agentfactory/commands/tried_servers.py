@@ -27,8 +27,7 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.recipe.load import NO_MODEL
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task
-from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.workspaces import check_template
+from agentfactory.tools.environments.environment import is_environment
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.tool_session import ToolSession
@@ -144,10 +143,6 @@ def _short(text: str, most: int = 100) -> str:
     return repr(line if len(line) <= most else line[: most - 3] + "...")
 
 
-LARGE_BYTES = 100 << 20
-"""Minimum bytes of a workspace that is announced before it is copied."""
-
-
 @dataclass
 class TriedServer:
     """The result of opening one server; `needed` are task fields without which there was no reset."""
@@ -189,12 +184,6 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
     server = TriedServer([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
     started = time.perf_counter()
     try:
-        for name, config in part.mcp_servers.items():
-            if config.workspace is None:
-                continue
-            size = check_template(f"mcp_servers.{name}.workspace", Path.cwd() / config.workspace)
-            if size >= LARGE_BYTES:
-                print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
         async with open_toolset(part, Path.cwd()) as toolset:
             server.opened, server.seconds = True, time.perf_counter() - started
             server.specs = toolset.specs
@@ -246,7 +235,7 @@ async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
     if config.module is None or waits:
         return "not created" if waits else "not reset"
     environment = load_object(config.module, Path.cwd(), prebuilt())
-    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+    if not is_environment(environment):
         return "not reset"
     started = time.perf_counter()
     try:

@@ -11,8 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
 from agentfactory.base.user_code.import_path import own_python
@@ -71,11 +69,7 @@ class Assignment:
             recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
             return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = str(error)
-            if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            problem = f"{display(file)} is not an assignment: {why[:200]}"
+            problem = f"{display(file)} is not an assignment: {' '.join(str(error).split())[:200]}"
             fix = "only the launcher writes one: run `agentfactory train RECIPE`"
             raise SettingError("--assignment", problem, fix, source=COMMAND_LINE) from error
 

@@ -344,15 +344,11 @@ def check_free(path: Path, overwrite: bool) -> None:
 def _described(path: Path) -> str:
     try:
         saved = parse_saved(RunFolder(path).read_recipe())
-    except (OSError, ValueError):
-        saved = None
-    if not isinstance(saved, dict) or "name" not in saved:
+        name, first = saved["name"], Path(saved["import_path"][0])
+    except (OSError, ValueError, LookupError, TypeError):
         return "a run"
-    folders = saved.get("import_path")
-    first = str(folders[0]) if isinstance(folders, list) and folders else ""
     # a run in the recipe's own folder stores that folder as a relative path
-    of = f" of the recipe in {display(Path(first))}" if os.path.isabs(first) else ""
-    return f"the run {saved['name']!r}{of}"
+    return f"the run {name!r}" + (f" of the recipe in {display(first)}" if first.is_absolute() else "")
 
 
 def base_of_adapter(checkpoint: Path) -> str:

@@ -13,8 +13,6 @@ from agentfactory.recipe.composition import COMMAND_LINE, display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
-_NAMED = 8  # maximum checkpoints near a wrong path that a message names: the last ones
-
 
 @dataclass
 class Served:
@@ -87,16 +85,8 @@ def check_weights(folder: Path, option: str) -> None:
     """Raise SettingError if `folder`, which `option` names, contains neither a model nor an adapter."""
     if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
         return
-    # `folder` may be a run folder, its checkpoints/, those of a stage, or a missing step
-    near = {
-        found
-        for place in (folder, folder.parent)
-        for below in ("", "checkpoints/", "*/checkpoints/")
-        for found in place.glob(f"{below}step-*")
-    }
-    named = ", ".join(display(path) for path in sorted(near, key=lambda path: (path.parent, path.name))[-_NAMED:])
     problem = "neither config.json nor adapter_config.json is there" if folder.is_dir() else "no such folder"
-    fix = f"name one of {named}" if near else "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
+    fix = "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
     raise SettingError(option, f"{display(folder)}: {problem}", fix, source=COMMAND_LINE)
 
 

@@ -202,13 +202,7 @@ def _read(folder: Path) -> dict[str, Any]:
     where = display(folder)
     if not (folder / ADAPTER).is_file():
         fix = "name a folder written by peft, or a checkpoint of a run that trained an adapter"
-        if not folder.is_dir():
-            raise SettingError(_FROM, f"{where}: no such folder", fix)
-        if (folder / "config.json").is_file():
-            raise SettingError(_FROM, f"{where} holds a full model", f"name it as model.path, and remove {_FROM}")
-        if found := _checkpoints_in(folder):
-            fix = f"name one of its checkpoints, such as {display(found[-1])}"
-        raise SettingError(_FROM, f"{where} has no {ADAPTER}", fix)
+        raise SettingError(_FROM, f"{where} has no {ADAPTER}" if folder.is_dir() else f"{where}: no such folder", fix)
     try:
         config: dict[str, Any] = read_json(folder / ADAPTER)
     except (OSError, ValueError) as error:

@@ -19,6 +19,7 @@ from agentfactory.tools.environments.environment import (
     Environment,
     check_data_rows,
     check_machine_for,
+    is_environment,
     overrides,
     reset_schema,
 )
@@ -89,13 +90,13 @@ def _objects(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
 
 
 def _environments(recipe: Recipe) -> Iterator[Any]:
-    yield from (found for _, _, found in _objects(recipe) if _is_environment(found))
+    yield from (found for _, _, found in _objects(recipe) if is_environment(found))
 
 
 def _load_tools(recipe: Recipe, lack: Lack) -> None:
     for field, reference, found in _objects(recipe):
         options: dict[str, Any] = {}
-        if field.startswith("tools.") and not (_is_environment(found) or is_tool(found)):
+        if field.startswith("tools.") and not (is_environment(found) or is_tool(found)):
             problem = f"{_shown(reference)} is not a tool but a {type(found).__name__}"
             raise SettingError(field, problem, "put @tool above its definition, or name an Environment class")
         if not field.startswith("tools."):
@@ -110,7 +111,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
             except (TypeError, ValueError) as error:
                 problem = f"{_shown(reference)} cannot be served: {error}"
                 raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
-        if _is_environment(found):
+        if is_environment(found):
             try:
                 check_machine_for(found, options)
             except SettingError as error:
@@ -144,7 +145,7 @@ def _load_user_code(recipe: Recipe) -> None:
 def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
     """Check that environments accept the rows."""
     for name, reference, found in _objects(recipe):
-        if not _is_environment(found):
+        if not is_environment(found):
             continue
         needed = reset_schema(found)["required"]
         for number, row in enumerate(tasks, 1):
@@ -187,10 +188,6 @@ def may_open_chains(recipe: Recipe) -> bool:
     """Return whether an environment may give a chain's first text; external servers may be environments."""
     is_external = any(server.module is None for server in recipe.mcp_servers.values())
     return is_external or any(True for _ in _environments(recipe))
-
-
-def _is_environment(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, Environment)
 
 
 def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:

@@ -392,21 +392,17 @@ def _unserved_modules(targets: str | list[str]) -> Iterator[Fault]:
     name = "model.lora.target_modules"
     if isinstance(targets, list):
         found = [module for module in targets if module.rpartition(".")[2] in _UNSERVED]
-        rest = [module for module in targets if module not in found]
-        fix = f"write {short(rest)}".replace("'", "") if rest else "use all-linear"
     else:
         try:
             pattern = re.compile(targets)
         except re.error as error:
-            fix = "use all-linear, a list of names, or a regular expression"
-            yield name, f"got {targets!r}: {error}", fix
+            yield name, f"got {targets!r}: {error}", "use all-linear, a list of names, or a regular expression"
             return
         places = ("", "model.", "model.language_model.", "transformer.")
         found = [module for module in _UNSERVED if any(pattern.fullmatch(f"{place}{module}") for place in places)]
-        fix = "use all-linear, or a pattern for the layers only, such as '.*\\.layers\\..*_proj'"
     if found:
         problem = f"got {short(targets)}: servers take adapters on linear modules of layers, not on {', '.join(found)}"
-        yield name, problem, f"{fix}; or train all weights: model.lora: null"
+        yield name, problem, "leave these out, use all-linear, or train all weights: model.lora: null"
 
 
 def placement_faults(recipe: Recipe) -> Iterator[Fault]:

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from agentfactory.base.http import http_server
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.config import PoolConfig
-from agentfactory.tools.environments.environment import Environment, check_machine_for
+from agentfactory.tools.environments.environment import check_machine_for, is_environment
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.key_guard import KeyGuard, listen, server_key
 from agentfactory.tools.mcp_servers.own_server import build_server
@@ -64,9 +64,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
             objects = [found for reference in options.objects for found in _load(reference)]
             given = dict(map(_option, options.option))
             server = build_server(objects, pool=pool, options=given, idle_seconds=idle_seconds)
-            for found in objects:
-                if isinstance(found, type) and issubclass(found, Environment):
-                    check_machine_for(found, given)
+            for found in filter(is_environment, objects):
+                check_machine_for(found, given)
     except (UserCodeError, TypeError, SettingError) as error:
         parser.error(str(error))
     if isinstance(server, MCPServer):
@@ -94,10 +93,8 @@ def objects_in(path: Path) -> list[Any]:
 
 
 def _is_served(value: Any, module: Any) -> bool:
-    if isinstance(value, (Server, MCPServer)):
-        return True
-    kind = is_tool(value) or (isinstance(value, type) and issubclass(value, Environment))
-    return kind and value.__module__ == module.__name__
+    is_ours = is_tool(value) or is_environment(value)
+    return isinstance(value, (Server, MCPServer)) or (is_ours and value.__module__ == module.__name__)
 
 
 def _load(reference: str) -> list[Any]:

@@ -62,7 +62,7 @@ def test_a_framework_for_another_mcp_is_named_with_the_way_to_start_it(
     with pytest.raises(UserCodeError, match=old):
         load_object("agent.py:run", tmp_path)
     (tmp_path / "old_tools.py").write_text("from mcp.server.fastmcp import FastMCP\n")
-    theirs = r"AgentFactory needs the installed mcp 2\..*: change the import, or give it"
+    theirs = r"AgentFactory needs version 2 of mcp: change the import, or give it"
     with pytest.raises(UserCodeError, match=theirs):
         load_object("old_tools.py:tools", tmp_path)
     # what has not run for the file is not to blame
@@ -116,8 +116,7 @@ def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
         ),
         ("from no_such.place import x", r"No module named 'no_such' \(line 1\); fix: install it"),
         ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
-        ("from . import broken_helper", "fix: write `import NAME` for a file beside it"),
-        ("from yaml import mine", "give .*yaml.py another name: the library yaml comes before it"),
+        ("from yaml import mine", "correct the import, whose yaml may come before a file of yours of that name"),
         ("raise SystemExit(3)", r"SystemExit: 3 \(line 1\); fix: do not end the program"),
     ],
 )

@@ -7,7 +7,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePath
 from typing import BinaryIO
@@ -56,9 +56,7 @@ class RefusedFileError(OSError):
 def open_file(path: Path, within: Path | None = None) -> BufferedReader:
     """Open the regular file `path` for reading, without following a link below the folder `within`; None: a path from
     the user, whose links are followed. Raises RefusedFileError for anything but a regular file, and OSError."""
-    if within is None:
-        return os.fdopen(_open_regular(path, None), "rb")
-    with opened_folder(path.parent, within) as folder:
+    with nullcontext() if within is None else opened_folder(path.parent, within) as folder:
         return os.fdopen(_open_regular(path, folder), "rb")
 
 
@@ -66,7 +64,7 @@ def create_file(path: Path, within: Path) -> BufferedWriter:
     """Open the file `path` for writing, empty, without following a link below the folder `within`. Missing folders are
     made, and an existing file keeps its mode. Raises RefusedFileError for anything but a regular file, and OSError."""
     with opened_folder(path.parent, within, make=True) as folder:
-        return os.fdopen(_create_regular(path, folder), "wb")
+        return os.fdopen(_open_regular(path, folder, write=True), "wb")
 
 
 def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
@@ -201,29 +199,27 @@ def _open_below(path: Path, folder: int) -> int:
         raise _explained(error, path, path.name, folder, stat.S_IFDIR) from None
 
 
-def _open_regular(path: Path, folder: int | None) -> int:
-    """Open the regular file `path.name` of an open folder for reading; None: open `path`, following links."""
+def _open_regular(path: Path, folder: int | None, write: bool = False) -> int:
+    """Open the regular file `path.name` of an open folder (None: `path`, following links); `write`: make it empty."""
     follow, name = folder is None, str(path) if folder is None else path.name
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags |= os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY
     try:
         # opening a device or a FIFO has effects, so look first; if it is replaced meanwhile, the flags limit them
-        _check_regular(path, os.stat(name, dir_fd=folder, follow_symlinks=follow))
-        descriptor = os.open(name, flags, dir_fd=folder)
+        if not write:
+            _check_regular(path, os.stat(name, dir_fd=folder, follow_symlinks=follow))
+        descriptor = os.open(name, flags, 0o666, dir_fd=folder)
     except RefusedFileError:
         raise
     except OSError as error:
         raise _explained(error, path, name, folder, stat.S_IFREG) from None
-    return _regular(path, descriptor)
-
-
-def _create_regular(path: Path, folder: int) -> int:
-    """Open the file `path.name` of an open folder for writing, empty, and create it if it is missing."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
-    except OSError as error:
-        raise _explained(error, path, path.name, folder, stat.S_IFREG) from None
-    os.ftruncate(_regular(path, descriptor), 0)
+        _check_regular(path, os.fstat(descriptor))
+    except RefusedFileError:
+        os.close(descriptor)
+        raise
+    if write:
+        os.ftruncate(descriptor, 0)
     return descriptor
 
 
@@ -236,15 +232,6 @@ def _named(path: Path) -> Iterator[None]:
         if isinstance(error, RefusedFileError) or error.filename is None or os.path.isabs(error.filename):
             raise
         raise type(error)(error.errno, error.strerror, str(path)) from None
-
-
-def _regular(path: Path, descriptor: int) -> int:
-    try:
-        _check_regular(path, os.fstat(descriptor))
-    except RefusedFileError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
@@ -325,8 +312,7 @@ class TreeCopy:
         if len(path.relative_to(self._within).parts) > _DEEPEST:
             raise RefusedFileError(path, f"is more than {_DEEPEST} folders deep", "delete it")
         with ExitStack() as stack:
-            opened = _open_below(path, source)
-            stack.callback(os.close, opened)
+            stack.callback(os.close, opened := _open_below(path, source))
             if into is None:
                 self._content(path, opened, None, mode)
                 return
@@ -335,8 +321,7 @@ class TreeCopy:
                 os.mkdir(name, 0o700, dir_fd=into)
             except FileExistsError:
                 is_new = False
-            made = _open_below(Path(name), into)
-            stack.callback(os.close, made)
+            stack.callback(os.close, made := _open_below(Path(name), into))
             self._content(path, opened, made, mode)
             if is_new:
                 _set(made, os.fstat(opened), mode)
@@ -347,7 +332,7 @@ class TreeCopy:
             self._count(path, status.st_size)
             if into is None:
                 return
-            with os.fdopen(_create_regular(Path(name), into), "wb") as copy:
+            with os.fdopen(_open_regular(Path(name), into, write=True), "wb") as copy:
                 left = status.st_size  # it may grow meanwhile
                 while left and (piece := file.read(min(left, _PIECE))):
                     copy.write(piece)

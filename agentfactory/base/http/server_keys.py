@@ -82,11 +82,10 @@ def key_file_of(url: str) -> Path | None:
 
 def _is_left(file: Path) -> bool:
     """Return whether a server has stored its key. Raises SettingError if the folder is another user's."""
-    try:
+    with suppress(PermissionError):
         return file.exists()
-    except PermissionError:
-        _check_private(file.parent)
-        raise
+    _check_private(file.parent)
+    return False
 
 
 def find_key(url: str) -> str | None:

@@ -53,9 +53,8 @@ def install_command(extra: str, distribution: str = DISTRIBUTION) -> str:
 
 
 def _not_installed(extra: str, packages: list[str], distribution: str = DISTRIBUTION) -> SettingError:
-    *others, last = packages
-    missing = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    return SettingError("", f"{missing} not installed", install_command(extra, distribution))
+    missing = f"{' and '.join(packages)} {'are' if packages[1:] else 'is'} not installed"
+    return SettingError("", missing, install_command(extra, distribution))
 
 
 def unmet(distribution: str) -> str | None:

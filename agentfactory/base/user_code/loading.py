@@ -116,6 +116,8 @@ def _fix(error: BaseException, path: Path) -> str:
     if not isinstance(error, ImportError):
         return "correct the file"
     first = (error.name or "").partition(".")[0]
+    if first == "mcp":
+        return f"AgentFactory needs version 2 of mcp: change the import, or {OWN_ENVIRONMENT}"
     if not isinstance(error, ModuleNotFoundError):
         return f"correct the import, whose {first or 'library'} may come before a file of yours of that name"
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())

@@ -23,7 +23,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import TaskSource, source_of
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.tools.environments.environment import Environment, check_machine_for
+from agentfactory.tools.environments.environment import Environment, check_machine_for, is_environment
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.toolset import Toolset
 
@@ -72,7 +72,7 @@ def describe(kind: str, name: str, place: str) -> Entry:
             entry.about = first_line(found)
             if isinstance(found, type) and issubclass(found, TaskSource):
                 entry.world = found.world
-            if entry.missing is None and isinstance(found, type) and issubclass(found, Environment):
+            if entry.missing is None and is_environment(found):
                 _check_machine(found)
     except SettingError as error:
         entry.missing = entry.missing or str(error)
@@ -116,9 +116,6 @@ def sources_of(world: str) -> dict[str, type[TaskSource]]:
     return found
 
 
-_RECIPES = Path(__file__).parents[2] / "recipes"
-
-
 @dataclass
 class Subject:
     """The world or recipe that a command line names, and the name of its registered task source, if any."""
@@ -147,11 +144,7 @@ class Subject:
         """Return the error if the world needs rows and has none, else None."""
         if has_rows or not (needed := toolset.needed):
             return None
-        row = json.dumps(dict.fromkeys(needed, "..."))
-        recipe = next(iter(sorted(_RECIPES.glob(f"{self.name}/*.yaml"))), None)
-        fix = f"give a row by --row '{row}'"
-        if recipe is not None:
-            fix += f", or name a recipe with rows instead of {self.name}, such as recipes/{self.name}/{recipe.name}"
+        fix = f"give a row by --row '{json.dumps(dict.fromkeys(needed, '...'))}', or name a recipe with rows"
         return SettingError("", f"{self.name} needs tasks with {', '.join(needed)}, and no task source has them", fix)
 
 

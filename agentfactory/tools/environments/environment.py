@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.watch import announced
@@ -97,6 +97,11 @@ def reward_schema(environment: type[Environment]) -> dict[str, Any]:
     takes = any(parameter.name == "prediction" for parameter in parameters)
     properties = {"prediction": {"type": "string"}} if takes else {}
     return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def is_environment(found: Any) -> TypeGuard[type[Environment]]:
+    """Return whether an object is an Environment class."""
+    return isinstance(found, type) and issubclass(found, Environment)
 
 
 def overrides(environment: type[Environment], method: str) -> bool:

@@ -113,7 +113,7 @@ class EnvironmentHost:
             labels = {kind: f"{label}{method}()" for kind, method in methods.items()}
             cares: dict[str, Any] = {"reset": self._forget, "healthy": self._healthy, "retire": self._retire}
             self._pool = Pool(self._name, self._make, self._config, **cares, labels=labels)
-            self._pool.warm_up()
+            self._pool.advance()
         self._openings += 1
         try:
             yield

@@ -77,16 +77,12 @@ class Pool(Generic[T]):
     @capacity.setter
     def capacity(self, capacity: int) -> None:
         self._capacity = capacity
-        self._advance()
+        self.advance()
 
     @property
     def replaces(self) -> bool:
         """True if each chain gets a new instance."""
         return self._config.max_uses == 1
-
-    def warm_up(self) -> None:
-        """Begin to create the `warm` instances in the background. `acquire` does so too."""
-        self._advance()
 
     async def acquire(self) -> "Lease[T]":
         """Wait for an instance; await it directly. Raises ToolInfrastructureError if none came free within
@@ -96,7 +92,7 @@ class Pool(Generic[T]):
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[_Instance[T]] = loop.create_future()
         self._waiting.append(waiter)
-        self._advance()
+        self.advance()
         timer = loop.call_later(self._config.wait_seconds, self._expire, waiter)
         try:
             instance = await waiter
@@ -117,7 +113,7 @@ class Pool(Generic[T]):
             waiter.set_exception(ToolInfrastructureError(f"{self.name}: its pool is closed"))
         for task in self._makers:
             task.cancel()
-        self._advance()
+        self.advance()
         try:
             while self._tasks:
                 await asyncio.wait(self._tasks)
@@ -129,14 +125,9 @@ class Pool(Generic[T]):
     def gauges(self) -> dict[str, float]:
         """Return `in_use` (instances leased or being reset), `idle`, `waiting` (chains), and counts since the start:
         `made`, `recycled` (replaced for their uses or age), `broken` (replaced for a fault)."""
-        return {
-            "in_use": float(len(self._held) + self._at_work["reset"]),
-            "idle": float(len(self._idle) + self._at_work["healthy"]),
-            "waiting": float(len(self._waiting)),
-            "made": float(self._made),
-            "recycled": float(self._recycled),
-            "broken": float(self._broken),
-        }
+        in_use, idle = len(self._held) + self._at_work["reset"], len(self._idle) + self._at_work["healthy"]
+        counts = {"made": self._made, "recycled": self._recycled, "broken": self._broken}
+        return {"in_use": float(in_use), "idle": float(idle), "waiting": float(len(self._waiting)), **counts}
 
     async def _let_go(self, instance: _Instance[T], broken: bool) -> None:
         if instance not in self._held:
@@ -144,13 +135,14 @@ class Pool(Generic[T]):
         self._held.discard(instance)
         resetting = None
         if broken:
-            self._replace(instance)
+            self._broken += 1
+            self._take_care("retire", instance)
         elif self._config.max_uses is not None and instance.uses >= self._config.max_uses:
             self._recycled += 1
             self._take_care("retire", instance)  # nothing needs to wait for the end of an instance
         else:
             resetting = self._take_care("reset", instance)
-        self._advance()
+        self.advance()
         if resetting is not None:
             await asyncio.shield(resetting)
 
@@ -159,10 +151,10 @@ class Pool(Generic[T]):
             self._held.discard(instance)
             instance.uses -= 1
             self._idle.appendleft(instance)
-            self._advance()
+            self.advance()
 
-    def _advance(self) -> None:
-        """Begin what is due. Called after each change; a closing pool starts nothing new."""
+    def advance(self) -> None:
+        """Begin what is due, such as to create the `warm` instances. Called after each change, too."""
         if self._closed:
             for instance in (*self._idle, *self._held):
                 self._take_care("retire", instance)
@@ -204,10 +196,6 @@ class Pool(Generic[T]):
                 return waiter
         return None
 
-    def _replace(self, instance: _Instance[T]) -> None:
-        self._broken += 1
-        self._take_care("retire", instance)
-
     def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=f"pool {self.name}")
         self._tasks.add(task)
@@ -236,7 +224,7 @@ class Pool(Generic[T]):
             self._place(instance)
         finally:
             slow.cancel()
-        self._advance()
+        self.advance()
 
     def _reason(self, error: BaseException, expired: bool) -> BaseException:
         text = f"{self.name}: {self._labels['make']}"
@@ -267,8 +255,9 @@ class Pool(Generic[T]):
             if sound or kind == "retire":
                 self._pass_on(kind, instance)
             else:
-                self._replace(instance)
-            self._advance()
+                self._broken += 1
+                self._take_care("retire", instance)
+            self.advance()
 
     def _pass_on(self, kind: str, instance: _Instance[T]) -> None:
         if kind == "healthy":
@@ -287,13 +276,11 @@ class Pool(Generic[T]):
             return
         self._waiting.remove(waiter)
         seconds, capacity = self._config.wait_seconds, self._capacity
+        reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
         if capacity is not None and self._places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
-        else:
-            reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
-        waiter.set_exception(
-            ToolInfrastructureError(f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}")
-        )
+        problem = f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}"
+        waiter.set_exception(ToolInfrastructureError(problem))
 
 
 class Lease(Generic[T]):

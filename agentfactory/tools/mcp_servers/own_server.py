@@ -26,6 +26,7 @@ from agentfactory.tools.environments.environment import (
     ANCHOR_KEY,
     Environment,
     anchor_text,
+    is_environment,
     overrides,
     reset_schema,
     reward_schema,
@@ -90,16 +91,18 @@ class OwnServer(Server[Any]):
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
         self._listing: dict[str, mcp_types.Tool] = {}
-        environments = [given.__name__ for given in objects if _is_environment(given)]
+        environments = [given.__name__ for given in objects if is_environment(given)]
         if len(environments) > 1:
             fix = "name one, and serve each by a server of its own"
             raise TypeError(f"server {name}: {' and '.join(environments)} are Environments; {fix}")
         for given in objects:
             if is_tool(given):
-                _check_bound(given)
+                if next(iter(inspect.signature(given).parameters), None) == "self":
+                    fix = f"serve an instance's method, as in `instance.{given.spec.name}`"
+                    raise TypeError(f"{given.spec.name} is a method of a class: {fix}")
                 self._functions[given.spec.name] = given
                 self._list(given.spec, "tool")
-            elif _is_environment(given):
+            elif is_environment(given):
                 self._list_environment(given)
                 self.host = EnvironmentHost(given, name, pool, options, idle_seconds)
             else:
@@ -197,7 +200,7 @@ class OwnServer(Server[Any]):
         if name == "reset":
             return await self.host.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
-            return await self.host.call(chain, name, arguments, lambda value, _: _verdict(value))
+            return await self.host.call(chain, name, arguments, self._verdict)
         if name == "take_images":
             return await self.host.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":
@@ -208,6 +211,9 @@ class OwnServer(Server[Any]):
 
     def _result(self, value: Any) -> mcp_types.CallToolResult:
         return result_of(value, self._most)
+
+    def _verdict(self, value: Any, held: Held) -> mcp_types.CallToolResult:
+        return _structured(EnvironmentReward.parse(value, "reward()").to_json())
 
     def _opening(self, value: Any, held: Held) -> mcp_types.CallToolResult:
         if isinstance(value, Finish):
@@ -240,20 +246,6 @@ class OwnServer(Server[Any]):
 
 
 _HIDDEN = ("reset", "reward", "close", "gauges", "take_images")
-
-
-def _is_environment(given: Any) -> bool:
-    return isinstance(given, type) and issubclass(given, Environment)
-
-
-def _check_bound(given: ToolFunction) -> None:
-    if next(iter(inspect.signature(given).parameters), None) == "self":
-        name = given.spec.name
-        raise TypeError(f"{name} is a method of a class: serve an instance's method, as in `instance.{name}`")
-
-
-def _verdict(value: Any) -> mcp_types.CallToolResult:
-    return _structured(EnvironmentReward.parse(value, "reward()").to_json())
 
 
 def _structured(answer: dict[str, Any]) -> mcp_types.CallToolResult:

@@ -86,7 +86,7 @@ class ToolServer:
         if self.isolated:
             self._first.append(connection)
             self._pool = self._instances()
-            self._pool.warm_up()
+            self._pool.advance()
             return
         self._shared = connection
         if self.config.module is not None:
@@ -95,8 +95,12 @@ class ToolServer:
             if getattr(self.config.pool, field):
                 problem = "all chains share the server, so no instance is created or replaced"
                 raise ValueError(f"mcp_servers.{self.name}.pool.{field}: {problem}; set isolation, or remove it")
+
+        async def make() -> Connection:
+            return connection
+
         if self.config.pool.capacity is not None:
-            self._pool = self._places(self._shared)
+            self._pool = Pool(f"tool server {self.name}", make, self.config.pool)
 
     async def close(self) -> None:
         """Close all connections and end all processes that were started here."""
@@ -208,12 +212,6 @@ class ToolServer:
         record = {"server": self.name, "processes": capacity, "mebibytes_each": self._each >> 20}
         self._log({"event": "tool_server_isolated", **record})
 
-    def _places(self, shared: Connection) -> Pool[Connection]:
-        async def make() -> Connection:
-            return shared
-
-        return Pool(f"tool server {self.name}", make, self.config.pool)
-
     def _note_list(self, tools: Sequence[Tool]) -> dict[str, str]:
         """Compare a list of tools with that of the run. Return the differences by name, and warn about them."""
         if self._listed is None:
@@ -260,7 +258,7 @@ class ToolServer:
             if tool is None:
                 continue
             if tool not in listed:
-                problem = f"the server has no tool {tool!r}, it offers {_names(listed)}"
+                problem = f"the server has no tool {tool!r}, it offers {', '.join(listed) or 'none'}"
                 fix = "name one of them" if role == "reset" else "set it to null"
                 raise ValueError(f"mcp_servers.{self.name}.environment.{role}: {problem}; {fix}")
             self.hidden[role] = listed[tool]
@@ -270,7 +268,7 @@ class ToolServer:
             raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
         hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}
         seen = {name: tool for name, tool in listed.items() if name not in hidden}
-        section, offered = f"mcp_servers.{self.name}", _names(seen)
+        section, offered = f"mcp_servers.{self.name}", ", ".join(seen) or "none"
         allow, deny = self.config.allow, self.config.deny
         for field, names in (("allow", allow or []), ("deny", deny)):
             if unknown := [name for name in names if name not in seen]:
@@ -285,10 +283,6 @@ class ToolServer:
             if repair := (tool.meta or {}).get(REPAIR):
                 text = f"tool server {self.name}: the tool {tool.name}".rstrip()
                 notify(logger, f"list of {self.name}", f"{text} {repair}" + ("" if tool.name else "; it is left out"))
-
-
-def _names(tools: dict[str, Tool]) -> str:
-    return ", ".join(tools) or "none"
 
 
 class CallCache:

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -237,9 +238,6 @@ class Connection:
             await asyncio.sleep(LISTEN_DELAYS[min(ends, len(LISTEN_DELAYS) - 1)])
             ends += 1
 
-    def _tell(self, repair: str) -> None:
-        notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
-
     async def answers(self) -> bool:
         """Return whether the server still answers and knows this connection, as far as its protocol can tell."""
         if not self.alive:
@@ -338,6 +336,10 @@ class Connection:
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Client]:
         target = self._target
+
+        def tell(repair: str) -> None:
+            notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
+
         async with AsyncExitStack() as stack:
             if isinstance(target, Container):
                 target = await stack.enter_async_context(target.running())
@@ -345,7 +347,7 @@ class Connection:
                 target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
                 self._proxy = proxy_for(target.url)
-                http = http_client(target, self._proxy, self._note, self._result_bytes, self._tell, self._receive)
+                http = http_client(target, self._proxy, self._note, self._result_bytes, tell, self._receive)
                 client = await stack.enter_async_context(http)
                 if target.session and not self._in_session:
                     raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
@@ -354,12 +356,9 @@ class Connection:
             served: Any = target
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(collected_stderr(self.name, self._keep_stderr))
-                limits = self._result_bytes, self._tell
-                served = stdio_transport(target, errlog, *limits, on_end=self._lost, on_start=self._started)
+                note_pid = partial(setattr, self, "pid")
+                served = stdio_transport(target, errlog, self._result_bytes, tell, self._lost, note_pid)
             yield await stack.enter_async_context(Client(served, cache=None, message_handler=self._receive))
-
-    def _started(self, pid: int) -> None:
-        self.pid = pid
 
     def _keep_stderr(self, text: str) -> None:
         self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]
