@@ -138,19 +138,11 @@ class Agent(AgentHooks):
     async def run(
         self, messages: str | list[Message], max_turns: int | None = None, num_chains: int = 1, **fields: Any
     ) -> AgentResult:
-        """Run `num_chains` chains on one task, concurrently.
-
-        Args:
-            messages: The question, or the messages that open the chain.
-            max_turns: Maximum assistant turns per chain; by default `rollout.max_turns`.
-            num_chains: Number of chains, sampled independently; a group-level reward compares them.
-            **fields: The task's other fields, which are passed to tools and rewards by name. `images` (paths, bytes or
-                Pillow images) stand where the text says `<image>`, or else come first.
-
-        A chain that fails does not raise: its outcome and `error` describe the problem. Raises ServerUnreachableError
-        or ChildFailed if the server is gone, RunFolderError if the checkpoint is an adapter and its base model is
-        missing, ValueError if a reward needs a field that is not given.
-        """
+        """Run `num_chains` chains on one task, concurrently: `messages` is a question or opening messages, `max_turns`
+        the maximum of assistant turns (default: rollout.max_turns), `fields` the task's other fields, for tools and
+        rewards; `images` stand where the text says `<image>`, or first. A chain that fails has an outcome and an
+        `error`. Raises ServerUnreachableError or ChildFailed if the server is gone, RunFolderError for an adapter
+        without its base, ValueError if a reward lacks a field."""
         if min(num_chains, 1 if max_turns is None else max_turns) < 1:
             raise ValueError(f"got max_turns={max_turns} and num_chains={num_chains}; use at least 1")
         opening: Task = {"question": messages} if isinstance(messages, str) else {"messages": messages}

@@ -214,7 +214,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.placement import place
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
-    from agentfactory.recipe import checks
+    from agentfactory.recipe import adapters, checks
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.config import distinct
     from agentfactory.rollout.model_hub import OutOfReach, has_tokenizer
@@ -245,7 +245,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                 if stage.model.lora is not None:
                     # it imports transformers
                     load_named("agentfactory.placement.meta_model:check_targets")(stage)
-                for doubt in checks.doubts(stage):
+                for doubt in adapters.doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():
@@ -293,14 +293,10 @@ def _run_module(options: argparse.Namespace) -> int | None:
         raise
 
 
-def _completion(options: argparse.Namespace) -> None:
-    _say(completion_script(options.shell))
-
-
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("train", "serve", "rollout", "eval"), _run),
     "doctor": _doctor,
-    "completion": _completion,
+    "completion": lambda options: _say(completion_script(options.shell)),
 }
 _MODULES = {
     "new": "commands.new",

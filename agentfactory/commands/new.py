@@ -30,8 +30,7 @@ _ROWS, _HELD_OUT = 1500, 100
 
 
 class _Template(NamedTuple):
-    """A folder below `templates`, its `maker` of the rows (None: word problems), and the files of recipes that create
-    the tiny network."""
+    """A folder below `templates`, the `maker` of its rows, and the files that create its tiny network."""
 
     folder: str
     told: str

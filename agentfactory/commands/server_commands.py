@@ -93,10 +93,9 @@ def evaluate(
     samples: int | None = None,
     beside: Path | None = None,
 ) -> None:
-    """Evaluate on `eval.data` into `<output>/eval`, eval-2, ...: the folder `checkpoint`, the folder or hub name
-    `model`, or the server at `url` (its `model`), by token ids or else OpenAI's chat API. By default, the last
-    checkpoint of a staged recipe, the weights at `server.url`, or the recipe's model. `beside`: an earlier evaluation
-    to compare with."""
+    """Evaluate the folder `checkpoint`, the folder or hub name `model`, or the server at `url` (its `model`) on
+    `eval.data`, into `<output>/eval`, eval-2, ... By default, the last checkpoint of a staged recipe, the weights at
+    `server.url`, or the recipe's model. `beside`: an earlier evaluation to compare with."""
     from agentfactory.commands import eval_command
     from agentfactory.rollout.evaluation.side_by_side import read_other
 

@@ -17,7 +17,8 @@ from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.start_server import begin_server, wait_for_server
-from agentfactory.recipe.checks import check_prepared, doubts
+from agentfactory.recipe.adapters import doubts
+from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command_line import address_fault, outside_fault
@@ -171,8 +172,7 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
 
 
 def _tell(stage: StagePlan, say: Say) -> None:
-    """Print the adapter that the stage begins with, and the placement of its processes. Raises SettingError if the
-    placement is impossible."""
+    """Print the stage's adapter and placement. Raises SettingError if that is impossible."""
     if (line := stage.describe_adapter()) is not None:
         say(line)
     for line in stage.placement.describe():

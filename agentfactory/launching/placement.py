@@ -109,9 +109,8 @@ class Placement:
 
 
 def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
-    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist. A later
-    stage is planned with the first stage's model. Without a GPU and a wanted placement, nothing is planned. Raises
-    PlacementError."""
+    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist. Later stages
+    are planned with the first stage's model. Raises PlacementError."""
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
     for index, recipe in enumerate(recipes):

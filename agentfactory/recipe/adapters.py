@@ -126,14 +126,15 @@ def check_adapter(recipe: Recipe, prepared: Path | None, after: str | None) -> N
     _check_tensors(folder, where, has_rows=shape["trainable_tokens"] is not None)
 
 
-def doubts_about_adapter(recipe: Recipe) -> list[str]:
+def doubts(recipe: Recipe) -> list[str]:
     """Return warnings about an adapter that was trained on another base or with another chat template."""
     lora, model = recipe.model.lora, recipe.model
     if lora is None or lora.from_ is None or not (Path(lora.from_) / ADAPTER).is_file():
         return []
     folder, found = Path(lora.from_), []
     base = _read(folder).get("base_model_name_or_path")
-    if isinstance(base, str) and not _same_model(base, model.path):
+    # a copy in a folder has the last part of its hub name
+    if isinstance(base, str) and Path(base).resolve().name != Path(model.path).resolve().name:
         problem = f"{display(folder)} was trained on {base}, and model.path is {model.path}"
         found.append(f"{_FROM}: {problem}; fix: name the same model")
     own, template = Path(model.path) / "chat_template.jinja", folder / "chat_template.jinja"
@@ -230,10 +231,3 @@ def _check_tensors(folder: Path, where: str, has_rows: bool) -> None:
     if others or not names:
         what = f"it has the tensor {others[0]}" if others else "it has no tensors"
         raise SettingError(_FROM, f"{where} cannot be trained further: {what}", _MERGE)
-
-
-def _same_model(base: str, path: str) -> bool:
-    """Return whether two names can be those of one model: a copy in a folder has the last part of its hub name."""
-    if Path(base).is_dir() and Path(path).is_dir():
-        return Path(base).resolve() == Path(path).resolve()
-    return Path(base).name == Path(path).name

@@ -17,7 +17,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.meta_model import check_targets
-from agentfactory.recipe.checks import doubts
+from agentfactory.recipe.adapters import doubts
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.placement.shapes import sizes
 from tests.project import load_and_check, refused

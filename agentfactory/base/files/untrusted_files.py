@@ -79,8 +79,7 @@ def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
 
 
 def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) -> dict[str, object]:
-    """Return the JSON object in a file, read by `read_file`. Raises ValueError if it holds anything else, or too many
-    values."""
+    """Return the JSON object in a file, read by `read_file`. Raises ValueError for anything else or too many values."""
     content = read_file(path, most, within)
     if not has_few_values(content):
         fix = "replace it with the file that was written"

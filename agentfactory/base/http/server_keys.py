@@ -1,6 +1,5 @@
-"""Keys of the servers that a user runs on this machine, since other users reach loopback too: each generates one, in a
-file that only its user can read, named after its address. vLLM's Python imports this, too, so it needs only the
-standard library."""
+"""Keys of the servers that a user runs here, since other users reach loopback too: each generates one, in a file that
+only its user can read, named after its address. It needs only the standard library, for vLLM's Python."""
 
 import fcntl
 import functools

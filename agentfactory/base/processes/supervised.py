@@ -62,9 +62,8 @@ def exited_by(error: SystemExit) -> str | None:
 
 
 def ended_by(status: int, doing: str = "", raised: str = "") -> str:
-    """Describe the unexpected end of a process that runs user code, with a fix. `status` is its exit status, or minus
-    the signal that ended it; `doing` is the user code that it executed, and `raised` the exception that ended it, if
-    these are known."""
+    """Describe the unexpected end of a process that runs user code, with a fix: its exit status or minus the signal,
+    the user code that it executed (`doing`), and the exception that ended it, if known."""
     during = f" while {doing}" if doing else ""
     if raised:
         fix = "free memory, or lower what this process may need" if raised.startswith("MemoryError") else "see there"

@@ -111,8 +111,7 @@ def _check_parameters(
 
 
 def check_types(options: Mapping[str, Any], taker: Callable[..., Any], field: str) -> None:
-    """Raise SettingError for an option that its annotation in `taker` does not allow; values that JSON cannot express
-    are not checked."""
+    """Raise SettingError for an option whose annotation in `taker` does not allow its value, as far as it is JSON."""
     try:
         annotations = get_type_hints(taker)
     except NameError:  # an annotation names a class within a function

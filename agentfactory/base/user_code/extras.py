@@ -2,12 +2,7 @@
 
 import re
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
-from itertools import dropwhile
-from pathlib import Path
-from traceback import walk_tb
-
-from packaging.requirements import Requirement
+from importlib.metadata import requires
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import is_installed
@@ -55,28 +50,3 @@ def install_command(extra: str, distribution: str = DISTRIBUTION) -> str:
 def _not_installed(extra: str, packages: list[str], distribution: str = DISTRIBUTION) -> SettingError:
     missing = f"{' and '.join(packages)} {'are' if packages[1:] else 'is'} not installed"
     return SettingError("", missing, install_command(extra, distribution))
-
-
-def unmet(distribution: str) -> str | None:
-    """Return the first unmet requirement of a distribution, such as "x 1.0 needs mcp<2, and mcp 2.3.0 is installed"."""
-    for text in requires(distribution) or ():
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            found = version(requirement.name)
-        except PackageNotFoundError:
-            continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            needed = f"{requirement.name}{requirement.specifier}"
-            return f"{distribution} {version(distribution)} needs {needed}, and {requirement.name} {found} is installed"
-    return None
-
-
-def unmet_below(path: Path, error: BaseException) -> str | None:
-    """Return the unmet requirement of a package that ran for the file `path` when it raised `error`, or None."""
-    frames = dropwhile(lambda each: each.f_code.co_filename != str(path), (f for f, _ in walk_tb(error.__traceback__)))
-    names = dict.fromkeys(str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames)
-    having = packages_distributions()
-    found = (unmet(distribution) for name in names for distribution in having.get(name, ()))
-    return next(filter(None, found), None)

@@ -21,8 +21,7 @@ def own_python(*arguments: str, executable: str | None = None) -> list[str]:
 
 
 def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
-    """Append folders of user code to the import path: those `of_file` first, then recipes', and a checkout of
-    AgentFactory last."""
+    """Append folders to the import path: those `of_file`, then recipes', and a checkout of AgentFactory last."""
     for folder in map(str, folders):
         if folder not in _folders:
             _folders.append(folder)

@@ -8,14 +8,13 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentfactory.base.errors import SettingError, is_interruption
 from agentfactory.base.user_code.entry_points import load_named
-from agentfactory.base.user_code.extras import OWN_ENVIRONMENT, unmet_below
+from agentfactory.base.user_code.extras import OWN_ENVIRONMENT
 from agentfactory.base.user_code.import_path import append_folders, user_folders
 from agentfactory.base.user_code.source_files import imports_of
 from agentfactory.base.user_code.watch import announced
@@ -35,10 +34,7 @@ def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None =
         return load_named(prebuilt[reference])
     file, separator, name = reference.rpartition(":")
     if prebuilt is not None and not separator:
-        problem = f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME"
-        if close := get_close_matches(reference, prebuilt, 1):
-            raise UserCodeError(problem, f"write {close[0]}, or name an object that a file defines, as FILE.py:NAME")
-        raise UserCodeError(problem)
+        raise UserCodeError(f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME")
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise UserCodeError(f"{reference!r} is not of the form FILE.py:NAME")
     path = (base / file).resolve()
@@ -74,7 +70,7 @@ def load_module(path: Path) -> ModuleType:
         if is_interruption(error):
             raise KeyboardInterrupt from error
         problem = f"{path} fails on import: {type(error).__name__}: {error}{_place(error, path)}"
-        raise UserCodeError(problem, _fix(error, path)) from error
+        raise UserCodeError(problem, _fix(error)) from error
     return module
 
 
@@ -108,11 +104,9 @@ def _place(error: BaseException, path: Path) -> str:
     return f" (line {line})" if file == str(path) else f" ({file}, line {line})"
 
 
-def _fix(error: BaseException, path: Path) -> str:
+def _fix(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "do not end the program when the file is imported"
-    if problem := unmet_below(path, error):
-        return f"{problem}; {OWN_ENVIRONMENT}"
     if not isinstance(error, ImportError):
         return "correct the file"
     first = (error.name or "").partition(".")[0]
@@ -151,9 +145,5 @@ def _is_users(file: str | None) -> bool:
 
 
 def _defined_names(module: ModuleType) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    ]
-    return ", ".join(names) or "no function and no class"
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return ", ".join(name for name in own if not name.startswith("_")) or "no function and no class"

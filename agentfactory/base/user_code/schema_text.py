@@ -51,8 +51,7 @@ _PREFIX = "#/$defs/"
 
 
 def schema_of(arguments: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a tool's arguments, with definitions where they are used. Raises
-    PydanticUserError."""
+    """Return the JSON Schema (draft 2020-12) of a tool's arguments, inlined. Raises PydanticUserError."""
     generated = arguments.model_json_schema(schema_generator=_PlainSchema)
     schema = inline({"properties": {}} | generated | {"additionalProperties": False})
     return {key: schema[key] for key in _ORDER if key in schema}

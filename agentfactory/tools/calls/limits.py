@@ -1,6 +1,5 @@
 """Limits on a chain's use of tools: checked before each call in the order of `config.Limit`, while it runs, and on its
-result; docs/limits.md explains each. A refused call does not count as made. `Rates` and `ChainAccount` are pure;
-`ChainLimits` runs calls."""
+result; see docs/limits.md. `Rates` and `ChainAccount` are pure; `ChainLimits` runs calls."""
 
 import asyncio
 import difflib

@@ -11,8 +11,7 @@ Cut = Callable[[str, int], str | None]
 
 
 class LeftOut(NamedTuple):
-    """The cut part of a text: `size` of its `total` bytes, and `missing`, the bytes by which the text became
-    shorter."""
+    """The cut part of a text: `size` of its `total` bytes, and `missing`, by which it became shorter."""
 
     size: int
     total: int

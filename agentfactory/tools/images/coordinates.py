@@ -1,5 +1,4 @@
-"""Coordinates in images, and their sizes for models: tasks use pixels of the file, and each model the convention of its
-training."""
+"""Coordinates in images, and their sizes for models: tasks use pixels of the file, each model its own convention."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -60,9 +60,8 @@ class CallTimeout(Exception):
 
 
 class Connection:
-    """One MCP server, kept open from `open` to `close`. `generation` counts openings, which lose the server's state;
-    without `reopens` a lost connection stays lost. `on_list` gets each list of tools, and returns differences by
-    name."""
+    """One MCP server, kept open from `open` to `close`. `generation` counts openings, which lose its state; without
+    `reopens` it stays lost. `on_list` gets each list of tools, and returns differences by name."""
 
     def __init__(
         self,
@@ -132,9 +131,8 @@ class Connection:
         timeout_seconds: float | None = None,
         reset_seconds: float | None = None,
     ) -> mcp_types.CallToolResult:
-        """Call `tool` for `chain`, whose state is in the process of `generation`, if given; see SECONDS_KEY. Raises
-        CallTimeout, and ToolInfrastructureError if the server is gone, lost the state, changed the tool or broke the
-        protocol."""
+        """Call `tool` for `chain`, whose state is in the process of `generation`, if given. Raises CallTimeout, and
+        ToolInfrastructureError if the server is gone, lost the state, changed the tool or broke the protocol."""
         client = await self._connected()
         if generation not in (None, self.generation):
             raise ToolInfrastructureError(f"tool server {self.name} was restarted and lost this chain's state")

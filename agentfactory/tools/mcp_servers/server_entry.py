@@ -95,8 +95,7 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
 
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
-    """Check the variables and folders of an entry; paths below `prepared` need not exist. Starts nothing. Raises
-    SettingError."""
+    """Check an entry's variables and folders; paths below `prepared` need not exist. Raises SettingError."""
     prefix = f"mcp_servers.{name}"
     expand_variables(f"{prefix}.headers", config.headers)
     expand_variables(f"{prefix}.env", config.env)
@@ -119,8 +118,7 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
 
 
 def program_of(command: str, args: list[str], cwd: Path) -> list[str]:
-    """Return the command line of a program that starts in `cwd`: `python` is this interpreter, with the user's import
-    path."""
+    """Return the command line of a program; `python` is this interpreter, with the user's import path."""
     if command != "python":
         return [command, *args]
     if args[:1] != ["-m"]:

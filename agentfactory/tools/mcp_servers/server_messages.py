@@ -61,8 +61,7 @@ class Repairs:
             raise ValueError("it is nested too deeply") from None
 
     def repaired_body(self, part: bytes, asked: int | str | None) -> bytes:
-        """Return a part of an HTTP body with its message repaired; unchanged if there is none. A prefix such as
-        `data: ` stays."""
+        """Return a part of an HTTP body, with a prefix such as `data: `, with its message repaired, if any."""
         if (start := re.search(rb"[{\[]", part)) is None:
             return part
         body = part[start.start() :].rstrip()

@@ -1,5 +1,4 @@
-"""The stdio transport: a server's process, and its messages line by line, bounded while they arrive, unlike in the MCP
-SDK's own transport."""
+"""The stdio transport: a server's process, and its messages line by line, bounded while they arrive."""
 
 import asyncio
 import json

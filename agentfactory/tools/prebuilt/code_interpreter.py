@@ -1,5 +1,4 @@
-"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a separate sandbox for each
-chain."""
+"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a sandbox per chain."""
 
 import base64
 from collections.abc import Mapping, Sequence

@@ -111,8 +111,7 @@ def command(
     info: int,
     worker: int,
 ) -> list[str]:
-    """Return the arguments up to the program inside; `seccomp`, `env`, `info` and `worker` are descriptors that bwrap
-    reads or writes."""
+    """Return the arguments up to the program inside; the last four parameters are descriptors for bwrap."""
     arguments = [*_apart(bwrap, seccomp, env), "--info-fd", str(info)]
     for folder in library_folders(interpreter):
         arguments += ["--ro-bind", str(folder), str(folder)]

@@ -1,6 +1,5 @@
-"""Disk usage of untrusted programs' folders, with deleted files that are still open. Run as a program with the names of
-folders, also with rights beyond file modes (`bubblewrap.reader`), it prints JSON, and needs only the standard
-library."""
+"""Disk usage of untrusted programs' folders, with deleted open files. Run as a program on folders, also beyond file
+modes (`bubblewrap.reader`), it prints JSON, and needs only the standard library."""
 
 import errno
 import json

@@ -25,8 +25,7 @@ _Module = type(sys)
 
 
 class Output(io.TextIOBase):
-    """`sys.stdout` and `sys.stderr`: up to `half` characters per cell are written to the descriptor immediately, then
-    only the tail is kept."""
+    """`sys.stdout` and `sys.stderr`: up to `half` characters per cell are written, then only the tail is kept."""
 
     encoding, errors = "utf-8", "backslashreplace"
 
@@ -127,8 +126,7 @@ class Interpreter:
 
 
 def _cut(text: str, half: int) -> str:
-    """Return at most `half` characters, from both ends: the end of a long traceback or value is as informative as its
-    beginning."""
+    """Return at most `half` characters, from both ends."""
     if len(text) <= half:
         return text
     quarter = half // 2

@@ -164,8 +164,7 @@ def _limited(limits: ProgramLimits, full: bool) -> str:
 
 
 def start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
-    """Start a sandbox; called in the thread of `starter`. `output_bytes`: one size for stdout and stderr together, or
-    one for each."""
+    """Start a sandbox, in the thread of `starter`. `output_bytes`: one size for stdout and stderr, or one for each."""
     bubblewrapped = settings.kind is SandboxKind.BUBBLEWRAP
     user = sandbox_user() if bubblewrapped else None
     interpreter = find_interpreter(user)

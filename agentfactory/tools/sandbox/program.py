@@ -217,8 +217,7 @@ def _content(file: str) -> bytes:
 
 
 def _used_at(root: str, place: str) -> tuple[int, int]:
-    """Return the number of files on a sandbox's file system, and the KiB of their blocks; 0 if it is inaccessible or
-    gone."""
+    """Return the number of files on a sandbox's file system, and the KiB of their blocks; 0 if inaccessible."""
     try:
         if os.stat(root).st_dev == os.stat("/").st_dev:  # bwrap has not left the machine's root yet
             return 0, 0

@@ -146,8 +146,7 @@ def _of_families(number: int, families: tuple[int, ...]) -> list[bytes]:
 
 
 def _step(operation: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Return one instruction; `then` and `otherwise` are the numbers of following instructions that a comparison
-    skips."""
+    """Return one instruction; `then` and `otherwise` are the numbers of instructions that a comparison skips."""
     return struct.pack("=HBBI", operation, then, otherwise, value)
 
 

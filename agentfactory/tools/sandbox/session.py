@@ -319,8 +319,7 @@ async def run_script(
 
 
 def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
-    """Return `head` and `tail` in at most `limit` characters plus a marker, which also counts the `left_out` characters
-    between them."""
+    """Return `head` and `tail` in at most `limit` characters plus a marker, which counts `left_out` characters, too."""
     if not left_out and len(head) + len(tail) <= limit:
         return head + tail
     half = limit // 2

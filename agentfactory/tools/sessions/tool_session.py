@@ -115,8 +115,7 @@ class ToolSession:
         return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
 
     async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
-        """Make one call within `timeout_seconds`, or the server's. The model's errors are results. Raises
-        ToolInfrastructureError."""
+        """Make one call within a time limit. The model's errors are results. Raises ToolInfrastructureError."""
         started = time.perf_counter()
         route = self._routes.get(call.name)
         if route is None:

@@ -72,8 +72,7 @@ async def open_toolset(
 
 
 class Toolset:
-    """The tools of a recipe. `specs` are the descriptions for the model, in the order of the recipe and of each
-    server's list."""
+    """The tools of a recipe. `specs` describe them for the model, in the order of the recipe and its servers."""
 
     def __init__(self, servers: Sequence[ToolServer]) -> None:
         self._servers = servers
@@ -101,8 +100,7 @@ class Toolset:
         return [server.name for server in self._servers if server.environment]
 
     def harmless(self, reads: bool) -> list[ToolSpec]:
-        """Return the tools whose annotations declare them non-destructive and confined to their server: the read-only
-        ones (`reads`), or the others."""
+        """Return the tools declared non-destructive and confined: the read-only ones (`reads`), or the others."""
         said = {
             server.config.prefix + tool.name
             for server in self._servers
@@ -165,8 +163,7 @@ class Toolset:
     async def chain(
         self, key: str, task: dict[str, Any], limit: Deadline | None = None
     ) -> "AsyncIterator[ToolSession]":
-        """Open a session for the chain `key`, with environments reset within `limit`, and release them on exit. Raises
-        ToolInfrastructureError."""
+        """Open a session for `key`, with environments reset within `limit`. Raises ToolInfrastructureError."""
         session = ToolSession(key, self._servers, self._routes)
         try:
             await session.begin(task, limit)
