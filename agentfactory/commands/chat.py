@@ -37,9 +37,7 @@ from agentfactory.tools.images.decode import size_of
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 NEW = "/new"
-"""Command that begins a new conversation."""
 IMAGE = "/image"
-"""Command with a path; attaches the image to the next line."""
 _COMMAND = re.compile(r"/\w*(\s|$)")  # pattern of a command line; a path such as /etc/hosts does not match
 _COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH attaches an image to your next line, Ctrl-D ends"
 

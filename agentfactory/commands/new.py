@@ -45,7 +45,6 @@ TEMPLATES = {
     ),
     "environment": _Template("environment", "a world with its state, tool and reward", "make_tasks.py"),
 }
-"""Kind of task -> its template."""
 
 
 def write_task(task: str, output: Path | None, kind: str = "text") -> Path:

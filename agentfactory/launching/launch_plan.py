@@ -95,18 +95,14 @@ class StagePlan:
     checkpoint: Path | None = None
     """The checkpoint that a started stage resumes from; None: from its beginning."""
     merge: Merge | None = None
-    """The merge of an adapter that makes the stage's model; None if it is not made this way."""
     placement: Placement = field(default_factory=Placement)
     is_placed: bool = False
     """False until the model exists; until then, `placement` contains only what is known without it."""
     refusal: SettingError | None = None
-    """The error if `placement` is impossible."""
     assigned: Recipe | None = None
-    """The recipe that the trainer gets."""
     server: Command | None = None
     """None if the stage needs no server, or uses one that is already running."""
     trainer: Command | None = None
-    """Starts every process of the trainer."""
 
     def placed(self, placement: Placement | None) -> "StagePlan":
         """Return the plan with `placement` and the fields derived from it. None: the model does not exist yet."""

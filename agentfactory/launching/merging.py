@@ -39,7 +39,6 @@ class Merge:
     dtype: str
     output: Path
     reason: str = ""
-    """The reason why the adapter is not continued."""
 
     @property
     def is_done(self) -> bool:

@@ -27,14 +27,11 @@ class Placement:
 
     mode: str = "separate"
     table: str = ""
-    """The memory table as text."""
     on_gpu: bool = False
-    """True if this machine has a GPU."""
     trainer_devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the trainer; None: unchanged."""
     server_devices: str | None = None
     gpu_memory_utilization: float | None = None
-    """For vLLM; None: the recipe's, or vLLM's default."""
     sync: str | None = None
     """Replaces sync.backend=auto; None: unchanged."""
     trainer_bytes: int = 0

@@ -19,7 +19,6 @@ from rich.text import Text
 from agentfactory.base.run_notices import Notices, notice_of
 
 SAY_EVERY_SECONDS = 5.0
-"""Seconds between two lines about groups of chains."""
 
 _ROWS = 10
 _COLUMNS = {

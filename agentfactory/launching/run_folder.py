@@ -24,7 +24,6 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint
 
 RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
-"""A file that marks a checkpoint as an adapter."""
 
 _PREPARED = "prepared"  # folder that the user's `prepare` fills, and may replace with a link
 _BESIDE = re.compile(r"(eval|rollout|serve)(-\d+)?")
@@ -45,7 +44,6 @@ class RunFolder:
         self.on_log = on_log
         self.recipe = path / RECIPE
         self.assignment = path / "assignment.json"
-        """The launcher's `Assignment` for the trainer's processes."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
         self.images = path / "images"
@@ -53,7 +51,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.parts = (self.trajectories, self.checkpoints, self.logs)
-        """Folders that every run folder has."""
         self.sync = path / "sync"
         self.summary = path / "summary.json"
         self.credit = self.trajectories / CREDIT_FILE

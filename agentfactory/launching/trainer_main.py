@@ -272,7 +272,6 @@ class _Display:
             self._tracking = stack.enter_context(tracking)
         self._health = Health(alike=ordered_by(recipe) is None)
         self.findings: list[Finding] = []
-        """The findings of the run, including those from before it was resumed."""
         for metrics in folder.read_metrics():
             for finding in self._health.note(metrics):
                 self.findings.append(finding)

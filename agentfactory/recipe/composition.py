@@ -19,7 +19,6 @@ from agentfactory.rollout.config import source_of
 
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
-"""The recipes that come with AgentFactory."""
 HERE = "${here}"
 """Placeholder for the folder of the file that contains it; on the command line, the current folder."""
 _PLACEHOLDERS = ("${prepared}", "${output}", "${chain}")

@@ -34,9 +34,7 @@ _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rol
 NO_MODEL = "none"
 """The `model.path` of a file that has only tools, for `agentfactory tools`."""
 _WITHOUT_TRAINING = {"train": {"steps": 1}}
-"""Values for required fields that only `train` uses."""
 _FOR_TOOLS = {"model": {"path": NO_MODEL}, **_WITHOUT_TRAINING}
-"""Values for required fields that a tools-only file may omit."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train") -> Recipe | StagedRecipe:

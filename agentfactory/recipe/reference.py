@@ -266,7 +266,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "recipe/training.md": partial(_part, ("train", "teacher", "track")),
     "metrics.md": metrics_reference,
 }
-"""Page -> function that generates it."""
 
 
 def renewed(page: str, text: str) -> str:

@@ -28,10 +28,8 @@ _INSTEAD = {
     "envFile": "write its variables in env, as NAME: ${NAME}, and export them",
     **dict.fromkeys(("auth", "oauth", "authProviderType", "headersHelper"), _KEY),
 }
-"""Keys without a counterpart -> what to write."""
 _TYPES = {"local": "stdio", "remote": "http", "streamablehttp": "http", "streamable_http": "http"}
 _FILLED_IN = ("env", "headers")
-"""Fields in which `${NAME}` expands."""
 _PLACEHOLDER = re.compile(
     r"\$\{(\w+:[^}-][^}]*|workspaceFolder|workspaceFolderBasename|workspaceRoot|userHome|pathSeparator|/)\}"
     r"|\$\{(?P<variable>[A-Z][A-Z0-9_]*|\w+(?P<default>:-[^}]*))\}"

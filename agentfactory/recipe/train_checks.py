@@ -26,10 +26,8 @@ from agentfactory.trainers.processes.launch_variables import check_launch_variab
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
 ADAPTED_TOWER = "--enable-tower-connector-lora"
-"""vLLM's switch for adapters of vision towers."""
 
 Fault = tuple[str, str, str]
-"""Field, problem and fix."""
 Lack = Callable[[str, str, str], None]
 """Callback for a missing program or package: (field, problem, fix). It raises unless the recipe is only inspected."""
 

@@ -8,7 +8,6 @@ import yaml
 from agentfactory.base.errors import short
 
 RECIPE_BYTES = 1 << 20
-"""Maximum size of a recipe file."""
 _DEPTH = 64
 _NODES = 100_000
 """Maximum number of values; an alias counts as the values that it stands for."""

@@ -36,8 +36,7 @@ from agentfactory.tools.tool import is_tool
 from agentfactory.base.user_code.loading import UserCodeError, load_module, load_object
 
 IDLE_SECONDS = 900.0
-"""Seconds without a call after which an HTTP server reclaims a chain's instance: the client may have disappeared
-silently."""
+"""Seconds without a call after which an HTTP server reclaims a chain's instance."""
 _EXIT_SECONDS = 2.0
 """Seconds that a stdio server may take to end after its parent is gone."""
 

@@ -17,7 +17,6 @@ _FIXES = {
     ),
 }
 _PROBE = 1 << 16
-"""Bytes written to test a disk."""
 
 
 class DiskError(OSError):

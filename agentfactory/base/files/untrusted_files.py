@@ -13,12 +13,9 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 JSON_BYTES = 64 << 20
-"""Maximum size of a JSON file that is read as a whole."""
 JSON_VALUES = 4 << 20
-"""Maximum number of values in such a file: a short one can take a hundred times its length in memory. A tokenizer with
-300 thousand tokens has 2 million."""
+"""Maximum number of values: a short file can take a hundred times its length; a large tokenizer has 2 million."""
 LINE_BYTES = 128 << 20
-"""Maximum length of a line of JSON lines."""
 
 _KINDS = {
     stat.S_IFLNK: "a link, which is not followed",
@@ -30,9 +27,7 @@ _KINDS = {
 }
 
 _DEEPEST = 64
-"""Maximum nesting of folders."""
 _MOST_LINKS = 40
-"""Maximum links in a path, as in the kernel."""
 _THREADS = 12
 """On ext4 the removal of a folder may wait milliseconds for the disk; threads overlap these waits."""
 _PIECE = 1 << 20
@@ -266,7 +261,6 @@ class TreeCopy:
     ) -> None:
         self._within, self._most, self._left_out = within, most, left_out
         self.size = 0
-        """Bytes of all files so far."""
         self._entries = 0
 
     def folder(self, path: Path, into: int | None, mode: int | None = None) -> None:

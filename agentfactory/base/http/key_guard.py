@@ -16,7 +16,6 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.http.server_keys import key_file, key_of_environment, published_key
 
 HEALTH = "/health"
-"""The only route without a key."""
 
 
 class KeyGuard:

@@ -35,7 +35,6 @@ _SHOWN = 500
 
 _APART = "start the tool as a process of its own by mcp_servers.NAME.command"
 HOLDS_LOCK = f"end it sooner, such as by a simpler regular expression, or {_APART}, which limits can end"
-"""Fix for user code that holds Python's lock."""
 _ENDS = f"correct the tool, environment, reward or agent that did it, or {_APART}"
 
 
@@ -266,11 +265,9 @@ class _Supervisor:
 
     def __init__(self, child: int, reader: int) -> None:
         self.returned: int | None = None
-        """The status that the command has returned."""
         self.doing = ""
         """The user code that the child executes, such as `importing tools.py`, if it is known."""
         self.raised = ""
-        """The exception that ended the child, if there was one."""
         self.received: dict[int, float] = {}
         """Signal -> time at which it arrived last."""
         self._child = child

@@ -8,13 +8,11 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.import_path import is_installed
 
 DISTRIBUTION = "agentfactory-rl"
-"""AgentFactory's name for pip and importlib.metadata, as in setup.py. On the package index, `agentfactory` is another
-project."""
+"""AgentFactory's name for pip, as in setup.py; `agentfactory` is another project."""
 OWN_ENVIRONMENT = (
     "give it a virtual environment of its own: start an agent as a program (rollout.agent.command), and tools as an "
     "MCP server (mcp_servers.NAME.command)"
 )
-"""The fix for a package that cannot be imported beside AgentFactory."""
 _REQUIREMENT = re.compile(r"([\w.-]+).*;.*\bextra == ['\"]([\w-]+)['\"]")
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
-"""The source folder that contains this package, if any; it also contains the links `tools`, `rollout` and
-`trainers`."""
+"""The source folder that contains this package, if any, and the links `tools`, `rollout` and `trainers`."""
 
 _folders: list[str] = []
 _appended: dict[str, bool] = {}

@@ -20,10 +20,8 @@ from typing import NamedTuple
 BLOCKS_LOOP = (
     "write the async function as `def`, which runs in a thread, or call what blocks by `await asyncio.to_thread(...)`"
 )
-"""Fix for user code that blocks an event loop."""
 
 Warn = Callable[[str, str], None]
-"""(topic, text): warns the user."""
 
 QUIET_SECONDS = 10.0
 """Seconds until the first notice of a running call; each further notice takes three times as long."""
@@ -45,7 +43,6 @@ _supervisor: tuple[int, int] | None = None
 """This process, and the descriptor of its pipe to a supervising process."""
 _watched: Counter[asyncio.AbstractEventLoop] = Counter()
 _told: set[CodeType] = set()
-"""Users' functions of which the user was warned."""
 
 
 class Place(NamedTuple):

@@ -226,7 +226,6 @@ def _is_pattern(value: Any) -> bool:
 
 _DRAFTS = (getattr(validators, f"Draft{name}Validator") for name in ("3", "4", "6", "7", "201909", "202012"))
 _JUDGING = frozenset(key for draft in _DRAFTS for key in draft.VALIDATORS)
-"""Keywords of all drafts that can refuse a value."""
 _NAMES_OF_TYPES: dict[type, tuple[str, ...]] = {
     **{dict: ("object",), list: ("array",), str: ("string",), bool: ("boolean",), type(None): ("null",)},
     **{int: ("integer", "number"), float: ("number",)},
@@ -261,7 +260,6 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_LISTS, _are_schemas),
     **dict.fromkeys(_SINGLE, _is_schema),
 }
-"""Keyword -> whether its value can be used, in draft 2020-12."""
 
 
 def _shapes_before(kind: type[Validator]) -> dict[str, Callable[[Any], bool]]:

@@ -22,7 +22,6 @@ from agentfactory.tools.environments.pool import Lease, Pool
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-"""Time limit for closing all instances when the server ends."""
 ANCHOR = "anchor"
 
 Then = Callable[[Any, "Held"], Any]
@@ -44,7 +43,6 @@ class Held:
 
     environment: Environment
     running: str = ""
-    """Name of the method that was called last, such as reset or anchor."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(

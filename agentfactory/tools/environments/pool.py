@@ -19,7 +19,6 @@ T = TypeVar("T")
 CARE_SECONDS = 30.0
 """Time limit of a health check, a reset or a retirement; after it the instance counts as broken, or as gone."""
 QUIET_SECONDS = 10.0
-"""Time after which the user is told that an instance is still being created."""
 
 
 _LABELS = {
@@ -62,7 +61,6 @@ class Pool(Generic[T]):
         self._idle: deque[_Instance[T]] = deque()
         self._held: set[_Instance[T]] = set()
         self._at_work: Counter[str] = Counter()
-        """Number of instances that are being made, or are in each kind of care."""
         self._made = self._recycled = self._broken = 0
         self._paused = False  # creating one in advance failed: no more are created in advance until one succeeds
         self._tasks: set[asyncio.Task[None]] = set()

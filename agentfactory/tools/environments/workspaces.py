@@ -32,14 +32,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REMOVE = 'chmod -R u+rwX -- "$1"; rm -rf -- "$1"'
-"""Shell command that removes the folder $1."""
 _SWEEP = f"cat >/dev/null; for _ in 1 2 3 4 5 6 7 8 9 10; do {_REMOVE}; sleep 0.5; done"
-"""Shell command that removes the folder $1 when its stdin closes. It repeats, because servers, whose stdin closes too,
-may keep writing for a moment."""
+"""Removes the folder $1 when its stdin closes, repeatedly, because servers may keep writing for a moment."""
 
 _threads = ThreadPoolExecutor(4, "folders")
-"""For copies and removals, which take seconds for thousands of files: many chains that begin together must not exhaust
-asyncio's own threads. More threads make them no faster, and the event loop slower."""
+"""For copies and removals: many chains that begin together must not exhaust asyncio's own threads."""
 
 
 @dataclass(frozen=True)

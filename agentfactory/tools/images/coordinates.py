@@ -11,13 +11,11 @@ from PIL import Image
 from agentfactory.base.messages import ToolSpec
 
 Size = tuple[int, int]
-"""Width and height in pixels."""
 PLACEHOLDER = "{coordinates}"
 """Placeholder in the description of a tool or its arguments, replaced with the model's coordinate convention."""
 VIEW_FIELD = "model_view"
 """The field of a task that gives tools a ModelView."""
 MOST_ASPECT = 200
-"""Largest ratio of an image's sides."""
 _TOKEN = 28
 """Side of an image token in pixels, if the model's is unknown."""
 
@@ -27,11 +25,8 @@ class SizeRule:
     """The resizing of images by models like Qwen's (arXiv:2409.12191, section 2.1) and GLM's (arXiv:2507.01006)."""
 
     token: int
-    """Side of an image token in pixels."""
     min_pixels: int
-    """Smallest area of an image."""
     max_pixels: int
-    """Largest area of an image."""
     grows: bool = False
     """True to enlarge the whole image if a side is shorter than a token (GLM); False to enlarge only that side."""
 

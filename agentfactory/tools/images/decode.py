@@ -19,7 +19,6 @@ _IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 MOST_PIXELS = 100_000_000
 """Maximum pixels of a decoded image: a small file may hold a huge one."""
 _ORIENTATION = 0x0112
-"""EXIF tag of the image's orientation."""
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -39,14 +39,12 @@ logger = logging.getLogger(__name__)
 CHAIN_KEY = "agentfactory/chain"
 """Key in a call's `_meta`: the chain whose state the call uses."""
 SECONDS_KEY = "agentfactory/seconds"
-"""Key in the `_meta` of a call of `reset`: the time limit of the environment's reset(), in seconds. It begins when the
-chain has an instance."""
+"""Key in the `_meta` of a call of `reset`: the time limit of reset() itself, in seconds."""
 NOT_FOR_MODELS = "agentfactory/not_for_models"
 """Key in the data of an error that ends the chain: no model caused it, and none may read it."""
 ROLE_KEY = "agentfactory/role"
-"""Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
-`reward`, `close`, `gauges`, `take_images`. A server that lists roles checks arguments itself and returns
-`agentfactory.tools.calls.mcp_results.ERROR_KEY`."""
+"""Key in a listed tool's `_meta`: `tool`, or the role of an environment's hidden tool. A server that lists roles checks
+arguments itself, and returns ERROR_KEY of `calls.mcp_results`."""
 
 
 def build_server(

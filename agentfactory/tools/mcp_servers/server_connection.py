@@ -43,13 +43,11 @@ Log = Callable[[dict[str, Any]], None]
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
 """Seconds to wait before reopening a lost connection, by consecutive failures; after the last one, give up."""
 QUIET_SECONDS = 10.0
-"""Time after which the user is told that a server has not started."""
 OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
 LISTEN_DELAYS = (1.0, 10.0, 60.0)
 """Seconds to wait before listening to a server's changes again, by consecutive ends of the stream."""
 STDERR_TAIL = 2000
-"""Characters of a child's stderr that an error quotes."""
 
 
 class CallTimeout(Exception):

@@ -28,7 +28,6 @@ from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt import prebuilt
 
 PROGRAMS = ("docker", "podman")
-"""Programs that can run a container, in the order in which they are tried."""
 _ANSWER_SECONDS = 20.0
 _PASSED_ON = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
 """Environment variables that configure docker's and podman's connection to their service."""
@@ -67,7 +66,6 @@ class Container:
 
 
 Target = Server[Any] | MCPServer | StdioServerParameters | ChainProgram | Container | HttpAddress
-"""The other end of a connection."""
 
 
 def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int) -> Target:

@@ -15,9 +15,7 @@ from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.calls.mcp_results import SEEN_BY_MODELS
 
 MOST_PAGES = 1000
-"""Maximum pages of a server's list of tools."""
 Tell = Callable[[str], None]
-"""Reports a repair to the user."""
 
 _SERVERS_OWN = "agentfactory/error-data"
 """Key in the data of an error that the server sent, and not the SDK: the server's own data."""
@@ -321,7 +319,6 @@ def _image(data: str, kind: str) -> dict[str, Any]:
 
 
 _STARTS = {"iVBORw0KGgo": "image/png", "/9j/": "image/jpeg", "R0lGOD": "image/gif", "UklGR": "image/webp"}
-"""The beginning of an image in base64 -> its kind."""
 
 
 def _word(item: dict[str, Any], key: str) -> str:

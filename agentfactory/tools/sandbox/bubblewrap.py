@@ -24,7 +24,6 @@ _INSTALL = "install bubblewrap 0.8 or newer (`apt install bubblewrap`, or `pip i
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 """Visible entries of the machine's own root: programs, libraries and settings, but no user's files."""
 _OURS = ("proc", "dev", "sys", "run", "tmp")
-"""Entries that every sandbox creates for itself."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class View:
     folders: Mapping[str, Path] = field(default_factory=dict)
     """Path inside -> writable folder of the machine."""
     start: str = "/"
-    """The folder in which the program starts."""
     user: int = 1000
     """User id inside; outside, it is the user of this process, or nobody for root."""
 

@@ -35,8 +35,7 @@ _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process; the reaper finds leftovers by it."""
 
 starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
-"""The thread that starts sandboxes. One with --die-with-parent dies with the thread that started it, so that thread
-must live until the end. One is enough: a start takes some milliseconds."""
+"""Starts sandboxes: one with --die-with-parent dies with the thread that started it, which must live until the end."""
 _reapers: dict[int | None, "subprocess.Popen[bytes]"] = {}
 """Reapers by the user id of their sandboxes; each ends automatically with this process."""
 
@@ -52,9 +51,7 @@ class SandboxProcess:
     outputs: list[int]
     """Memory files of fixed size that replace its stdout and stderr; their file offsets are shared with it."""
     init: int | None = None
-    """Process id, outside, of the first process inside."""
     init_handle: int | None = field(default=None, init=False)
-    """pidfd of that process."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which we must remove."""
     status: int | None = None

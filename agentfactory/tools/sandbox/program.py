@@ -32,12 +32,9 @@ logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
-"""Interval of memory checks."""
 _FIRST_DISK_SECONDS, _DISK_SECONDS, _DISK_SHARE = 0.05, 1.0, 0.1
-"""First disk measurement, early enough for many short programs; interval of later ones; share of a core that the
-measurements of all programs together may take, which lengthens the interval."""
+"""First disk measurement, interval of later ones, and the share of a core for all, which lengthens it."""
 _watched = set[object]()
-"""The programs whose disk is measured."""
 _measuring = ThreadPoolExecutor(2, "disk use")
 """Only two threads, because each may have many folders open."""
 _LEAST_FREE = 1 << 30, 0.05
@@ -53,7 +50,6 @@ _SHARES = re.compile(rb"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+)", re.MULTILINE)
 """Memory of a process, in KiB: `_SIZES` counts shared pages in full, `_SHARES` divides them among their users."""
 
 Listening = Callable[[socket.socket], AbstractAsyncContextManager[None]]
-"""A server on a listening socket, which runs as long as its context."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,6 @@ class ProgramResult:
     """The result of a program. None of its text can be trusted."""
 
     status: int
-    """Exit status; 128 plus the signal's number if it was killed."""
     stdout: str
     stderr: str
     ended: str | None = None

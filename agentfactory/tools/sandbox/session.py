@@ -21,12 +21,10 @@ from agentfactory.tools.sandbox.process import SandboxProcess
 _START_SECONDS = 60.0
 _FILE_SECONDS = 30.0
 _GRACE_SECONDS = 0.5
-"""Grace period after a cell's time limit, in which Python code is interrupted and keeps its variables; then everything
-is killed."""
+"""Time after a cell's limit in which Python code is interrupted and keeps its variables."""
 _WATCH_SECONDS = 0.1
 _MOST_FILES = 20_000
-"""Maximum number of files and folders in a workspace: each takes about 1 KiB of the kernel's memory, which no size
-limit counts."""
+"""Maximum files and folders in a workspace: each takes about 1 KiB of kernel memory, which no limit counts."""
 _STRAY_MESSAGES = 100
 _LARGEST_MESSAGE = 1 << 17
 _LONGEST_NAME = 100
@@ -44,7 +42,6 @@ class CellResult:
 
     text: str
     error: str | None = None
-    """Name of the exception; None if the cell ran to its end."""
     lost: str | None = None
     """Reason why the sandbox was ended, which also removes variables and files; None if it was not."""
 
@@ -58,7 +55,6 @@ class ScriptResult:
     stderr: str
     """The first 64 KiB."""
     status: int
-    """Exit status; 128 plus the signal's number if it was killed."""
     timed_out: bool
 
 

@@ -40,11 +40,9 @@ logger = logging.getLogger(__name__)
 _MAX_DEPTH = 64
 """Maximum nesting of arguments. The SDK drops arguments nested some 200 levels deep, and the call would hang."""
 _CLOSE_SECONDS = 10.0
-"""Time limit for closing an environment."""
 _TAKE_IMAGES = "take_images"
 """Role of the environment's tool that takes images and returns a label for each."""
 _NAMED_VALUES = 4
-"""Number of values of structured content that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,9 @@ class _Share:
     asked: bool = False
     """True once a reset began: the environment must then be closed, even if the reset failed."""
     generation: int | None = None
-    """Generation of the server process that contains the chain's state."""
     spoiled: bool = False
     """True if the instance must not serve another chain: it failed, or may still be running an abandoned call."""
     anchored: bool = False
-    """True once a result had an anchor."""
     anchor: str | None = None
     """Anchor of the state after the last call; None if it is unknown."""
 

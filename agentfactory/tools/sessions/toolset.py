@@ -26,7 +26,6 @@ from agentfactory.tools.sessions.tool_session import Route, ToolSession
 logger = logging.getLogger(__name__)
 
 _NAMED_PARTS = 8
-"""Number of unusable parts of a server's schemas that its warning names."""
 
 
 @asynccontextmanager

@@ -34,7 +34,6 @@ class WorldTask(vf.Task[WorldData]):
 
 class WorldConfig(vf.TasksetConfig):
     url: str = ""
-    """Address of the server."""
     key_var: str = "AGENTFACTORY_WORLD_KEY"
     """Environment variable with the server's key."""
 
