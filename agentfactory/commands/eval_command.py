@@ -15,7 +15,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import proxy_for
 from agentfactory.launching.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of, updated
 from agentfactory.rollout.chains.chat_endpoint import look_at as ask_what_it_is
 from agentfactory.rollout.chains.endpoint_chain import ChatRunner, check_recipe, open_chat_runner
 from agentfactory.rollout.config import RolloutRecipe
@@ -116,7 +116,7 @@ def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | Staged
     if isinstance(recipe, StagedRecipe):
         *first, last = recipe.stages
         return recipe.model_copy(update={"stages": [*first, with_samples(last, samples)]})
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"samples": samples})})
+    return updated(recipe, "eval", samples=samples)
 
 
 def named(model: str) -> str | Path:
@@ -138,11 +138,6 @@ class There:
     url: str
     model: str
     by_token_ids: bool
-
-    @property
-    def how(self) -> str:
-        """The name of the request protocol."""
-        return "token ids" if self.by_token_ids else "OpenAI's chat API"
 
 
 def look_at(recipe: Recipe, url: str, model: str | None) -> There:

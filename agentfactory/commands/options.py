@@ -198,10 +198,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         case "doctor":
             if options.recipe and "=" in options.recipe and not Path(options.recipe).exists():
                 command.error(f"name a recipe before {options.recipe}, which is an override")
-            if options.coordinates and not options.recipe:
-                command.error("--coordinates queries a recipe's model: name a recipe")
-            if options.sample is not None and not options.recipe:
-                command.error("--sample runs chains of a recipe: name a recipe")
+            if (options.coordinates or options.sample is not None) and not options.recipe:
+                command.error("--coordinates and --sample need a recipe: name one")
             if options.sample is not None and options.sample < 1:
                 command.error(f"--sample: got {options.sample}; use at least 1 chain")
     return options

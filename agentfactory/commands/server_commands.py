@@ -137,7 +137,8 @@ def _evaluate_at(
         run_prepare(recipe, children, say)
         folder = _run_folder("eval", recipe, there.recipe)
         _log_to(folder, "eval")
-        say(f"querying {there.model} at {url} by {there.how}")
+        how = "token ids" if there.by_token_ids else "OpenAI's chat API"
+        say(f"querying {there.model} at {url} by {how}")
         try:
             open_there = partial(eval_command.open_sources_at, there, folder.path, folder.images)
             found = _run_eval(there.recipe, folder, open_there, there.model, say)

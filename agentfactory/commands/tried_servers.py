@@ -24,6 +24,7 @@ from agentfactory.base.messages import (
 )
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.base.user_code.loading import load_object
+from agentfactory.launching.reach_early import without_spares
 from agentfactory.recipe.load import NO_MODEL
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task
@@ -168,16 +169,8 @@ async def open_each(
     """Open each server alone, all concurrently. With `find_task`, begin a chain on each, with the task that it finds;
     without a task, environments are created but not reset."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
-    parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
+    parts += [ToolsRecipe(mcp_servers={name: without_spares(config)}) for name, config in recipe.mcp_servers.items()]
     return await asyncio.gather(*(_open(part, find_task, recipe, prepared) for part in parts))
-
-
-def _for_a_try(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry for a single chain, without spare processes and kept folders if chains have folders."""
-    if not config.has_folders:
-        return config
-    pool = config.pool.model_copy(update={"warm": 0})
-    return config.model_copy(update={"pool": pool, "keep_workspaces": None})
 
 
 async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, prepared: Path | None) -> TriedServer:

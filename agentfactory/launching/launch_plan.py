@@ -22,7 +22,7 @@ from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of, updated
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
@@ -134,9 +134,7 @@ class StagePlan:
     def assignment(self, url: str | None) -> Assignment:
         """Return the input of the trainer's processes; `url` is the address of the server started for them."""
         assert self.assigned is not None
-        recipe = self.assigned
-        if url is not None:
-            recipe = recipe.model_copy(update={"server": recipe.server.model_copy(update={"url": url})})
+        recipe = self.assigned if url is None else updated(self.assigned, "server", url=url)
         return Assignment(recipe, self.checkpoint)
 
 
@@ -300,8 +298,7 @@ def _merged(recipe: Recipe, adapter: Path, base: str, reason: str = "") -> tuple
 
 def _with_lora(recipe: Recipe, **settings: Any) -> Recipe:
     assert recipe.model.lora is not None
-    lora = recipe.model.lora.model_copy(update=settings)
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+    return updated(recipe, "model", lora=recipe.model.lora.model_copy(update=settings))
 
 
 def _planned(stage: StagePlan) -> Recipe:

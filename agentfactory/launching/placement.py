@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
-from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.schema import Recipe, updated
 from agentfactory.rollout.inference.server_command_line import server_command
 from agentfactory.trainers.sync.backends import backend_of
 
@@ -46,14 +46,14 @@ class Placement:
         if self.gpu_memory_utilization is None:
             return recipe
         share = {"gpu_memory_utilization": self.gpu_memory_utilization}
-        return _with(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
+        return updated(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
 
     def for_trainer(self, recipe: Recipe) -> Recipe:
         """Return `recipe` with the trainer's settings from the placement."""
         if recipe.placement.mode == "auto" and self.mode != "separate":
-            recipe = _with(recipe, "placement", mode=self.mode)
+            recipe = updated(recipe, "placement", mode=self.mode)
         if self.sync is not None:
-            recipe = _with(recipe, "sync", backend=self.sync)
+            recipe = updated(recipe, "sync", backend=self.sync)
         return recipe
 
     def server_command(
@@ -124,10 +124,6 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
             refused = answer.pop("refused", None)
             found[index] = Placement(**answer, refused=refused and tuple(refused))
     return found
-
-
-def _with(recipe: Recipe, section: str, **settings: Any) -> Recipe:
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=settings)})
 
 
 def _is_planned(recipe: Recipe) -> bool:

@@ -92,7 +92,7 @@ def _open_tools(recipe: RolloutRecipe) -> None:
     from agentfactory.tools.calls.limits import check_limits
     from agentfactory.tools.sessions.toolset import open_toolset
 
-    servers = {name: _without_spares(config) for name, config in recipe.mcp_servers.items()}
+    servers = {name: without_spares(config) for name, config in recipe.mcp_servers.items()}
     tried = ToolsRecipe(tools=recipe.tools, mcp_servers=servers, limits=recipe.limits)
 
     async def open_once() -> None:
@@ -112,7 +112,8 @@ def _open_tools(recipe: RolloutRecipe) -> None:
         raise SettingError("tools, mcp_servers", problem or fix, fix if problem else "correct it") from error
 
 
-def _without_spares(config: McpServerConfig) -> McpServerConfig:
+def without_spares(config: McpServerConfig) -> McpServerConfig:
+    """Return the entry for a try, without spare processes and kept folders."""
     is_process = config.command is not None or config.container is not None
     starts_ahead = config.pool.warm or (is_process and config.pool.warm is None)
     # a server that all chains share cannot have any, and reports it

@@ -10,7 +10,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter, is_run
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of, updated
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
 
 
@@ -30,7 +30,7 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     """Find the weights to serve. `checkpoint` is a folder, a hub name, or None for the recipe's own."""
     stage = stages_of(recipe)[-1]
     if isinstance(checkpoint, str):
-        return Served(_unquantised(stage.with_model(checkpoint)), checkpoint)
+        return Served(updated(stage.with_model(checkpoint), "server", model=None), checkpoint)
     lora = stage.model.lora
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
@@ -54,7 +54,8 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
         return Served(served, str(path), "checkpoint", {"checkpoint": path}, step)
     served = stage.with_model(str(path))
     if checkpoint is not None or isinstance(recipe, StagedRecipe):
-        served = _unquantised(served)
+        # a quantised copy of the initial model is not a copy of another one
+        served = updated(served, "server", model=None)
     return Served(served, str(path), step=step)
 
 
@@ -88,11 +89,6 @@ def check_weights(folder: Path, option: str) -> None:
     problem = "neither config.json nor adapter_config.json is there" if folder.is_dir() else "no such folder"
     fix = "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
     raise SettingError(option, f"{display(folder)}: {problem}", fix, source=COMMAND_LINE)
-
-
-def _unquantised(recipe: Recipe) -> Recipe:
-    """Drop server.model: a quantised copy of the initial model is not a copy of another one."""
-    return recipe.model_copy(update={"server": recipe.server.model_copy(update={"model": None})})
 
 
 def check_weights_folder(path: Path) -> None:

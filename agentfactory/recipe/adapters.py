@@ -131,20 +131,13 @@ def doubts(recipe: Recipe) -> list[str]:
     lora, model = recipe.model.lora, recipe.model
     if lora is None or lora.from_ is None or not (Path(lora.from_) / ADAPTER).is_file():
         return []
-    folder, found = Path(lora.from_), []
+    folder = Path(lora.from_)
     base = _read(folder).get("base_model_name_or_path")
     # a copy in a folder has the last part of its hub name
-    if isinstance(base, str) and Path(base).resolve().name != Path(model.path).resolve().name:
-        problem = f"{display(folder)} was trained on {base}, and model.path is {model.path}"
-        found.append(f"{_FROM}: {problem}; fix: name the same model")
-    own, template = Path(model.path) / "chat_template.jinja", folder / "chat_template.jinja"
-    is_other = own.is_file() and template.is_file() and own.read_bytes() != template.read_bytes()
-    if is_other and model.chat_template is None and not (folder / INFO).is_file():
-        found.append(
-            f"{_FROM}: {display(folder)} has another chat template than {display(Path(model.path))}, which is used; "
-            f"fix: model.chat_template={display(template)}"
-        )
-    return found
+    if not isinstance(base, str) or Path(base).resolve().name == Path(model.path).resolve().name:
+        return []
+    problem = f"{display(folder)} was trained on {base}, and model.path is {model.path}"
+    return [f"{_FROM}: {problem}; fix: name the same model"]
 
 
 def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:

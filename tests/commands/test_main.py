@@ -225,7 +225,7 @@ def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[st
     [
         ("trian recipe.yaml", "agentfactory: error: there is no command 'trian'; did you mean train?"),
         ("train recipe.yaml --owerwrite", "agentfactory train: error: unrecognized arguments: --owerwrite"),
-        ("doctor --sample 4", "agentfactory doctor: error: --sample runs chains of a recipe: name a recipe\n"),
+        ("doctor --sample 4", "agentfactory doctor: error: --coordinates and --sample need a recipe: name one\n"),
     ],
 )
 def test_a_slip_is_told_by_what_was_meant(typed: str, said: str, capsys: Output) -> None:

@@ -78,7 +78,7 @@ $FSDP2; $NF4 -> model.lora.quantization: use ddp
 train.attention=flash_attention_2; model.dtype=float32 -> train.attention: use sdpa, or bfloat16
 model.dtype=bfloat16; train.attention=flash_attention_2; train.batching=tree -> train.attention: batching packed
 model.lora={rank: 8, target_modules: [q_proj, lm_head]} ->
-    model.lora.target_modules: write [q_proj]; or train all weights
+    model.lora.target_modules: use all-linear, or train all weights
 model.lora={rank: 8, target_modules: '.*'} -> model.lora.target_modules: layers
 $NF4 -> model.lora.quantization: pip install bitsandbytes
 train.precision=fp8 -> train.precision: pip install torchao

@@ -103,9 +103,7 @@ def _check_parameters(
             raise SettingError(field, f"{shown} has a parameter {name!r} without a value", fix)
     known = [name for name, each in parameters.items() if name not in inputs and each.kind is not each.VAR_KEYWORD]
     for name in options:
-        if name in inputs:
-            raise SettingError(f"{given}.{name}", f"AgentFactory itself passes {name} to {shown}", "remove it")
-        if name not in parameters and not takes_rest:
+        if name in inputs or (name not in parameters and not takes_rest):
             problem = f"{shown} has no such option"
             raise SettingError(f"{given}.{name}", problem, f"remove it; its options are {', '.join(known) or 'none'}")
 

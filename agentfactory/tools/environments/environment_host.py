@@ -124,8 +124,8 @@ class EnvironmentHost:
                     await pool.close()
                 # another method that hangs was reported when its call was cut
                 if limit.cancelled_caught and any(held.running == "close" for held in self._held):
-                    text = f"{self._name}: {self.kind.__name__}.close() did not return within "
-                    notify(logger, f"close of {self._name}", f"{text}{_CLOSE_SECONDS:g} s at the end; fix: correct it")
+                    text = f"{self.kind.__name__}.close() did not return within {_CLOSE_SECONDS:g} s at the end"
+                    notify(logger, f"close of {self._name}", f"{self._name}: {text}; fix: correct it")
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
         """Lease an instance to the chain `key`, begin `task` on it within `seconds`, and return `then(result,
@@ -179,15 +179,11 @@ class EnvironmentHost:
 
     def activity(self, key: str) -> str:
         """Return what the chain's reset, or its last call, waits for, such as "Hall.reset()"."""
-        if (method := self._running(key)) is not None:
+        if (method := self.running(key)) is not None:
             return f"{self.kind.__name__}.{method}()"
         return f"{self.kind.__name__}()" if self._creating else "the wait for an instance"
 
-    def in_anchor(self, key: str) -> bool:
-        """Return whether the chain's last call waits for anchor()."""
-        return self._running(key) == ANCHOR
-
-    def _running(self, key: str) -> str | None:
+    def running(self, key: str) -> str | None:
         """Return the method of the chain's instance that was called last; None if it has no instance."""
         chain = self._chains.get(key)
         return chain.lease.value.running if chain is not None and chain.lease is not None else None
@@ -262,9 +258,7 @@ def _check_options(environment: type[Environment], options: dict[str, Any]) -> N
         takes = f"takes {', '.join(p.name for p in named)}" if named else "takes none"
         raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
     if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
-        fix = (
-            "set it under `options:` (serve: --option), or make it a parameter of reset() if it is a field of the task"
-        )
+        fix = "set it under `options:` (serve: --option), or make a field of the task a parameter of reset()"
         raise TypeError(f"options.{missing[0]}: {label} requires it; {fix}")
     check_types(options, environment.__init__, "options")
 

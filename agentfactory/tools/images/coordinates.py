@@ -130,11 +130,6 @@ class ModelView:
         """True if the prompt must give the model image sizes, which it cannot infer."""
         return self.coordinates is Coordinates.PIXELS
 
-    @property
-    def is_fine(self) -> bool:
-        """True if whole numbers are too coarse as coordinates."""
-        return self.coordinates is Coordinates.RELATIVE1
-
     def shown(self, image: Image.Image) -> Image.Image:
         """Return an RGB image in the size that the model gets, if that is known. Raises ValueError."""
         return image if self.sizes is None else self.sizes.fit(image)
@@ -159,7 +154,8 @@ class ModelView:
 
     def stated(self, places: Sequence[float], size: Size) -> list[float]:
         """Return `from_pixels`, rounded as the model would."""
-        return [round(number, 3) if self.is_fine else round(number) for number in self.from_pixels(places, size)]
+        digits = 3 if self.coordinates is Coordinates.RELATIVE1 else None
+        return [round(number, digits) for number in self.from_pixels(places, size)]
 
     def _units(self, size: Size) -> Size:
         match self.coordinates:

@@ -29,6 +29,7 @@ from agentfactory.base.messages import CallError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE
+from agentfactory.tools.environments.environment_host import ANCHOR
 from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, NOT_FOR_MODELS, SECONDS_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_entry import Container, HttpAddress, Target
@@ -146,7 +147,7 @@ class Connection:
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
             host = self._target.host if isinstance(self._target, OwnServer) else None
-            if host is not None and host.in_anchor(chain):
+            if host is not None and host.running(chain) == ANCHOR:
                 # the model did not cause it
                 text = f"{host.activity(chain)}, after {tool}, did not return within {seconds:g} s"
                 raise ToolInfrastructureError(f"tool server {self.name}: {text}; fix: correct it") from None
@@ -353,7 +354,8 @@ class Connection:
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(collected_stderr(self.name, self._keep_stderr))
                 note_pid = partial(setattr, self, "pid")
-                served = stdio_transport(target, errlog, self._result_bytes, tell, self._lost, note_pid)
+                most = self._result_bytes
+                served = stdio_transport(target, errlog, most, tell, on_end=self._lost, on_start=note_pid)
             yield await stack.enter_async_context(Client(served, cache=None, message_handler=self._receive))
 
     def _keep_stderr(self, text: str) -> None:

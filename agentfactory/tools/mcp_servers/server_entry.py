@@ -1,7 +1,6 @@
 """The other end of a connection: a recipe's MCP server entry resolved on this machine, with secrets filled in."""
 
 import asyncio
-import difflib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
 from agentfactory.base.config import CHAIN, Isolation, McpServerConfig
-from agentfactory.base.errors import SettingError, short
+from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.import_path import own_python, user_folders
 from agentfactory.base.user_code.loading import load_object
@@ -97,10 +96,6 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
     prefix = f"mcp_servers.{name}"
     expand_variables(f"{prefix}.headers", config.headers)
     expand_variables(f"{prefix}.env", config.env)
-    for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
-        for variable in _VARIABLE.findall(text):
-            if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
-                raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
     if config.keep_workspaces:
         check_kept(f"{prefix}.keep_workspaces", base / config.keep_workspaces)
     template = base / config.workspace if config.workspace else None
@@ -134,15 +129,8 @@ def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
     for key, value in values.items():
         for name in _VARIABLE.findall(value):
             if name not in known:
-                fix = _did_you_mean(name) if field.endswith(".env") else ""
-                raise SettingError(f"{field}.{key}", f"the environment variable {name} is not set", fix or "export it")
+                raise SettingError(f"{field}.{key}", f"the environment variable {name} is not set", "export it")
     return {key: _VARIABLE.sub(lambda match: known[match[1]], value) for key, value in values.items()}
-
-
-def _did_you_mean(variable: str) -> str:
-    """Return the fix if `${variable}` is a misspelt `${chain}`, else an empty text: programs may use `${...}` too."""
-    is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
-    return f"did you mean {CHAIN}?" if is_close else ""
 
 
 async def find_program() -> str:

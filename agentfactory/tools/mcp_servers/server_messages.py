@@ -87,9 +87,8 @@ class Repairs:
             message["id"] = number = asked
         method = self._methods.pop(coerce_request_id(number), "") if isinstance(number, (int, str)) else ""
         if error is None:
-            result = message.get("result")
-            mend = _MENDS.get(method, _mend_other)
-            return message | {"result": mend(result, self._tell)}
+            result, mend = message.get("result"), _MENDS.get(method)
+            return message | {"result": _object(result) if mend is None else mend(result, self._tell)}
         message.pop("result", None)
         return message | {"error": _mend_error(error, of_call=method == "tools/call")}
 
@@ -155,10 +154,6 @@ def _mend_error(error: Any, of_call: bool) -> dict[str, Any]:
         "message": text if isinstance(text, str) else "" if text is None else json.dumps(text, ensure_ascii=False),
         "data": {_SERVERS_OWN: data} if of_call else data,
     }
-
-
-def _mend_other(result: Any, tell: Tell) -> dict[str, Any]:
-    return _object(result)
 
 
 def _object(value: Any) -> dict[str, Any]:

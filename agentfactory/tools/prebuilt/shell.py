@@ -87,7 +87,8 @@ class Shell(Environment):
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
         """Run a command on the chain's files."""
-        shell = "bash" if self._has_bash() else "sh"
+        has_bash = any(os.path.lexists(self.view().root / place) for place in ("bin/bash", "usr/bin/bash"))
+        shell = "bash" if has_bash else "sh"
         limits: dict[str, Any] = {"seconds": seconds, "characters": self._characters, "merged": True}
         return await run_program([shell, "-c", command], self.view(), self._limits, self.environment(), **limits)
 
@@ -109,10 +110,6 @@ class Shell(Environment):
     async def close(self) -> None:
         """Remove remaining files."""
         await self.release()
-
-    def _has_bash(self) -> bool:
-        root = self.view().root
-        return any(os.path.lexists(root / place) for place in ("bin/bash", "usr/bin/bash"))
 
 
 def _filled(contents: Mapping[str, bytes]) -> Path:
