@@ -83,24 +83,13 @@ class Agent(AgentHooks):
         weights: str | None = None,
         **recipe: Any,
     ) -> None:
-        """Create the agent without starting anything.
-
-        Args:
-            model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name. For
-                the latter three, the agent starts a server, which ends with the agent or with this process.
-            tools: `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe.
-            reward: A function, a name as in a recipe, a `RewardConfig`, or a list of these, which are added up.
-                None: the environment's own reward, if any.
-            engine: The engine that serves a model without a running server: vllm, or embedded (small models).
-            tokenizer: Folder or hub name of the tokenizer, if this machine has none under the server's name for its
-                model.
-            weights: The server's name for the weights; default: the weights that it was started with.
-            **recipe: Further sections of a recipe, such as rollout={"temperature": 0.7}, limits={...},
-                mcp_servers={...}, server={"max_model_len": 4096}.
-
-        Raises:
-            SettingError: an argument is invalid; the message names it, its value and the fix.
-        """
+        """Create the agent without starting anything: `model_or_url` is the address of a running inference server, or a
+        model folder, a checkpoint or a hub name, for which `engine` (vllm, or embedded for small models) is started;
+        `tools` are `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe;
+        `reward` is a function, a name, a `RewardConfig`, or a list of these, which are added up (None: the
+        environment's own). `tokenizer` is needed if this machine has none under the server's name for its model;
+        `weights` is its name for the weights (default: those that it was started with); `recipe` are further sections,
+        such as rollout={"temperature": 0.7}. Raises SettingError."""
         rewards = [] if reward is None else reward if isinstance(reward, list) else [reward]
         self._rewards = Rewards(rewards, Path.cwd())
         self._judged = bool(rewards)
@@ -231,7 +220,6 @@ class Agent(AgentHooks):
             )
 
     async def _card(self, url: str, weights: str | None) -> dict[str, Any]:
-        """Return the server's model card of the base model. Raises ValueError if it serves no `weights`."""
         server = self._recipe.server
         async with InferenceClient(url, server.api_key_env, server.retry_seconds) as client:
             await client.check_routes()

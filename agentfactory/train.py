@@ -84,7 +84,6 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
 
 
 def _faults(recipe: Recipe | StagedRecipe) -> Iterator[tuple[str, str, str]]:
-    """Yield what only `agentfactory train` can do."""
     if isinstance(recipe, StagedRecipe):
         yield "stages", "train.py trains one stage", "run `agentfactory train` on it"
         return

@@ -192,7 +192,6 @@ class McpServerConfig(Section):
         return self
 
     def _faults(self) -> Iterator[tuple[str, str, str]]:
-        """Yield field, problem and fix of each contradiction."""
         given = [name for name in WAYS if getattr(self, name)]
         if len(given) != 1:
             yield "", f"got {given or 'none'}", f"give exactly one of {', '.join(WAYS)}"

@@ -57,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _execute_once(options: argparse.Namespace) -> int:
-    """Run a parsed command; return its exit status, also if a second Ctrl-C arrives while the first one is handled."""
     try:
         return _execute(options)
     except KeyboardInterrupt as error:
@@ -81,7 +80,6 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 def _ended_by(error: BaseException) -> int:
-    """Print the line that an error ends the command with, and its notes; return the exit status."""
     after = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, KeyboardInterrupt):
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}{after}", INTERRUPTED)
@@ -278,7 +276,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run_module(options: argparse.Namespace) -> int | None:
-    """Run a command by the function `run` of its module; a registered command brings its own."""
     from agentfactory.launching.progress import tell_information
 
     module = _MODULES.get(options.command)

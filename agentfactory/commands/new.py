@@ -100,7 +100,6 @@ def _check_name(task: str) -> None:
 
 
 def _make_rows() -> list[dict[str, Any]]:
-    """Return word problems without repeated questions; they are the same in every call."""
     rng = random.Random(0)
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < _ROWS + _HELD_OUT:

@@ -48,7 +48,6 @@ def complete_override(prefix: str, **_: Any) -> list[str]:
 
 
 def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names of the fields that an override can set, with their types."""
     from agentfactory.base.config import Choice, fields_of
 
     for name, field in fields_of(section).items():

@@ -183,7 +183,6 @@ def _report(
 
 
 def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say) -> None:
-    """Print the looks of the chains of each source, `running` of which were to run at a time."""
     from agentfactory.rollout.evaluation.advice import advise
     from agentfactory.rollout.evaluation.first_look import describe
 
@@ -237,14 +236,12 @@ def _check_failed(failed: int, chains: int) -> None:
 
 
 def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:
-    """Create a new run folder for `acting`, a part of `recipe`."""
     path = next_free(recipe.output / command)
     saved = acting.model_copy(update={"output": path, "prepare": None}).to_saved(RunFolder(path).whole)
     return RunFolder.create(path, saved)
 
 
 def _log_figures(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:
-    """Log metrics of chains on the weights of `step`, in the same form as training metrics."""
     folder.log(metrics if step is None else {"step": step, **metrics})
 
 

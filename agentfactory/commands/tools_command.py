@@ -47,7 +47,6 @@ def signature_of(spec: ToolSpec) -> str:
 
 
 def _kind(schema: Any) -> str:
-    """Return the type in a schema, which may have any shape."""
     match schema:
         case {"enum": [*values]}:
             return " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
@@ -122,7 +121,6 @@ def _kept(faults: list[Exception], part: Part[Recipe]) -> Iterator[None]:
 
 
 async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
-    """Print the tools of a recipe, or add them to `specs` in OpenAI's form."""
     servers = await open_each(recipe)
     if specs is not None:
         view, _ = model_view(recipe)
@@ -139,7 +137,6 @@ async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
 
 
 async def _prompt(recipe: Recipe, images: Path) -> None:
-    """Print the first prompt of a chain on the first row of the data, as a run would send it."""
     # imported here, because it imports transformers
     from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
@@ -206,7 +203,6 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
 
 
 def _tell_unchecked(recipe: Recipe, servers: list[TriedServer], prepared: Path | None, task: Task | None) -> None:
-    """Raise ToolsUnchecked if environments were not reset, and rewards not called, because there is no task."""
     waiting = [server for server in servers if server.needed is not None]
     files = [data.file for data in (recipe.data, recipe.eval.data) if data is not None and data.file is not None]
     missing = [file for file in files if not file.exists()]

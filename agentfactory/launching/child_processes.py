@@ -200,8 +200,6 @@ class Children:
 
 
 class _StoppedProcesses:
-    """A watch for processes that a signal has stopped, so that they neither work nor end."""
-
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         """Process id -> consecutive looks at which it was stopped."""

@@ -172,7 +172,6 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
 
 
 def _tell(stage: StagePlan, say: Say) -> None:
-    """Print the stage's adapter and placement. Raises SettingError if that is impossible."""
     if (line := stage.describe_adapter()) is not None:
         say(line)
     for line in stage.placement.describe():

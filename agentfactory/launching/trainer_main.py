@@ -143,7 +143,6 @@ class _Run:
         return images_beside(Path(saved)) if saved else self.folder.images
 
     def train_sft(self) -> TrainResult:
-        """Train on conversations or saved rows."""
         recipe, is_main = self.recipe, self.accelerator.is_main_process
         tasks = _sft_tasks(recipe) if is_main else None
         # conversations in data files bring their own tools
@@ -156,7 +155,6 @@ class _Run:
         return train_sft(recipe, self.accelerator, checkpoints, rows=rows, log=log, stop=self.stop, images=images)
 
     def train_rl(self, note: Note | None) -> TrainResult:
-        """Train on chains, live or saved; `note` gets the groups of each step."""
         tokenizer = load_tokenizer(self.recipe.model.path)
         checkpoints = self._checkpoints(tokenizer)
         services = self._with_rollouts(Services(self.folder.log, note, stop=self.stop), tokenizer, checkpoints)
@@ -181,7 +179,6 @@ class _Run:
     def _with_rollouts(
         self, services: Services, tokenizer: PreTrainedTokenizerBase, checkpoints: Checkpoints
     ) -> Services:
-        """Open the source of groups and the weight sync, and add them to `services`."""
         recipe, folder, main = self.recipe, self.folder, self.accelerator.is_main_process
         train, train_state = recipe.train, checkpoints.train_state
         total = train.steps * train.batch_size
@@ -231,7 +228,6 @@ class _Run:
 
 
 def _sft_tasks(recipe: Recipe) -> list[Task] | None:
-    """Return the conversations for supervised training; None if there are none, or if it uses saved rows."""
     if recipe.train.algorithm != "sft" or recipe.train.from_trajectories or recipe.data is None:
         return None
     return load_tasks(recipe.data, tell=True)
@@ -289,7 +285,6 @@ class _Display:
                 self._stop.ask(Symptom(finding.topic))
 
     def note_groups(self, step: int, groups: list[Group], credit: list[str]) -> None:
-        """Record the groups of a step and the credit of their tokens."""
         self._folder.note_credit(credit)
         if self._tracking is not None:
             self._tracking.note_groups(step, groups)
@@ -356,6 +351,5 @@ def _summary(
 
 
 def _headline(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an evaluation that a summary shows: success (sampled), greedy success, reward (sampled)."""
     names = {"success": "eval/sampled/success", "greedy": "eval/greedy/success", "reward": "eval/sampled/reward"}
     return {short: metrics[name] for short, name in names.items() if name in metrics}

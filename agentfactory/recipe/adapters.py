@@ -163,7 +163,6 @@ def _comparable(lora: Mapping[str, Any], name: str) -> Any:
 
 
 def _scale(lora: Mapping[str, Any]) -> Any:
-    """Return the value of alpha, or its default."""
     value = lora.get("alpha")
     return 2 * lora["rank"] if value is None and isinstance(lora["rank"], int) else value
 
@@ -177,7 +176,6 @@ def _check_equal(lora: Mapping[str, Any], shape: Mapping[str, Any], where: str, 
 
 
 def _check_vision(stage: Composed, before: Recipe) -> None:
-    """Raise SettingError if one of the stages has adapters in the vision tower, and the other has none."""
     train = stage.data.get("train")
     vision = train.get("vision", "frozen") if isinstance(train, dict) else "frozen"
     if (vision != "frozen") != before.train.trains_vision:
@@ -186,13 +184,11 @@ def _check_vision(stage: Composed, before: Recipe) -> None:
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run's folder, of its stages, or of its folder of checkpoints."""
     folders = (folder, *folder.glob("checkpoints"), *folder.glob("*/checkpoints"))
     return [found for each in folders if each.is_dir() for found in checkpoints(each)]
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the LoRA adapter in `folder`. Raises SettingError if there is none."""
     where = display(folder)
     if not (folder / ADAPTER).is_file():
         fix = "name a folder written by peft, or a checkpoint of a run that trained an adapter"

@@ -120,7 +120,6 @@ def part_named(part: Part[Recipe]) -> Iterator[None]:
 
 
 def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lack: Lack) -> None:
-    """Check what does not depend on the sources of tasks."""
     if purpose != "tools":
         _check_files(recipe, prepared, after)
     sources = recipe.data.sources if recipe.data is not None else []
@@ -315,7 +314,6 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
 
 
 def _used_parts(recipe: Recipe, purpose: Purpose) -> list[Part[Recipe]]:
-    """Return the parts whose tasks this command reads."""
     trains = (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout"
     evaluates = runs_chains(recipe, purpose) and purpose != "rollout"
     return [*(recipe.parts() if trains else []), *(recipe.held_out_parts() if evaluates else [])]
@@ -376,7 +374,6 @@ def _chain_faults(recipe: Recipe, purpose: Purpose, held_out: bool) -> Iterator[
 
 
 def _variable_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield the variables of `env` that are not set, and set ones that user code reads but will not get."""
     for name in recipe.env:
         if name not in os.environ:
             yield "env", f"the environment variable {name} is not set", "export it, or remove it"

@@ -82,7 +82,6 @@ def check_user_code(recipe: Recipe, lack: Lack, tools_only: bool) -> None:
 
 
 def _objects(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Yield the tools, Environment classes and MCP servers of Python that the recipe names: field, name, object."""
     named = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
     named |= {f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module}
     for field, reference in named.items():
@@ -180,7 +179,6 @@ def gives_reward(recipe: Recipe) -> bool:
 
 
 def _may_report_reward(recipe: Recipe) -> bool:
-    """Return whether chains are played by agents that may report the reward."""
     return recipe.rollout.agent is not None and recipe.rollout.agent.reports
 
 

@@ -194,7 +194,6 @@ _LISTS = ("data.sources", "eval.data.sources")
 
 
 def _override_entry(composed: Composed, above: str, keys: list[str], value: Any) -> None:
-    """Set the field `keys[1:]` of the entry `keys[0]` of a list of sections."""
     entries = value_at(composed.data, above)
     names = [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
     asked, *inner = keys
@@ -238,7 +237,6 @@ def _anchor_servers(data: Any, base: Path) -> None:
 
 
 def _anchor_registered(rows: Any, base: Path) -> None:
-    """Make the paths of registered sources in a section of data absolute."""
     for name in sorted(rows) if isinstance(rows, dict) else ():
         source = source_of(name)
         for path in source.paths if source else ():
@@ -368,7 +366,6 @@ def drop_constants(recipe: Any) -> None:
 
 
 def _from_here(value: Any, folder: Path) -> Any:
-    """Replace HERE at the beginning of a string in `value` with `folder`."""
 
     def absolute(text: str) -> str:
         after = text.removeprefix(HERE)

@@ -34,7 +34,6 @@ def _rank(error: Any) -> int:
 
 
 def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
-    """Return field, problem and fix of one of pydantic's errors."""
     # keep the part of the location that is in the file: pydantic adds the members of a union
     keys: list[str] = []
     whole = data
@@ -110,7 +109,6 @@ def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = No
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """Return the recipe section within an annotation such as `LoraConfig | None` or `dict[str, McpServerConfig]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for argument in get_args(annotation) if (found := _section(argument))), None)

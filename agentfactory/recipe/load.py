@@ -102,7 +102,6 @@ def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> St
 
 
 def _compose_stages(entries: Any, composed: Composed, file: Path) -> dict[str, Composed]:
-    """Return the stages of the recipe `file` by their names."""
     if not isinstance(entries, list) or not entries:
         raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file")
     stages: dict[str, Composed] = {}

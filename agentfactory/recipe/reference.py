@@ -65,7 +65,6 @@ def title(section: type[BaseModel], paths: list[str]) -> str:
 
 
 def _condition(options: type[BaseModel]) -> Iterator[str]:
-    """Yield the choices that have these options, as text."""
     for section in sections(Recipe):
         if issubclass(section, Choice):
             choices = [choice for choice, kind in section.kinds.items() if kind is options]
@@ -158,7 +157,6 @@ def recipe_reference() -> str:
 
 
 def _part(names: tuple[str, ...]) -> str:
-    """Return the tables of the sections below the fields `names` (none: of the recipe itself), and of values."""
     parts: list[str] = []
     enums: dict[type[StrEnum], None] = {}
     documented = sections(Recipe)
@@ -225,7 +223,6 @@ def _plain(value: Any) -> str:
 
 
 def _values(enum: type[StrEnum]) -> str:
-    """Return a table of an enumeration's values, if its class describes them."""
     notes = _member_notes(enum)
     if not notes:
         return ""

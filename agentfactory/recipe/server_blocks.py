@@ -133,7 +133,6 @@ def _set_type(field: str, entry: dict[str, Any]) -> None:
 
 
 def _texts(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the value of each text in which other programs fill in placeholders."""
     for name in ("command", "cwd", "url"):
         if isinstance(entry.get(name), str):
             yield name, entry[name]

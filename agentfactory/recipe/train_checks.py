@@ -109,7 +109,6 @@ def _missing_packages(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    """Check that no sequence is too long for the positions of the models that are on this machine."""
     trained = {"rollout.max_total_tokens": recipe.rollout.max_total_tokens}
     served = {"server.max_model_len": recipe.server.max_model_len} | trained
     teacher = recipe.teacher.model if recipe.teacher is not None else None
@@ -133,7 +132,6 @@ def has_vision_tower(path: str) -> bool | None:
 
 
 def _configuration(path: str) -> bytes | None:
-    """Return the content of a model's config.json; None if it is not on this machine."""
     file: Any = Path(path) / "config.json"
     if not os.path.isabs(path):
         # imported here, because few recipes need it
@@ -275,14 +273,12 @@ def _teacher_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _check_group_size(recipe: Recipe, problem: str) -> None:
-    """Raise SettingError with this `problem` if groups of a source have a single chain."""
     for part in recipe.parts() or [Part("data", recipe)]:
         if part.recipe.rollout.group_size < 2:
             raise part.located(SettingError("rollout.group_size", problem, "use at least 2"))
 
 
 def _unused_fields(recipe: Recipe) -> Iterator[Fault]:
-    """Yield the changed fields that would have no effect."""
     train = recipe.train
     rl, optimizer, kl = train.algorithm != "sft", train.optimizer.name, train.loss.kl
     judged = train.advantage.estimator != "none"
@@ -321,7 +317,6 @@ def _unused_fields(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _faults_without_chains(recipe: Recipe) -> Iterator[Fault]:
-    """Yield what sft, and training on saved groups, cannot have."""
     if recipe.eval.every:
         what = "sft" if recipe.train.algorithm == "sft" else "train.from_trajectories"
         problem = f"got {recipe.eval.every}, but {what} runs no chains"
@@ -334,7 +329,6 @@ def _faults_without_chains(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _serving_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield what worker and server cannot do for the trainer."""
     train, server, lora = recipe.train, recipe.server, recipe.model.lora
     yield from _worker_faults(recipe)
     ours = server.engine == "vllm" and server.url is None
@@ -386,7 +380,6 @@ _UNSERVED = ("lm_head", "embed_out", "output_layer", "embed_tokens", "embed_in",
 
 
 def _unserved_modules(targets: str | list[str]) -> Iterator[Fault]:
-    """Yield a fault if an adapter would be on a head or on embeddings."""
     name = "model.lora.target_modules"
     if isinstance(targets, list):
         found = [module for module in targets if module.rpartition(".")[2] in _UNSERVED]

@@ -20,15 +20,12 @@ class YamlBoundsError(ValueError):
 
 
 class _Bounded(yaml.SafeLoader):
-    """A loader of YAML 1.1 like pyyaml's, with bounds."""
-
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = self._nodes = 0
         self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose one value. Raises YamlBoundsError."""
         mark, before = self.peek_event().start_mark, self._nodes
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1

@@ -126,7 +126,6 @@ def _flag(name: str) -> str:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Parse `NAME=VALUE`; the value is parsed as JSON if possible, else it is text."""
     name, separator, value = text.partition("=")
     if not separator:
         raise TypeError(f"--option: got {text!r}; write it as NAME=VALUE")

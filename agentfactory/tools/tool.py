@@ -145,7 +145,6 @@ def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller:
 
 
 def _as_field(annotation: Any, name: str, documented: str | None) -> Any:
-    """Return the annotation with the argument's name, and a description from `Field`, the docstring or `Annotated`."""
     own = FieldInfo.from_annotation(annotation)
     text = next((text for text in getattr(annotation, "__metadata__", ()) if isinstance(text, str)), None)
     if description := own.description or documented or text:
@@ -183,7 +182,6 @@ def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
 
 
 def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faults: list[ErrorDetails]) -> str:
-    """Explain to the model why its arguments are invalid, with one reason per location."""
     reasons: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for fault in faults:

@@ -283,7 +283,6 @@ class TreeCopy:
                     raise
 
     def _entry(self, path: Path, source: int, name: str, into: int | None, mode: int | None) -> None:
-        """Copy the entry `path.name` of the open folder `source` as `name`."""
         status = os.stat(path.name, dir_fd=source, follow_symlinks=False)
         if self._left_out is not None and self._left_out(status):
             return

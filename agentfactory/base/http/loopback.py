@@ -69,8 +69,6 @@ def has_foreign_peer(earlier: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Socket:
-    """A TCP socket of this machine, as in proc_net_tcp(5)."""
-
     here: _Address
     there: _Address
     state: str

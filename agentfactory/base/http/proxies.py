@@ -94,7 +94,6 @@ def _check(proxy: Proxy) -> None:
 
 
 def _spared(host: str, port: int | None) -> bool:
-    """Return whether NO_PROXY has the host, a domain above it, or a network with its address."""
     for entry in filter(None, map(_SPARED.fullmatch, _entries(os.environ, "no_proxy"))):
         name = entry["host"].strip("[]")
         if entry["port"] is not None and int(entry["port"]) != port:

@@ -61,7 +61,6 @@ def end_descendants() -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Return the processes below `root` that still run."""
     parents: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -142,7 +142,6 @@ class Inside:
         return next(filter(None, map(self._place_of, threads)), None)
 
     def _times(self) -> dict[int, float]:
-        """Return thread -> seconds of processor time."""
         import psutil
 
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -298,7 +297,6 @@ class _Supervisor:
                 looked = now
 
     def hear(self) -> None:
-        """Take the lines that the child has sent."""
         for line in self._inside.lines():
             kind, _, value = line.partition(" ")
             self._silent = 0.0
@@ -369,7 +367,6 @@ class _Supervisor:
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, why: str) -> None:
-        """Kill the child, and raise DiedFromInside."""
         os.kill(self._child, signal.SIGKILL)
         os.waitpid(self._child, 0)
         raise DiedFromInside(why)

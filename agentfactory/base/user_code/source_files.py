@@ -62,7 +62,6 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files in `folders` that a Python file may import."""
     names: set[str] = set()
     if file.suffix == ".py":
         # whoever runs the file reports its error

@@ -98,7 +98,6 @@ def place_of(frame: FrameType, line: int | None = None) -> Place:
 
 
 def _stack_of(thread: int) -> list[FrameType]:
-    """Return the frames of a thread, the outermost first."""
     found, frame = [], sys._current_frames().get(thread)
     while frame is not None:
         found.append(frame)

@@ -82,7 +82,6 @@ def describe(kind: str, name: str, place: str) -> Entry:
 
 
 def _check_machine(environment: type[Environment]) -> None:
-    """Check what every instance needs, unless the check itself needs options."""
     kinds = inspect.signature(environment.check_machine).parameters.values()
     if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in kinds):
         check_machine_for(environment, {})

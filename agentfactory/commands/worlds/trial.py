@@ -249,7 +249,6 @@ def _fault(tool: str, result: ToolResult, episode: Episode) -> str | None:
 
 @contextmanager
 def _recorded() -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
-    """Record what is printed. Yield a function that prints nevertheless, and one that returns the record."""
     terminal, record = sys.stdout, io.StringIO()
 
     def show(text: str) -> None:

@@ -160,7 +160,6 @@ def _text_block(text: str, most: int | None = None) -> TextContent:
 
 
 def _rich_block(value: Any) -> ContentBlock | None:
-    """Convert an image, a sound or a part of the MCP SDK to a part of the result; return None for anything else."""
     if isinstance(value, _BLOCKS):
         return value
     if isinstance(value, Image):
@@ -179,7 +178,6 @@ def _rich_block(value: Any) -> ContentBlock | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and scalars of numpy and torch to Python's own types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if inspect.iscoroutine(value):

@@ -191,8 +191,6 @@ class _Scan:
 
 
 class _OpenText(Middle):
-    """A JSON string that is cut while it arrives."""
-
     def __init__(self, most: int) -> None:
         super().__init__(most)
         self._decoder: IncrementalDecoder = getincrementaldecoder("utf-8")("replace")

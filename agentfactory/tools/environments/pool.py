@@ -176,7 +176,6 @@ class Pool(Generic[T]):
 
     @property
     def _places(self) -> int:
-        """Number of occupied places of `capacity`."""
         return len(self._idle) + len(self._held) + self._at_work.total()
 
     def _place(self, instance: _Instance[T]) -> None:

@@ -181,7 +181,6 @@ def _free(path: Path) -> Path:
 
 @cache
 def _root() -> Path:
-    """Return the parent of this process's chain folders, removed when it ends; by a sweeper if it was killed."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
     atexit.register(subprocess.call, ["sh", "-c", _REMOVE, "sh", root])

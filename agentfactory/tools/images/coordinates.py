@@ -184,7 +184,6 @@ def stating(spec: ToolSpec, view: ModelView) -> ToolSpec:
 
 
 def _converted(places: Sequence[float], given: Size, wanted: Size) -> list[float]:
-    """Convert between units of two sizes. Raises ValueError for an odd number of values."""
     if len(places) % 2:
         raise ValueError(f"got {len(places)} numbers; a place has two, x and y")
     # multiply first: products of whole numbers are exact, so half pixels round correctly

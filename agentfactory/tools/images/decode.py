@@ -86,7 +86,6 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return the transposition that turns an image upright; None if none is needed."""
     try:
         return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image unturned

@@ -219,7 +219,6 @@ class OwnServer(Server[Any]):
         return self._observed(value, held)
 
     def _observed(self, value: Any, held: Held) -> mcp_types.CallToolResult:
-        """Return the result of a method, with the state's anchor. Raises ToolInfrastructureError if that fails."""
         result = self._result(value)
         if not overrides(type(held.environment), "anchor"):
             return result

@@ -171,8 +171,7 @@ class Connection:
         return bounded(result, self._result_bytes)
 
     async def _failed(self, client: Client, tool: str, error: MCPError) -> mcp_types.CallToolResult:
-        """Return the result for the model of a call that the server answered with a JSON-RPC error. Raises
-        ToolInfrastructureError if the server changed the tool, or if one of ours hides the error from the model."""
+        """Return the model's result of a call that the server answered with a JSON-RPC error."""
         self._used = True
         data, text = error_data(error), error_text(error)
         if isinstance(data, dict) and NOT_FOR_MODELS in data:
@@ -287,7 +286,6 @@ class Connection:
         self._client.exception()  # retrieved, in case nobody is waiting
 
     async def _live(self) -> str:
-        """Open the connection, keep it until it ends, and return why it ended."""
         started = time.perf_counter()
         self._ended.clear()
         self._used = self._unknown = self._in_session = self._changed = False

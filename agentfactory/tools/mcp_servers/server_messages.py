@@ -183,7 +183,6 @@ def _mend_tools(result: Any, tell: Tell) -> dict[str, Any]:
 
 
 def _mend_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool with the fields used here; one that cannot be called gets an empty name."""
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         return {"name": "", "inputSchema": {"type": "object"}, "_meta": {REPAIR: f"has no name: {short(tool)}"}}
     mended: dict[str, Any] = {"name": tool["name"]}
@@ -303,7 +302,6 @@ _UNREADABLE = ("_meta", "annotations", "blob", "data", "text")
 
 
 def _image(data: str, kind: str) -> dict[str, Any]:
-    """Return an image block. Its kind is recognised if the server names none that models can see."""
     prefix, comma, rest = data.partition(",")
     data = "".join((rest if comma and prefix.startswith("data:") else data).split())
     plain = kind.partition(";")[0].strip().lower()

@@ -158,12 +158,10 @@ def messages_of(line: bytes, repairs: Repairs) -> Sequence[SessionMessage | Exce
 
 
 def _reason(error: ValueError) -> str:
-    """Return the beginning of an error, without the advice of the library that raised it."""
     return " ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)[:300]
 
 
 async def _end(process: Process) -> None:
-    """Close the process's stdin, let it end, and kill it and its children if they remain."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):

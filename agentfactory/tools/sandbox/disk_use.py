@@ -80,7 +80,6 @@ def add_deleted(use: DiskUse, folders: Iterable[Path], processes: Iterable[int])
 
 
 def _add_folder(use: DiskUse, top: int) -> None:
-    """Count everything below the open folder `top`, and close it."""
     # each step opens one name of an open folder: a path may be longer than the system takes, and parts of it may change
     open_folders = [(top, _add_entries(use, top))]
     try:
@@ -129,7 +128,6 @@ def _add_entries(use: DiskUse, opened: int) -> list[str]:
 
 
 def _is_gone(error: OSError) -> bool:
-    """Return whether a folder has been removed or replaced."""
     return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ELOOP
 
 

@@ -210,8 +210,7 @@ def _popen_bwrap(
     outputs: list[int],
     passed: tuple[int, ...],
 ) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start bwrap. `arguments` returns its command, given the descriptor that bwrap writes to and one descriptor for
-    each of `contents`. Returns the process, and the descriptor that reads bwrap's output."""
+    """Start bwrap by `arguments`, which gets a descriptor to write to and one for each of `contents`."""
     read_end, write_end = os.pipe()
     inherited = [write_end]
     try:
@@ -271,7 +270,6 @@ def _filter(processes: bool = False) -> bytes:
 
 
 def _bounded_file(size: int) -> int:
-    """Create a memory file limited to `size` bytes, rounded up to pages."""
     descriptor = os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, -(-size // _PAGE) * _PAGE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)

@@ -135,8 +135,7 @@ async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
 async def _supervised(
     started: SandboxProcess, view: View, limits: ProgramLimits, before: DiskUse, seconds: float | None
 ) -> str | None:
-    """Wait until the program exits or exceeds a limit. Return the reason to kill it; None if it exited. `before`: disk
-    usage of its folders at its start."""
+    """Wait for an exit (None), or a reason to kill the program. `before`: disk usage of its folders at its start."""
     folders = list(view.folders.values())
     in_memory = [place for place in ("/dev/shm", "/tmp") if place not in view.folders]
     watches = [
@@ -257,7 +256,6 @@ async def _disk(started: SandboxProcess, folders: list[Path], most: int, before:
 
 
 async def _measured(folders: list[Path], root: int | None = None) -> DiskUse:
-    """Measure the disk usage of folders, and of deleted files that the process `root` or a descendant has open."""
     processes = () if root is None else _processes(root)
     return await asyncio.get_running_loop().run_in_executor(_measuring, _measure, folders, processes)
 
@@ -327,7 +325,6 @@ class _Output:
         os.close(self.write_end)
 
     async def read(self) -> None:
-        """Read until every process has closed the other end."""
         os.close(self.write_end)
         reader = asyncio.StreamReader()
         pipe = os.fdopen(self._read_end, "rb", 0)

@@ -155,7 +155,6 @@ def _refuse(number: int) -> bytes:
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-    """Convert ascending `numbers` to the (first, last) of each contiguous run."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -123,7 +123,6 @@ class Sandbox:
             return self._result({name: data.decode("utf-8", "replace") for name, data in answer.items()})
 
     def _result(self, answer: dict[str, str]) -> CellResult:
-        """Build the cell's result from an untrusted answer."""
         head, tail = self._process.said(rewind=True), answer.get("tail", "")
         left_out = int(count) if re.fullmatch(r"\d{1,15}", count := answer.get("left_out", ""), re.ASCII) else 0
         for part in (answer.get("value"), answer.get("traceback")):
@@ -271,7 +270,6 @@ class Sandbox:
         raise SandboxLost("it flooded its own channel")
 
     async def _end(self) -> str:
-        """Return the reason why no more messages arrive."""
         if self._fault is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_SECONDS):

@@ -57,8 +57,6 @@ class Route:
 
 @dataclass
 class _Share:
-    """A chain's connection to one server, and the state of its use."""
-
     server: ToolServer
     connection: Connection
     lease: Lease[Connection] | None
@@ -274,7 +272,6 @@ class ToolSession:
         failure: type[ToolInfrastructureError] = ToolInfrastructureError,
         reset_seconds: float | None = None,
     ) -> CallToolResult:
-        """Call one of an environment's hidden tools. Raises `failure` if it fails or takes too long."""
         server = share.server
         tool = server.hidden[role].name
         try:
@@ -366,7 +363,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
-    """Extract the reward from an answer: an object, or text that is JSON of a number or an object."""
     answer: Any = result.structured_content
     try:
         if answer is None:
