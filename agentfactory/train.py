@@ -55,14 +55,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     options.overrides += rest
     settle_resume(options)
-    if options.assignment is not None:
-        if options.recipe is not None or options.overrides or options.resume is not None:
-            problem = "it contains the recipe and the checkpoint, and excludes other arguments"
-            raise SettingError("--assignment", problem, "leave the rest out", source=COMMAND_LINE)
-        if parent_watch.VARIABLE not in os.environ:
-            # the launcher has locked the run folder and rewound it to the checkpoint
-            problem = "it is for processes that `agentfactory train` starts"
-            raise SettingError("--assignment", problem, "run `agentfactory train RECIPE`", source=COMMAND_LINE)
+    others = options.recipe is not None or options.overrides or options.resume is not None
+    # the launcher has locked the run folder and rewound it to the checkpoint
+    if options.assignment is not None and (others or parent_watch.VARIABLE not in os.environ):
+        problem = "it is for processes that `agentfactory train` starts, without other arguments"
+        raise SettingError("--assignment", problem, "run `agentfactory train RECIPE`", source=COMMAND_LINE)
     return options
 
 

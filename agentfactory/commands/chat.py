@@ -115,8 +115,7 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
         number += 1
         try:
             async with runner.toolset.chain(f"chat{number}", runner.for_tools(task)) as session:
-                conversation = Conversation(runner, task, sampling, f"chat{number}")
-                await conversation.hold(session, lines, shown=bool(said.text))
+                await Conversation(runner, task, sampling, f"chat{number}").hold(session, lines, shown=bool(said.text))
                 await _show_reward(session)
         except (InferenceError, ToolInfrastructureError) as error:
             _say(f"  [the conversation failed: {error}]")
@@ -140,7 +139,6 @@ class Conversation(PolicyTurns):
             self._show()
             if stopped is not StopReason.ANSWER:
                 _say(f"  [stopped: {stopped}]")
-            # no further turn is possible
             if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.episode.limits.stopped:
                 return
             message = None

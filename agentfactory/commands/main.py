@@ -154,7 +154,6 @@ def _terminable() -> Iterator[None]:
 
 
 def _run(options: argparse.Namespace) -> int | None:
-    # these imports do not load torch
     from agentfactory.launching.progress import tell_information
     from agentfactory.launching.run_folder import check_run_of, is_run
     from agentfactory.recipe.checks import check_recipe
@@ -259,7 +258,6 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                 comment(line)
             refused = placement.refusal(served) if placement and placement.refused else None
     except RunFolderError as error:
-        # the recipe itself is valid
         comment(f"would be refused: {error}")
     if refused is not None:
         raise refused

@@ -65,10 +65,8 @@ def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _values(annotation: Any) -> list[str]:
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return [member.value for member in annotation]
-    if annotation is bool:
-        return ["true", "false"]
-    if annotation is type(None):
-        return ["null"]
+    if annotation in (bool, type(None)):
+        return ["true", "false"] if annotation is bool else ["null"]
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
     if get_origin(annotation) in (list, dict, tuple):

@@ -264,7 +264,6 @@ def acting(
         try:
             if urls:
                 run_interruptibly(_check_routes(served.recipe))
-                # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
             elif (taken := address_fault(served.recipe)) is not None:
                 raise taken
@@ -279,8 +278,7 @@ def acting(
             if not urls:
                 log, start = folder.logs / "server.log", server_command(served.recipe, served.adapters)
                 server = begin_server(served.recipe, start, children, log, say, served.adapters)
-                url = wait_for_server(served.recipe, server, children, say)
-                urls = [url]
+                urls = [wait_for_server(served.recipe, server, children, say)]
             yield served, folder, urls
         except Exception as error:
             # if the server has ended, report that as the cause

@@ -252,8 +252,7 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
         try:
             if data.path is not None and data.file is None:
                 check_names([HubName(f"{name}.path", data.path, "dataset")])
-            rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
-            return rows, f"the first row of {name}"
+            return [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]], f"the first row of {name}"
         except SettingError as error:
             raise ToolsRefused(f"{error.without_fix}; fix: {error.fix}, or give --task") from error
         except Exception as error:  # boundary: files of any content, and the hub

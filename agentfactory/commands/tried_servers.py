@@ -216,7 +216,6 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
         server.environment += "; cannot give a reward"
         server.problems.append(f"{error} (right after reset; a chain may end without a call)")
     except (ToolInfrastructureError, ValueError, TypeError) as error:
-        # the name is printed before each problem
         server.problems.append(str(error).removeprefix(f"tool server {server.name}: "))
     return server
 

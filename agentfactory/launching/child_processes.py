@@ -61,7 +61,6 @@ class Child:
             lines = (line.strip() for line in reversed(self.tail(40)) if any(map(str.isalnum, line)))
             how = ": ".join([f"ended with exit status {status}", *(line[:500] for line in islice(lines, 1))])
         if (refused := refusal(self.log.parent)) is not None and str(refused.strerror) not in how:
-            # its last output may be missing
             how += f"; nothing more can be written in {self.log.parent}: {refused.strerror}; fix: make room"
         return ChildFailed(f"the {self.name} {how} (log: {self.log})")
 
@@ -216,7 +215,6 @@ class _StoppedProcesses:
         for process in psutil.Process().children(recursive=True):
             pid = process.pid
             with suppress(psutil.NoSuchProcess):
-                # others are those of tools in this process
                 name = names.get(pid) or f"process {pid} ({short(' '.join(process.cmdline()))})"
                 if process.status() == psutil.STATUS_STOPPED:
                     self._seen[pid] = before.get(pid, 0) + 1

@@ -292,7 +292,6 @@ def _merged(recipe: Recipe, adapter: Path, base: str, reason: str = "") -> tuple
     output = recipe.output / MERGED
     merge = Merge(adapter, base, recipe.model.dtype, output, reason)
     recipe = recipe.with_model(str(output))
-    # from here on it is a recipe like any other
     return (recipe if recipe.model.lora is None else _with_lora(recipe, from_=None, merge=None)), merge
 
 

@@ -91,7 +91,6 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
 
 
 def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold) -> RunFolder:
-    # another run may have begun meanwhile
     hold.take()
     if overwrite:
         # NFS cannot delete a folder with an open file in it
@@ -141,7 +140,6 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     if stage.server is None:
         stage.assignment(None).write(folder.assignment)
     else:
-        # left by an earlier attempt
         folder.assignment.unlink(missing_ok=True)
         command, log = stage.server.arguments, folder.logs / "server.log"
         server = begin_server(recipe, command, children, log, say, env=stage.server.env)

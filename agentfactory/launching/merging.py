@@ -84,7 +84,6 @@ class Merge:
         say(f"merging the adapter in {display(self.adapter)} into {self.base}")
         child = children.start("merge of the adapter", self.command, log)
         children.wait(child)
-        # its last line
         say(child.tail(1)[0])
 
 

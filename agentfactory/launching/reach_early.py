@@ -35,7 +35,6 @@ def check_hub(recipe: Recipe | StagedRecipe, purpose: Purpose) -> None:
 
 def check_servers_answer(recipe: Recipe) -> None:
     """Raise SettingError if nothing answers at an address of `server.url`, or another engine does."""
-    # imported here, because most recipes start their server
     from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
     for url in recipe.server.urls:
@@ -59,7 +58,6 @@ def check_teacher_answers(recipe: Recipe) -> None:
     """Raise SettingError if the server of a teacher does not answer, or cannot grade the policy's tokens."""
     if not (servers := recipe.teacher_servers):
         return
-    # imported here, because most recipes have no such teacher
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
     from agentfactory.rollout.inference.teacher_client import open_teachers
 

@@ -22,7 +22,6 @@ def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Pat
     check_extra("viewer")
     # its notices about a home that cannot be written do not concern the run
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    # matplotlib takes most of a second to import, and only this function needs it
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

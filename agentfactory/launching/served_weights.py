@@ -40,7 +40,6 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     elif isinstance(recipe, StagedRecipe):
         path = RunFolder(stage.output).need_checkpoint()
     elif lora is not None and lora.from_ is not None:
-        # the network that training begins with
         adapter = Path(lora.from_)
         check_weights_folder(adapter)
         return Served(stage, str(adapter), "checkpoint", {"checkpoint": adapter}, _step_of(adapter))

@@ -114,7 +114,6 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
     hold.take()
     if resume is None:
         checkpoint = None
-        # only the launcher can prepare again
         RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
     else:
         checkpoint = resume_stages([recipe], resume)[0].checkpoint
@@ -308,7 +307,6 @@ def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolde
     vocabulary = [token for token in range(len(tokenizer)) if token not in left_out]
     if vision is None:
         return canary_rows(vocabulary, longest, recipe.seed, CONTEXT_TOKENS[recipe.server.engine])
-    # long enough for an image
     rows = canary_rows(vocabulary, longest, recipe.seed)
     # a frozen vision tower is the same as the one that the server has loaded
     return with_image_rows(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
@@ -331,7 +329,6 @@ def _summary(
     best = find_best(found_checkpoints(folder.checkpoints), recipe.train.keep_best)
 
     def below(path: Path) -> str:
-        # the run folder may be moved
         return str(path.relative_to(folder.path))
 
     return {

@@ -56,7 +56,6 @@ def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
             raise SettingError("model.lora.merge", problem, "remove it", source=stage.origin("model.lora.merge"))
         return
     if before.model.chat_template is not None:
-        # the base has its own
         model.setdefault("chat_template", before.model.chat_template)
     if isinstance(lora, dict):
         shape = shape_of(adapter)

@@ -250,7 +250,6 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         check_answers("answer", tasks)
     check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
-        # imported here, because it imports transformers
         from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
 
         agent = load_agent(recipe.rollout.agent, Path.cwd())
@@ -282,7 +281,6 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
     """Probe the chat template of the recipe's model, and return the findings. Raises SettingError."""
-    # imported here, because they import transformers
     from transformers import AutoConfig
 
     from agentfactory.rollout.text.load_renderer import format_tokens, load_renderer, token_id

@@ -102,7 +102,6 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
             key = field.removeprefix("mcp_servers.").removesuffix(".module")
             server = recipe.mcp_servers[key]
             options = server.options
-            # imported here, because the MCP SDK is slow to import and few recipes need it
             from agentfactory.tools.mcp_servers.own_server import build_server
 
             try:
@@ -131,7 +130,6 @@ def _load_user_code(recipe: Recipe) -> None:
     if recipe.rollout.agent is not None:
         if recipe.rollout.agent.name is not None and not recipe.rollout.agent.reports:
             _load(recipe.rollout.agent.name, "rollout.agent")
-        # imported here, because it imports transformers
         from agentfactory.rollout.chains.load_agent import check_own_loop, has_own_loop, load_agent
 
         if has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):

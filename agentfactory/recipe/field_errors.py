@@ -79,8 +79,6 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}, not a list", "write [..., ...]"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes if it looks like another type"
-        case "too_short":
-            return name, f"got {got}", f"give at least {context['min_length']}"
     # pydantic adds how it tried to read the value
     return name, f"got {got}", wanted.replace("Input should be", "it must be").partition(", unable to parse")[0]
 

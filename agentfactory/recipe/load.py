@@ -52,7 +52,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
         composed.data = (_FOR_TOOLS if purpose == "tools" else _WITHOUT_TRAINING) | composed.data
     _set_import_path(composed)
     _set_output(composed)
-    _take_over(composed)
+    with composed.located():
+        take_over(composed.data)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
     name_variables(recipe.env)
@@ -95,7 +96,8 @@ def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> St
             if whole.stages:
                 follow(stage, name, whole.stages[-1], whole.output)
             else:
-                _take_over(stage)
+                with stage.located():
+                    take_over(stage.data)
             whole.stages.append(_validate(Recipe, stage, f"{whole.output}/prepared"))
     name_variables({name for stage in whole.stages for name in stage.env})
     return whole
@@ -130,11 +132,6 @@ def _check_stage(name: Any, stage: Composed) -> None:
         raise SettingError("name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
     if name in _FOLDER_NAMES or name in Recipe.model_fields:
         raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name")
-
-
-def _take_over(composed: Composed) -> None:
-    with composed.located():
-        take_over(composed.data)
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:
@@ -175,8 +172,7 @@ def _set_output(composed: Composed) -> None:
 
 def _validate(model: type[RecipeT], composed: Composed, prepared: str) -> RecipeT:
     drop_constants(composed.data)
-    placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
-    data = replace_prefixes(composed.data, placeholders)
+    data = replace_prefixes(composed.data, {"${prepared}": prepared, "${output}": str(composed.data["output"])})
     with composed.located():
         try:
             # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express

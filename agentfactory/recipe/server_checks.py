@@ -86,7 +86,6 @@ def sglang_faults(recipe: Recipe) -> Iterator[Fault]:
     if has_vision_tower(path):
         problem = f"got 'sglang', and {path} accepts images, which are not supported with it"
         yield "server.engine", problem, "use vllm, or a text-only model"
-    # imported here, because few recipes need it
     from agentfactory.rollout.inference.server_command_line import refused_flag
 
     options = server.sglang

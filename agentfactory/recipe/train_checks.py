@@ -104,8 +104,7 @@ def _missing_packages(recipe: Recipe) -> Iterator[Fault]:
             yield name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}"
     for name in recipe.track.trackers:
         if not is_installed(name):
-            problem = f"got {name!r}, which is not installed"
-            yield "track.trackers", problem, f"pip install {name}, or leave it out"
+            yield "track.trackers", f"got {name!r}, which is not installed", f"pip install {name}, or leave it out"
 
 
 def _check_lengths(recipe: Recipe) -> None:
@@ -134,7 +133,6 @@ def has_vision_tower(path: str) -> bool | None:
 def _configuration(path: str) -> bytes | None:
     file: Any = Path(path) / "config.json"
     if not os.path.isabs(path):
-        # imported here, because few recipes need it
         from huggingface_hub import try_to_load_from_cache
 
         file = try_to_load_from_cache(path, "config.json")
@@ -211,8 +209,7 @@ def _algorithm_faults(recipe: Recipe) -> Iterator[Fault]:
     if mismatch.correction == "geometric_mask" and mismatch.options == MaskOptions():
         problem = f"got {mismatch.options.low} to {mismatch.options.high}, the defaults for ratios of tokens: the "
         problem += "geometric mean of a sequence is never outside, so nothing is masked"
-        fix = "set options: {low: 0.99, high: 1.01}, or other bounds close to 1"
-        yield "train.loss.mismatch.options", problem, fix
+        yield "train.loss.mismatch.options", problem, "set options: {low: 0.99, high: 1.01}, or bounds close to 1"
     for part in recipe.parts() if train.overlong is not None else ():
         assert train.overlong is not None
         if train.overlong.buffer > (most := part.recipe.rollout.max_total_tokens):

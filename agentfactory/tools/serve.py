@@ -46,10 +46,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
     messages. Exit with status 2 and the reason if something cannot be served."""
     parser = command_line(prog)
     options = parser.parse_args(arguments)
-    if options.idle_seconds is not None and options.http is None:
-        parser.error("--idle-seconds: needs --http, because a stdio server ends with its client; remove it")
-    if options.api_key_env is not None and options.http is None:
-        parser.error("--api-key-env: stdio needs no key; remove it")
+    for option in ("idle_seconds", "api_key_env") if options.http is None else ():
+        if getattr(options, option) is not None:
+            parser.error(f"{_flag(option)}: needs --http, because a stdio server ends with its client; remove it")
     fields = {name: getattr(options, name) for name in PoolConfig.model_fields}
     try:
         pool = PoolConfig.model_validate({name: value for name, value in fields.items() if value is not None})

@@ -90,7 +90,7 @@ def refusal(folder: Path) -> OSError | None:
 
 @contextmanager
 def filled(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that the context fills. It is renamed to `folder` once complete."""
+    """Yield an empty folder that the context fills. It is renamed to `folder`, missing or empty, once complete."""
     aside = folder.with_name(f".{folder.name}.partial")
     if aside.exists():  # left by an earlier run that was killed
         shutil.rmtree(aside)

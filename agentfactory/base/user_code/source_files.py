@@ -63,10 +63,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
     names: set[str] = set()
-    if file.suffix == ".py":
-        # whoever runs the file reports its error
-        with suppress(SyntaxError, ValueError):
-            names = imports_of(file.read_bytes(), relative=True)
+    with suppress(SyntaxError, ValueError):
+        names = imports_of(file.read_bytes(), relative=True) if file.suffix == ".py" else names
     for name in sorted(names):
         for folder in folders:
             place = folder.joinpath(*name.split("."))

@@ -102,9 +102,9 @@ class ServedWorld:
         """Return a task and its number. Raises SessionError."""
         if not self.tasks:
             return 0, {}
+        number = asked.index if asked.index is not None else asked.seed
         if asked.index is not None and asked.index >= len(self.tasks):
             raise SessionError("VALIDATION_ERROR", f"index: got {asked.index}; there are {len(self.tasks)} tasks")
-        number = asked.index if asked.index is not None else asked.seed
         number = (next(self._numbers) if number is None else number) % len(self.tasks)
         return number, self.tasks[number]
 

@@ -56,7 +56,9 @@ class Pool(Generic[T]):
         self._make = make
         self._cares: dict[str, Callable[[T], Awaitable[Any]] | None]
         self._cares = {"reset": reset, "healthy": healthy, "retire": retire}
-        self._config, self._capacity = config, config.capacity
+        self._config = config
+        self.capacity = config.capacity
+        """Maximum number of instances; None: one per chain. Above it, none is created until enough have ended."""
         self._waiting: deque[asyncio.Future[_Instance[T]]] = deque()
         self._idle: deque[_Instance[T]] = deque()
         self._held: set[_Instance[T]] = set()
@@ -66,16 +68,6 @@ class Pool(Generic[T]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._makers: set[asyncio.Task[None]] = set()
         self._closed = False
-
-    @property
-    def capacity(self) -> int | None:
-        """Maximum number of instances; None: one per chain. Above it, none is created until enough have ended."""
-        return self._capacity
-
-    @capacity.setter
-    def capacity(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.advance()
 
     @property
     def replaces(self) -> bool:
@@ -168,7 +160,7 @@ class Pool(Generic[T]):
             task.add_done_callback(self._makers.discard)
 
     def _is_short(self) -> bool:
-        if self._capacity is not None and self._places >= self._capacity:
+        if self.capacity is not None and self._places >= self.capacity:
             return False
         coming = len(self._idle) + self._at_work["healthy"] + self._at_work["make"]
         ahead = coming + self._at_work["reset"] < len(self._waiting) + (self._config.warm or 0)
@@ -272,7 +264,7 @@ class Pool(Generic[T]):
         if waiter.done():
             return
         self._waiting.remove(waiter)
-        seconds, capacity = self._config.wait_seconds, self._capacity
+        seconds, capacity = self._config.wait_seconds, self.capacity
         reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
         if capacity is not None and self._places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"

@@ -187,8 +187,7 @@ def _root() -> Path:
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweep = ["sh", "-c", _SWEEP, "sh", str(root)]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL  # its stdin closes with this process
-    sweeper = subprocess.Popen(sweep, cwd="/", stdin=pipe, stdout=none, stderr=none, start_new_session=True)
-    _sweepers.append(sweeper)
+    _sweepers.append(subprocess.Popen(sweep, cwd="/", stdin=pipe, stdout=none, stderr=none, start_new_session=True))
     return root
 
 

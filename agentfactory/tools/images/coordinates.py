@@ -147,7 +147,6 @@ class ModelView:
         ValueError, for the model to read, if it is outside."""
         x, y = self.to_pixels(point, size)
         width, height = size
-        # tolerate half a pixel, because models may round
         if not (-0.5 <= x <= width + 0.5 and -0.5 <= y <= height + 0.5):
             raise ValueError(f"got {list(point)}, outside of the image, which ends at {self.stated(size, size)}")
         return min(max(x, 0), width), min(max(y, 0), height)

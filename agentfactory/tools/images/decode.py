@@ -54,9 +54,7 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
         if image.mode in ("I", "F"):
             raise ValueError(f"its pixels are numbers of 32 bits ({image.mode}); save it with 8 or 16 bits per colour")
         if image.has_transparency_data:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
     except Exception as error:  # boundary: each of Pillow's decoders raises others for damaged files
         raise ValueError(f"{name} cannot be decoded: {error}") from error

@@ -205,6 +205,7 @@ class ToolServer:
                 self._each = taken
                 if self._pool is not None and self.config.pool.capacity is None:
                     self._pool.capacity = max(1, self._memory // taken)
+                    self._pool.advance()
                     self._log_processes(self._pool.capacity)
         await connection.close()
 

@@ -148,7 +148,6 @@ class Connection:
         except TimeoutError:
             host = self._target.host if isinstance(self._target, OwnServer) else None
             if host is not None and host.running(chain) == ANCHOR:
-                # the model did not cause it
                 text = f"{host.activity(chain)}, after {tool}, did not return within {seconds:g} s"
                 raise ToolInfrastructureError(f"tool server {self.name}: {text}; fix: correct it") from None
             raise CallTimeout(tool, seconds) from None

@@ -59,8 +59,7 @@ async def stdio_transport(
                 messages = messages_of(line, repairs)
                 if isinstance(messages[0], Exception) and not told:
                     told, name = True, " ".join([server.command, *server.args])
-                    text = f"a line on stdout of {name} is no message: {line[:200]!r}"
-                    notify(logger, f"garbage of {name}", text)
+                    notify(logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}")
                 try:
                     for message in messages:
                         await incoming_end.send(message)

@@ -65,8 +65,7 @@ class Shell(Environment):
 
     async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
         """Begin with the row's `files` in the workspace. Raises ValueError if one does not exist, or does not fit."""
-        contents = load_files(files, self._files, self._limits.disk_mb)
-        self.workspace = await in_folder_thread(_filled, contents)
+        self.workspace = await in_folder_thread(_filled, load_files(files, self._files, self._limits.disk_mb))
 
     @tool
     async def shell(self, command: str) -> dict[str, Any]:

@@ -91,8 +91,7 @@ def find_bwrap(user: int | None) -> str:
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(f"{path}: {error}")
             continue
-        version = tuple(int(part) for part in re.findall(r"\d+", shown)[:2])
-        if version >= _OLDEST:
+        if tuple(map(int, re.findall(r"\d+", shown)[:2])) >= _OLDEST:
             return path
         reasons.append(f"{path} has version {shown.strip()}")
     found = "; ".join(reasons) or "there is no bwrap on PATH"

@@ -59,16 +59,12 @@ def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[s
     """Return name below the folder of packages -> installed path, for `packages` and their dependencies. Raises
     ValueError if one is not installed, or they are for another version of Python."""
     if packages and interpreter.version != sys.version_info[:2]:
-        raise ValueError(
-            f"packages: they are installed for Python {sys.version_info.major}.{sys.version_info.minor}, and the "
-            f"sandbox runs {interpreter.executable}, which is {'.'.join(map(str, interpreter.version))}; use a Python "
-            "in a folder that every user can read, or remove the packages"
-        )
+        problem = f"packages: they are for another Python than the sandbox's, {interpreter.executable}"
+        raise ValueError(f"{problem}; use a Python in a folder that every user can read, or remove the packages")
     paths: dict[str, Path] = {}
-    pending, seen = list(packages), set()
+    pending, seen = [*map(canonicalize_name, packages)], set[str]()
     while pending:
-        name = canonicalize_name(pending.pop())
-        if name in seen:
+        if (name := pending.pop()) in seen:
             continue
         seen.add(name)
         try:
@@ -82,7 +78,7 @@ def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[s
         for text in distribution.requires or []:
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                pending.append(requirement.name)
+                pending.append(canonicalize_name(requirement.name))
     return paths
 
 

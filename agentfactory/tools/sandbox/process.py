@@ -125,8 +125,7 @@ def start_program(
     if port is not None:
         folders = (interpreter.executable, *library_folders(interpreter))
         view = replace(view, readable=(*view.readable, *folders))
-        code = _HELPERS.read_text()
-        enter = [str(interpreter.executable), "-I", "-S", "-c", code, "enter", str(theirs.fileno()), str(port)]
+        enter = [*_helper(interpreter, "enter"), str(theirs.fileno()), str(port)]
 
     def arguments(status: int, seccomp: int, variables: int) -> list[str]:
         prefix = bubblewrap.program_command(bwrap, view, limits.memory_mb, seccomp, variables, status)
@@ -232,8 +231,12 @@ def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> 
 
 def _watch_over(interpreter: Interpreter, user: int | None) -> None:
     if user not in _reapers:
-        command = [str(interpreter.executable), "-I", "-S", "-c", _HELPERS.read_text(), "reap", _TOKEN]
+        command = [*_helper(interpreter, "reap"), _TOKEN]
         _reapers[user] = _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
+
+
+def _helper(interpreter: Interpreter, name: str) -> list[str]:
+    return [str(interpreter.executable), "-I", "-S", "-c", _HELPERS.read_text(), name]
 
 
 def _popen(

@@ -253,12 +253,10 @@ class ToolSession:
             if share.generation not in (None, share.connection.generation):
                 return  # it died meanwhile, which was told
             name = share.server.name
-            what = f"its {share.server.hidden['close'].name}"
-            if (kind := share.server.environment_class) is not None:
-                what = f"{kind.__name__}.release()"
+            kind = share.server.environment_class
+            what = f"its {share.server.hidden['close'].name}" if kind is None else f"{kind.__name__}.release()"
             late = f"it did not return within {_CLOSE_SECONDS:g} s; fix: correct it"
-            text = f"environment {name}: {what} failed: {str(error) or late}"
-            notify(logger, f"close of {name}", text)
+            notify(logger, f"close of {name}", f"environment {name}: {what} failed: {str(error) or late}")
         finally:
             if share.lease is not None:
                 await share.lease.release(broken=share.server.isolated and share.spoiled)
