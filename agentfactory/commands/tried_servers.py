@@ -74,10 +74,8 @@ async def seen_of_another_chain(toolset: Toolset) -> Seen:
         before, after = _masked(one.text, words[0]), _masked(other.text, words[0], words[1])
         if before != after:
             start = max(0, next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
-            return Seen(
-                f"{spec.name} answered the same call differently in a second chain: {_short(before[start:])}, then "
-                f"{_short(after[start:])}; if the first chain caused this, they share its state"
-            )
+            both = f"{_short(before[start:])}, then {_short(after[start:])}; if the first chain caused this, they share"
+            return Seen(f"{spec.name} answered the same call differently in a second chain: {both} its state")
     worked = [spec for spec, one, other in tried if not one.failed and not other.failed]
     if len(reads) < len(toolset.specs) and not any(spec in writes for spec in worked):
         if not writes:

@@ -205,13 +205,10 @@ class _StoppedProcesses:
 
     def look(self, children: Sequence[Child]) -> Iterator[str]:
         """Yield a line for each process that two looks found stopped, and for each that continues."""
-        before, self._seen = self._seen, {}
-        names = {
-            process.pid: f"process {process.pid} of the {child.name}"
-            for child in children
-            for process in _descendants(child)
-        }
-        names |= {child.process.pid: child.name for child in children}
+        before, self._seen, names = self._seen, {}, dict[int, str]()
+        for child in children:
+            names |= {below.pid: f"process {below.pid} of the {child.name}" for below in _descendants(child)}
+            names[child.process.pid] = child.name
         for process in psutil.Process().children(recursive=True):
             pid = process.pid
             with suppress(psutil.NoSuchProcess):

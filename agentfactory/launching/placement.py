@@ -97,12 +97,9 @@ class Placement:
             return
         free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))[0]
         if free < self.trainer_bytes:
-            needed, left = self.trainer_bytes / 2**30, free / 2**30
-            raise PlacementError(
-                f"the memory table gives the trainer {needed:.2f} GiB of the GPU, but beside the server only "
-                f"{left:.2f} GiB are free; fix: end other processes on it, lower "
-                "server.options.gpu_memory_utilization, or set placement.mode=time_share"
-            )
+            problem = f"the memory table gives the trainer {self.trainer_bytes / 2**30:.2f} GiB of the GPU, but beside "
+            problem += f"the server only {free / 2**30:.2f} GiB are free; fix: end other processes on it, lower "
+            raise PlacementError(f"{problem}server.options.gpu_memory_utilization, or set placement.mode=time_share")
 
 
 def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:

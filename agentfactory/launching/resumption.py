@@ -131,10 +131,9 @@ def changed_code(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     for path, digest in digests_of(files).items():
         if before.get(path) != digest:
             how = "has changed" if path in before else "is new"
-            yield (
-                f"{display(Path(path))} ({files[Path(path)]}) {how} since step {step_of(checkpoint)}: later chains are "
-                "not comparable with earlier ones; fix: restore it, or begin another run with output=OTHER"
-            )
+            told = f"{display(Path(path))} ({files[Path(path)]}) {how} since step {step_of(checkpoint)}"
+            fix = "restore it, or begin another run with output=OTHER"
+            yield f"{told}: later chains are not comparable with earlier ones; fix: {fix}"
 
 
 def rewind(recipe: Recipe, folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:

@@ -83,7 +83,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
-            summary = _summary(recipe, folder, result, stop.agreed_on, display)
+            summary = _summary(recipe, folder, result, display)
             folder.write_summary(summary)
             display.say_what_ended_it(result.steps, is_launched)
         stop.end(accelerator)
@@ -273,6 +273,10 @@ class _Display:
                 self.notices.take(Notice(finding.topic, finding.text))
         folder.on_log = self._show
 
+    @property
+    def ended_by(self) -> signal.Signals | Symptom | None:
+        return self._stop.agreed_on
+
     def _show(self, metrics: dict[str, Any]) -> None:
         self._progress.update(metrics)
         if self._tracking is not None:
@@ -290,13 +294,12 @@ class _Display:
 
     def say_what_ended_it(self, steps: int, is_launched: bool) -> None:
         """Print the cause of an early end after `steps`; print nothing if the run is complete."""
-        ended_by = self._stop.agreed_on
-        if isinstance(ended_by, signal.Signals):
+        if isinstance(self.ended_by, signal.Signals):
             # the launcher stops its trainer by SIGTERM, and names the signal that it got itself
-            by = "" if is_launched else f" by {name_of(ended_by)}"
+            by = "" if is_launched else f" by {name_of(self.ended_by)}"
             self._progress.note(f"stopped{by} after step {steps}; continue with --resume")
-        elif ended_by is not None:
-            self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
+        elif self.ended_by is not None:
+            self._progress.note(f"stopped by train.stop_when ({self.ended_by}) after step {steps}")
 
 
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
@@ -312,15 +315,8 @@ def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolde
     return with_image_rows(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
 
 
-def _summary(
-    recipe: Recipe,
-    folder: RunFolder,
-    result: TrainResult,
-    ended_by: signal.Signals | Symptom | None,
-    display: _Display,
-) -> dict[str, Any]:
-    status = "completed"
-    reason = {}
+def _summary(recipe: Recipe, folder: RunFolder, result: TrainResult, display: _Display) -> dict[str, Any]:
+    status, reason, ended_by = "completed", dict[str, str](), display.ended_by
     if isinstance(ended_by, signal.Signals):
         status, reason = "interrupted", {"reason": name_of(ended_by)}
     elif ended_by is not None:

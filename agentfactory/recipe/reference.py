@@ -173,10 +173,8 @@ def _part(names: tuple[str, ...]) -> str:
             kind = "section" if typed else type_words(field.annotation, field.metadata)
             rows.append([f"`{name}`", _cell(kind), "" if typed else default_words(field), _cell(meaning(field))])
             enums |= dict.fromkeys(_enums_in(field.annotation))
-        parts.append(
-            f"## {title(section, paths)}\n\n{_about(section)}\n\n"
-            + _table(["field", "type", "default", "meaning"], rows)
-        )
+        table = _table(["field", "type", "default", "meaning"], rows)
+        parts.append(f"## {title(section, paths)}\n\n{_about(section)}\n\n{table}")
     parts += [text for enum in enums if (text := _values(enum))]
     return "\n".join(parts)
 
@@ -211,11 +209,8 @@ def _presets() -> str:
         [f"`{name}`", ", ".join(f"`{field}: {_plain(value)}`" for field, value in fields.items()) or "as above"]
         for name, fields in ALGORITHMS.items()
     ]
-    about = (
-        "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
-        "[Algorithms](algorithms.md)."
-    )
-    return f"## Defaults by algorithm\n\n{about}\n\n" + _table(["algorithm", "sets"], rows)
+    about = "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
+    return f"## Defaults by algorithm\n\n{about}[Algorithms](algorithms.md).\n\n" + _table(["algorithm", "sets"], rows)
 
 
 def _plain(value: Any) -> str:

@@ -156,7 +156,7 @@ def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any])
     unknown = arguments.keys() - spec.parameters["properties"].keys()
     parsed, faults = _tried(model, arguments)
     # models sometimes write lists and objects as JSON text
-    culprits = {fault["loc"][0] for fault in faults}
+    culprits = {str(fault["loc"][0]) for fault in faults}
     read = {key: found for key in culprits if (found := _read_json(arguments.get(key))) is not None}
     if read:
         arguments = arguments | read

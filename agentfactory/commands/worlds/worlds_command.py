@@ -34,7 +34,7 @@ from agentfactory.commands.worlds.trial import read_calls
 from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.tools.environments.environment import is_environment, overrides
+from agentfactory.tools.environments.environment import is_environment, overrides, reset_schema
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
 
@@ -190,12 +190,7 @@ def _type(field: Any) -> str:
 
 
 def _row_fields(found: Any) -> list[str]:
-    fields = ["question"]
-    if is_environment(found):
-        parameters = [*inspect.signature(found.reset).parameters.values()][1:]
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        fields += [each.name for each in parameters if each.kind in kinds and each.default is each.empty]
-    return list(dict.fromkeys(fields))
+    return [*dict.fromkeys(["question", *(reset_schema(found)["required"] if is_environment(found) else [])])]
 
 
 def _reward(found: Any) -> str:

@@ -147,7 +147,7 @@ def _keep(folder: Path, place: Path) -> None:
         if error.errno == errno.EXDEV:
             # to another file system, with links, pipes and sparse files intact
             make_writable(folder)
-            command = ["cp", "--archive", "--no-target-directory", "--", folder, place]
+            command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             error = OSError((done.stderr.splitlines() or ["cp failed"])[0])
             if done.returncode == 0:

@@ -42,11 +42,9 @@ class SizeRule:
         # a narrow image may still be too large: the server would resize it again
         while (again := self._fitted(*tried[-1])) != tried[-1]:
             if again in tried:
-                raise ValueError(
-                    f"the image has {width} x {height} pixels, and no size near that of whole tokens ({self.token} x "
-                    f"{self.token}) has from {self.min_pixels} to {self.max_pixels} pixels; set "
-                    "model.max_image_pixels to at least twice model.min_image_pixels"
-                )
+                problem = f"no size near that has from {self.min_pixels} to {self.max_pixels} pixels in whole tokens"
+                fix = "set model.max_image_pixels to at least twice model.min_image_pixels"
+                raise ValueError(f"the image has {width} x {height} pixels, and {problem}; {fix}")
             tried.append(again)
         return again
 

@@ -106,7 +106,7 @@ class ToolServer:
         """Close all connections and end all processes that were started here."""
         if self._pool is not None:
             await self._pool.close()
-        for connection in (*self._first, *([self._shared] if self._shared else [])):
+        for connection in filter(None, (*self._first, self._shared)):
             await connection.close()
 
     async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
@@ -250,9 +250,8 @@ class ToolServer:
             self.environment = EnvironmentTools.model_validate(given)
         if declared:  # its reset waits for an instance
             self.reset_seconds += self.config.pool.wait_seconds
-        for role in ("reset", "reward", "close") if self.environment else ():
-            tool = getattr(self.environment, role)
-            if tool is None:
+        for role in ("reset", "reward", "close"):
+            if (tool := getattr(self.environment, role, None)) is None:
                 continue
             if tool not in listed:
                 problem = f"the server has no tool {tool!r}, it offers {', '.join(listed) or 'none'}"
@@ -265,10 +264,9 @@ class ToolServer:
             raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
         hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}
         seen = {name: tool for name, tool in listed.items() if name not in hidden}
-        section, offered = f"mcp_servers.{self.name}", ", ".join(seen) or "none"
-        allow, deny = self.config.allow, self.config.deny
-        for field, names in (("allow", allow or []), ("deny", deny)):
-            if unknown := [name for name in names if name not in seen]:
+        section, offered, allow = f"mcp_servers.{self.name}", ", ".join(seen) or "none", self.config.allow
+        for field in ("allow", "deny"):
+            if unknown := [name for name in getattr(self.config, field) or () if name not in seen]:
                 problem = f"the server has no tool {unknown[0]!r} for models, it offers {offered}"
                 raise ValueError(f"{section}.{field}: {problem}; name one of them")
         self.tools = [tool for name, tool in seen.items() if self._is_for_models(name)]

@@ -197,9 +197,8 @@ def _mend_tool(tool: Any) -> dict[str, Any]:
     if not _fits_the_sdk(schema):
         mended["inputSchema"], meta[_SCHEMA] = {"type": "object"}, schema
     if isinstance(hints := tool.get("annotations"), dict):
-        mended["annotations"] = {
-            key: value for key, value in hints.items() if isinstance(value, bool) and key.endswith("Hint")
-        }
+        known = [key for key, value in hints.items() if isinstance(value, bool) and key.endswith("Hint")]
+        mended["annotations"] = {key: hints[key] for key in known}
     return mended | ({"_meta": meta} if meta else {})
 
 

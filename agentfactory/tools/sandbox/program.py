@@ -138,13 +138,8 @@ async def _supervised(
     """Wait for an exit (None), or a reason to kill the program. `before`: disk usage of its folders at its start."""
     folders = list(view.folders.values())
     in_memory = [place for place in ("/dev/shm", "/tmp") if place not in view.folders]
-    watches = [
-        _memory(started, limits.memory_mb, in_memory),
-        _disk(started, folders, limits.disk_mb, before),
-        _free_space(folders),
-    ]
-    if seconds is not None:
-        watches.append(_clock(seconds))
+    watches = [_memory(started, limits.memory_mb, in_memory), _disk(started, folders, limits.disk_mb, before)]
+    watches += [_free_space(folders), *([] if seconds is None else [_clock(seconds)])]
     tasks = [asyncio.create_task(watch) for watch in watches]
     end = asyncio.create_task(process.ended(os.pidfd_open(started.popen.pid)))
     try:

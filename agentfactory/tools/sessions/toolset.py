@@ -138,12 +138,8 @@ class Toolset:
     @property
     def needed(self) -> dict[str, str]:
         """Row field that a reset requires -> "the reset of SERVER"."""
-        return {
-            field: f"the reset of {server.name}"
-            for server in self._servers
-            if server.environment
-            for field in required_of(server.hidden["reset"].input_schema)
-        }
+        resets = {server.name: server.hidden["reset"].input_schema for server in self._servers if server.environment}
+        return {field: f"the reset of {name}" for name, schema in resets.items() for field in required_of(schema)}
 
     def check_rows(self, tasks: Sequence[dict[str, Any]], section: str, has_rewards: bool) -> None:
         """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs, or an
@@ -182,11 +178,8 @@ class Toolset:
     async def gauges(self) -> dict[str, float]:
         """Return `environments/<server>/<gauge>` of every pool: see `Pool.gauges`."""
         answers = await asyncio.gather(*(server.gauges() for server in self._servers))
-        return {
-            f"environments/{server.name}/{key}": value
-            for server, answer in zip(self._servers, answers, strict=True)
-            for key, value in answer.items()
-        }
+        found = [(server.name, answer) for server, answer in zip(self._servers, answers, strict=True)]
+        return {f"environments/{name}/{key}": value for name, answer in found for key, value in answer.items()}
 
     async def closed(self) -> None:
         """Wait until all ended chains have released their resources."""
