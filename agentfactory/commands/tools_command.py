@@ -211,9 +211,10 @@ def _tell_unchecked(recipe: Recipe, servers: list[TriedServer], prepared: Path |
     parts = [f"the reset and reward of {server.name}" for server in waiting] + ["`rewards`"] * bool(recipe.rewards)
     parts = parts or [f"the rows of {display(file)}" for file in missing]
     row = json.dumps({field: "..." for server in waiting for field in server.needed or ()} or {"question": "..."})
-    fix = "".join([f"give a task by --task '{row}'", *(f", or create {display(file)}" for file in missing)])
+    others = [file for file in missing if prepared is None or not file.is_relative_to(prepared)]
+    fix = "".join([f"give a task by --task '{row}'", *(f", or create {display(file)}" for file in others)])
     if prepared is not None and not prepared.exists():
-        fix += f"; `agentfactory train` creates {display(prepared)} first"
+        fix += f", or let `agentfactory train` create {display(prepared)} first"
     raise ToolsUnchecked(f"no fault was found, but without a task there was no check of {', '.join(parts)}; fix: {fix}")
 
 

@@ -139,9 +139,8 @@ def read_calls(text: str, name: str) -> list[tuple[str, dict[str, Any]]]:
             if line.strip():
                 call = json.loads(line)
                 calls.append((str(call["name"]), {**call.get("arguments", {})}))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            told = f"{name}, line {number}: {error}"
-            raise ValueError(f'{told}; fix: write {{"name": "TOOL", "arguments": {{...}}}} per line') from None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ValueError(f"{name}, line {number}: got {line[:60]}") from None
     return calls
 
 
@@ -202,7 +201,7 @@ async def play(subject: Subject, episode: Episode) -> None:
             numbers = {key: value for key, value in verdict.to_json().items() if not isinstance(value, list)}
             show(f"reward: {', '.join(f'{key} {value:g}' for key, value in numbers.items())}")
         if text := printed().strip():
-            raise WorldFailed(f"{name} prints to stdout, which would break a stdio server: {_short(text, 200)!r}")
+            raise WorldFailed(f"{name} prints to stdout, which breaks a server on stdio: {_short(text, 200)!r}")
 
 
 def _origin(subject: Subject, episode: Episode, rows: int) -> str:
