@@ -83,13 +83,17 @@ class Agent(AgentHooks):
         weights: str | None = None,
         **recipe: Any,
     ) -> None:
-        """Create the agent without starting anything: `model_or_url` is the address of a running inference server, or a
-        model folder, a checkpoint or a hub name, for which `engine` (vllm, or embedded for small models) is started;
-        `tools` are `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe;
-        `reward` is a function, a name, a `RewardConfig`, or a list of these, which are added up (None: the
-        environment's own). `tokenizer` is needed if this machine has none under the server's name for its model;
-        `weights` is its name for the weights (default: those that it was started with); `recipe` are further sections,
-        such as rollout={"temperature": 0.7}. Raises SettingError."""
+        """Create the agent without starting anything. Raises SettingError if an argument is invalid.
+
+        Args:
+            model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name to serve.
+            tools: `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe.
+            reward: A function, a name, a `RewardConfig`, or a list of these, which are added up; None: environments'.
+            engine: The engine that serves a model without a running server: vllm, or embedded (small models).
+            tokenizer: Folder or hub name, if this machine has no tokenizer under the server's name for its model.
+            weights: The server's name for the weights; default: the weights that it was started with.
+            **recipe: Further sections of a recipe, such as rollout={"temperature": 0.7}.
+        """
         rewards = [] if reward is None else reward if isinstance(reward, list) else [reward]
         self._rewards = Rewards(rewards, Path.cwd())
         self._judged = bool(rewards)

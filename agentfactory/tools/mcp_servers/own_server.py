@@ -151,21 +151,16 @@ class OwnServer(Server[Any]):
         meta = context.meta or {}
         seconds = meta.get(SECONDS_KEY)
         limit = float(seconds) if isinstance(seconds, (int, float)) else None
-        return await self._answer(params.name, params.arguments or {}, meta.get(CHAIN_KEY), limit)
+        return await self.call(params.name, params.arguments or {}, meta.get(CHAIN_KEY), limit)
 
     async def call(
-        self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
+        self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None = None
     ) -> mcp_types.CallToolResult:
-        """Return the result of a call from this process, with a copy of the arguments. Raises MCPError."""
-        return await self._answer(tool, deepcopy(arguments), chain, reset_seconds)
-
-    async def _answer(
-        self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None
-    ) -> mcp_types.CallToolResult:
+        """Return the result of a call, with a copy of the arguments; `chain` is its key. Raises MCPError."""
         if tool not in self._listing:
             raise MCPError(mcp_types.INVALID_PARAMS, f"server {self.name} has no tool {tool}")
         try:
-            return await self._call(tool, arguments, chain, reset_seconds)
+            return await self._call(tool, deepcopy(arguments), chain, reset_seconds)
         except InvalidArguments as error:
             return failure(CallError.INVALID_ARGUMENTS, str(error))
         except MCPError:
