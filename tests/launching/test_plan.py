@@ -123,7 +123,7 @@ def test_a_dry_run_prints_the_plan(two_stages: Path, capsys: pytest.CaptureFixtu
 def test_an_assignment_is_for_the_launchers_processes(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingError, match="--assignment: it is for processes .*, without other arguments"):
+    with pytest.raises(SettingError, match=r"--assignment: it is for processes .*, without other arguments"):
         train.parse(["--assignment", str(tmp_path / "a.json"), "train.steps=4"])
     recipe = recipe_of()
     stage = StagePlan(recipe, RunFolder(recipe.output)).placed(Placement())
