@@ -83,23 +83,16 @@ class Agent(AgentHooks):
         weights: str | None = None,
         **recipe: Any,
     ) -> None:
-        """Create the agent without starting anything.
+        """Create the agent without starting anything. Raises SettingError if an argument is invalid.
 
         Args:
-            model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name. For
-                the latter three, the agent starts a server, which ends with the agent or with this process.
+            model_or_url: Address of a running inference server, or a model folder, a checkpoint or a hub name to serve.
             tools: `@tool` functions and methods, `Environment` classes, `MCPServer` objects, and names as in a recipe.
-            reward: A function, a name as in a recipe, a `RewardConfig`, or a list of these, which are added up.
-                None: the environment's own reward, if any.
+            reward: A function, a name, a `RewardConfig`, or a list of these, which are added up; None: environments'.
             engine: The engine that serves a model without a running server: vllm, or embedded (small models).
-            tokenizer: Folder or hub name of the tokenizer, if this machine has none under the server's name for its
-                model.
+            tokenizer: Folder or hub name, if this machine has no tokenizer under the server's name for its model.
             weights: The server's name for the weights; default: the weights that it was started with.
-            **recipe: Further sections of a recipe, such as rollout={"temperature": 0.7}, limits={...},
-                mcp_servers={...}, server={"max_model_len": 4096}.
-
-        Raises:
-            SettingError: an argument is invalid; the message names it, its value and the fix.
+            **recipe: Further sections of a recipe, such as rollout={"temperature": 0.7}.
         """
         rewards = [] if reward is None else reward if isinstance(reward, list) else [reward]
         self._rewards = Rewards(rewards, Path.cwd())
@@ -138,19 +131,11 @@ class Agent(AgentHooks):
     async def run(
         self, messages: str | list[Message], max_turns: int | None = None, num_chains: int = 1, **fields: Any
     ) -> AgentResult:
-        """Run `num_chains` chains on one task, concurrently.
-
-        Args:
-            messages: The question, or the messages that open the chain.
-            max_turns: Maximum assistant turns per chain; by default `rollout.max_turns`.
-            num_chains: Number of chains, sampled independently; a group-level reward compares them.
-            **fields: The task's other fields, which are passed to tools and rewards by name. `images` (paths, bytes or
-                Pillow images) stand where the text says `<image>`, or else come first.
-
-        A chain that fails does not raise: its outcome and `error` describe the problem. Raises ServerUnreachableError
-        or ChildFailed if the server is gone, RunFolderError if the checkpoint is an adapter and its base model is
-        missing, ValueError if a reward needs a field that is not given.
-        """
+        """Run `num_chains` chains on one task, concurrently: `messages` is a question or opening messages, `max_turns`
+        the maximum of assistant turns (default: rollout.max_turns), `fields` the task's other fields, for tools and
+        rewards; `images` stand where the text says `<image>`, or first. A chain that fails has an outcome and an
+        `error`. Raises ServerUnreachableError or ChildFailed if the server is gone, RunFolderError for an adapter
+        without its base, ValueError if a reward lacks a field."""
         if min(num_chains, 1 if max_turns is None else max_turns) < 1:
             raise ValueError(f"got max_turns={max_turns} and num_chains={num_chains}; use at least 1")
         opening: Task = {"question": messages} if isinstance(messages, str) else {"messages": messages}
@@ -239,7 +224,6 @@ class Agent(AgentHooks):
             )
 
     async def _card(self, url: str, weights: str | None) -> dict[str, Any]:
-        """Return the server's model card of the base model. Raises ValueError if it serves no `weights`."""
         server = self._recipe.server
         async with InferenceClient(url, server.api_key_env, server.retry_seconds) as client:
             await client.check_routes()

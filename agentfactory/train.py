@@ -55,14 +55,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     options.overrides += rest
     settle_resume(options)
-    if options.assignment is not None:
-        if options.recipe is not None or options.overrides or options.resume is not None:
-            problem = "it contains the recipe and the checkpoint, and excludes other arguments"
-            raise SettingError("--assignment", problem, "leave the rest out", source=COMMAND_LINE)
-        if parent_watch.VARIABLE not in os.environ:
-            # the launcher has locked the run folder and rewound it to the checkpoint
-            problem = "it is for processes that `agentfactory train` starts"
-            raise SettingError("--assignment", problem, "run `agentfactory train RECIPE`", source=COMMAND_LINE)
+    others = options.recipe is not None or options.overrides or options.resume is not None
+    # the launcher has locked the run folder and rewound it to the checkpoint
+    if options.assignment is not None and (others or parent_watch.VARIABLE not in os.environ):
+        problem = "it is for processes that `agentfactory train` starts, without other arguments"
+        raise SettingError("--assignment", problem, "run `agentfactory train RECIPE`", source=COMMAND_LINE)
     return options
 
 
@@ -84,7 +81,6 @@ def load(options: argparse.Namespace) -> tuple[Recipe, str | Assignment | None]:
 
 
 def _faults(recipe: Recipe | StagedRecipe) -> Iterator[tuple[str, str, str]]:
-    """Yield what only `agentfactory train` can do."""
     if isinstance(recipe, StagedRecipe):
         yield "stages", "train.py trains one stage", "run `agentfactory train` on it"
         return
@@ -172,8 +168,7 @@ def print_error(error: Exception | str) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; if it is one of several, skip the interpreter's shutdown, during which a gloo thread that takes
-    the GIL would abort the process."""
+    """End this process; one of several skips the interpreter's shutdown, in which a gloo thread could abort it."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(status)
     logging.shutdown()

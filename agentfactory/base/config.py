@@ -42,8 +42,7 @@ TypedOptions = Annotated[Any, Field(validate_default=True)]
 
 
 class Choice(Section):
-    """Base of sections that select a variant by name. The field `options: TypedOptions = None` holds the variant's
-    options."""
+    """Base of sections that select a variant by name; `options: TypedOptions = None` holds the variant's options."""
 
     chooser: ClassVar[str]
     """Name of the selecting field, which must be declared before `options`."""
@@ -193,7 +192,6 @@ class McpServerConfig(Section):
         return self
 
     def _faults(self) -> Iterator[tuple[str, str, str]]:
-        """Yield field, problem and fix of each contradiction."""
         given = [name for name in WAYS if getattr(self, name)]
         if len(given) != 1:
             yield "", f"got {given or 'none'}", f"give exactly one of {', '.join(WAYS)}"
@@ -224,13 +222,9 @@ class McpServerConfig(Section):
                 problem = f"got {short(text)}: only args, env and cwd of a `command` may refer to {CHAIN}"
                 yield field, problem, "remove it there"
         for field in ("workspace", "keep_workspaces"):
-            value = getattr(self, field)
-            if value and self.command is None:
-                problem = f"got {short(value)}, but only chains of a `command` have folders"
-                yield field, problem, "remove it, or start the server by `command`"
-            if value and not self.has_folders:
-                problem = f"got {short(value)}, but no chain has a folder: nothing refers to {CHAIN}"
-                yield field, problem, f"put {CHAIN} into args, env or cwd"
+            if (value := getattr(self, field)) and not (self.command and self.has_folders):
+                problem = f"got {short(value)}, but no chain has a folder: nothing of a `command` refers to {CHAIN}"
+                yield field, problem, f"put {CHAIN} into args, env or cwd of a `command`, or remove it"
         if not self.has_folders:
             return
         if self.command is None:

@@ -4,9 +4,8 @@ from typing import Any
 
 
 class SettingError(ValueError):
-    """An invalid field of a recipe or option of a command: `field` is dotted, such as train.learning_rate, or "" if the
-    problem names it; `problem` is the fault, `fix` the remedy ("": unknown), and `source` the file or command line that
-    set it ("": unknown to the raising code)."""
+    """An invalid `field` (dotted; "" if `problem` names it) of a recipe or command, with the `fix`, and the file or
+    command line that is its `source` ("": unknown)."""
 
     def __init__(self, field: str, problem: str, fix: str = "", source: str = "") -> None:
         self.field, self.problem, self.fix, self.source = field, problem, fix, source
@@ -40,8 +39,7 @@ def short(value: Any) -> str:
 
 
 def is_interruption(error: BaseException | None) -> bool:
-    """Return whether KeyboardInterrupt caused `error`. While pydantic builds a model, it raises SchemaError instead,
-    with the text of the cause alone."""
+    """Return whether KeyboardInterrupt caused `error`; pydantic raises SchemaError instead, with its text."""
     while error is not None:
         of_pydantic = type(error).__name__ == "SchemaError" and "KeyboardInterrupt: " in str(error)
         if isinstance(error, KeyboardInterrupt) or of_pydantic:

@@ -26,8 +26,7 @@ def own_copy(value: Any) -> Any:
 
 
 def text_of(content: Content) -> str:
-    """Return `content` as text, with at least one line per part; an image becomes a visible marker, so that nothing is
-    dropped silently."""
+    """Return `content` as text, with at least one line per part; an image becomes a visible marker."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] if part["type"] == "text" else _marker(part) for part in content)
@@ -95,9 +94,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call: the content for the model, and the kind of error if it failed. `seconds` is its duration,
-    `left_out` the number of bytes that `limits.result_bytes` cut, `finish` True if the tool ends the chain. `info` is
-    hidden from the model and kept in the trajectory, for rewards and users."""
+    """The result of a call. `error` is set if it failed, `left_out` counts the bytes that `limits.result_bytes` cut,
+    `finish` ends the chain, `info` is hidden from the model and kept in the trajectory."""
 
     content: Content
     error: CallError | None = None
@@ -113,8 +111,7 @@ class ToolResult:
 
 
 class ToolInfrastructureError(Exception):
-    """A tool server could not be reached, died or broke the protocol. The model did not cause this, so it must not
-    become a reward of 0."""
+    """A tool server could not be reached, died or broke the protocol, which is not the model's fault."""
 
 
 class EnvironmentRewardError(ToolInfrastructureError):

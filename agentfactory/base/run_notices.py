@@ -1,8 +1,5 @@
-"""Notices to the user of a run: shown once in the terminal, counted, and repeated at the end.
-
-Any module calls `notify`, which logs a warning in its process, or `inform` if there is no fault. The rollout worker
-forwards its notices to rank 0 of the trainer, and the user's command shows them (`launching.progress.tell_warnings`).
-"""
+"""Notices to the user of a run, from any module: shown once in the terminal, counted, and repeated at the end. A worker
+forwards its notices to rank 0 of the trainer (`launching.progress.tell_warnings`)."""
 
 import logging
 from dataclasses import dataclass, replace

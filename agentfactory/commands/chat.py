@@ -37,9 +37,7 @@ from agentfactory.tools.images.decode import size_of
 from agentfactory.tools.sessions.tool_session import ToolSession
 
 NEW = "/new"
-"""Command that begins a new conversation."""
 IMAGE = "/image"
-"""Command with a path; attaches the image to the next line."""
 _COMMAND = re.compile(r"/\w*(\s|$)")  # pattern of a command line; a path such as /etc/hosts does not match
 _COMMANDS = f"{NEW} begins a new conversation, {IMAGE} PATH attaches an image to your next line, Ctrl-D ends"
 
@@ -117,8 +115,7 @@ async def _converse(runner: ChainRunner, sampling: Sampling, row: Task) -> None:
         number += 1
         try:
             async with runner.toolset.chain(f"chat{number}", runner.for_tools(task)) as session:
-                conversation = Conversation(runner, task, sampling, f"chat{number}")
-                await conversation.hold(session, lines, shown=bool(said.text))
+                await Conversation(runner, task, sampling, f"chat{number}").hold(session, lines, shown=bool(said.text))
                 await _show_reward(session)
         except (InferenceError, ToolInfrastructureError) as error:
             _say(f"  [the conversation failed: {error}]")
@@ -135,15 +132,13 @@ class Conversation(PolicyTurns):
         self._shown = 0
 
     async def hold(self, session: ToolSession, lines: AsyncIterator[str], shown: bool) -> None:
-        """Answer the task, and then each line, until NEW or the end of the lines. `shown`: the question is already on
-        the screen, because the user typed it."""
+        """Answer the task, and then each line, until NEW or their end. `shown`: the question is on the screen."""
         self._shown = len(self.episode.trajectory.messages) if shown else 0
         stopped = await self._loop.play(session)
         while True:
             self._show()
             if stopped is not StopReason.ANSWER:
                 _say(f"  [stopped: {stopped}]")
-            # no further turn is possible
             if stopped in (StopReason.FINISH, StopReason.CONTEXT_OVERFLOW) or self.episode.limits.stopped:
                 return
             message = None
@@ -202,8 +197,7 @@ class Conversation(PolicyTurns):
 
 
 def _show_message(message: Message, content: str, opening: bool) -> None:
-    """Print a message with this text. `opening`: there is no agent message yet, so a user message belongs to the
-    task and is not a tool's answer."""
+    """Print a message with this text. `opening`: a user message belongs to the task."""
     match message["role"]:
         case "system":
             return
@@ -237,8 +231,7 @@ def _say(text: str) -> None:
 
 
 async def _next(lines: AsyncIterator[str]) -> UserLine | None:
-    """Return the next line, stripped, with the images attached to it; None at the end of the input. Report
-    unknown commands, and images that cannot be read."""
+    """Return the next line with its images; None at the end. Report unknown commands and unusable images."""
     typed = sys.stdin.isatty()
     images: list[str] = []
     while True:

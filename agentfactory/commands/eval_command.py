@@ -15,7 +15,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.http.proxies import proxy_for
 from agentfactory.launching.served_weights import check_weights
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of, updated
 from agentfactory.rollout.chains.chat_endpoint import look_at as ask_what_it_is
 from agentfactory.rollout.chains.endpoint_chain import ChatRunner, check_recipe, open_chat_runner
 from agentfactory.rollout.config import RolloutRecipe
@@ -116,7 +116,7 @@ def with_samples(recipe: Recipe | StagedRecipe, samples: int) -> Recipe | Staged
     if isinstance(recipe, StagedRecipe):
         *first, last = recipe.stages
         return recipe.model_copy(update={"stages": [*first, with_samples(last, samples)]})
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"samples": samples})})
+    return updated(recipe, "eval", samples=samples)
 
 
 def named(model: str) -> str | Path:
@@ -139,15 +139,9 @@ class There:
     model: str
     by_token_ids: bool
 
-    @property
-    def how(self) -> str:
-        """The name of the request protocol."""
-        return "token ids" if self.by_token_ids else "OpenAI's chat API"
-
 
 def look_at(recipe: Recipe, url: str, model: str | None) -> There:
-    """Determine the protocol of the server at `url`, and its model to use. Raises SettingError, ChatEndpointError,
-    ServerUnreachableError."""
+    """Determine the protocol of the server at `url`, and its model. Raises SettingError, ServerUnreachableError."""
     cards = ask_what_it_is(url, model, recipe.server.api_key_env)
     if isinstance(cards, str):
         for part in recipe.held_out_parts():
@@ -177,8 +171,7 @@ def _with_tokenizer_of(recipe: Recipe, url: str, card: dict[str, Any]) -> Recipe
 def open_sources_at(
     there: There, base: Path, images: Path, loaded: Sequence[Loaded]
 ) -> AbstractAsyncContextManager[Sequence[Source[Any]]]:
-    """Open the runners of the chains of each part against this server; `images` is the folder for the images in the
-    chains."""
+    """Open the runners of each part's chains against this server; `images` is the folder for their images."""
     if there.by_token_ids:
         return open_sources(there.recipe, loaded, base, there.url, images=images, proxy=proxy_for(there.url))
 

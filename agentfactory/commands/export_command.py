@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.disk import set_usual_modes
+from agentfactory.base.files.disk import filled
 from agentfactory.launching import run_folder
 from agentfactory.launching.merging import ONLY_FOR_TRAINING, copy_files, merge_adapter
 from agentfactory.launching.run_folder import ADAPTER, RECIPE, RunFolder, RunFolderError
@@ -25,9 +25,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say: Callable[[str], None]) -> None:
-    """Export `checkpoint`, or the last checkpoint of the run in that folder, to the new folder `output`: the full model
-    in the training's dtype, with an adapter merged into its base; or with `adapter`, only the adapter. `push` names a
-    hub repository to upload it to. Raises SettingError or RunFolderError."""
+    """Export a checkpoint, or a run's last, to the new folder `output`: the full model, or with `adapter` only the
+    adapter. `push` names a hub repository. Raises SettingError or RunFolderError."""
     checkpoint = checkpoint.expanduser()
     if (run := _run_at(checkpoint)) is not None:
         checkpoint = _last_checkpoint(run)
@@ -50,42 +49,31 @@ def export(checkpoint: Path, output: Path, adapter: bool, push: str | None, say:
     check_names([HubName("base model", base, "model")] if base is not None and is_hub_name(base) else [])
     if adapter and not is_adapter:
         raise SettingError("--adapter", f"{checkpoint} holds a full model", "leave it out")
-    aside = output.with_name(f".{output.name}.partial")
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    # no files that others have added
-    copy_files(checkpoint, written, aside, {*ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)})
-    if base is not None:
-        try:
-            dtype = str(read_info(checkpoint)["recipe"]["model"]["dtype"])
-            say(merge_adapter(checkpoint, base, dtype, aside))
-        except Exception as error:  # boundary: transformers, peft and safetensors raise many kinds of errors
-            shutil.rmtree(aside)
-            problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
-            raise SettingError("", problem, "put the base back, or --adapter for the adapter alone") from error
-    if named is not None:
-        _name_base(aside, named)
-    set_usual_modes(aside)
-    if output.exists():
-        # the existing folder is empty
-        output.rmdir()
-    aside.rename(output)
+    with filled(output) as aside:
+        # no files that others have added
+        copy_files(checkpoint, written, aside, {*ONLY_FOR_TRAINING, *(() if adapter else _ADAPTER)})
+        if base is not None:
+            try:
+                say(merge_adapter(checkpoint, base, str(read_info(checkpoint)["recipe"]["model"]["dtype"]), aside))
+            except Exception as error:  # boundary: transformers, peft and safetensors raise many kinds of errors
+                shutil.rmtree(aside)
+                problem = f"{checkpoint} cannot be merged into its base {base}: {' '.join(str(error).split())}"
+                raise SettingError("", problem, "put the base back, or --adapter for the adapter alone") from error
+        if named is not None:
+            _name_base(aside, named)
     say(f"exported {checkpoint} to {output}")
     if push:
         say(f"uploaded to {_push(output, push)}")
 
 
 def _run_at(path: Path) -> Path | None:
-    """Return the run folder at `path`, which may also be its recipe or its folder of checkpoints; None if there is
-    none."""
+    """Return the run folder at `path`, its recipe or its folder of checkpoints; None if there is none."""
     place = path.parent if path.name in (RECIPE, "checkpoints") else path
     return place if run_folder.is_run(place) else None
 
 
 def _last_checkpoint(run: Path) -> Path:
-    """Return the last checkpoint of a run, in its last stage if it has stages. Raises RunFolderError if there is
-    none."""
+    """Return the last checkpoint of a run, or of its last stage. Raises RunFolderError."""
     names = [name for name in RunFolder(run).stage_names() if Path(name).name == name]
     *earlier, last = [RunFolder(run / name, within=run) for name in names] or [RunFolder(run)]
     if (found := last.last_checkpoint()) is not None:

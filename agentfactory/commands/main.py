@@ -57,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _execute_once(options: argparse.Namespace) -> int:
-    """Run a parsed command; return its exit status, also if a second Ctrl-C arrives while the first one is handled."""
     try:
         return _execute(options)
     except KeyboardInterrupt as error:
@@ -81,8 +80,6 @@ def _execute(options: argparse.Namespace) -> int:
 
 
 def _ended_by(error: BaseException) -> int:
-    """Print the line that an error ends the command with, and the notes that were added to the error; return the exit
-    status."""
     after = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, KeyboardInterrupt):
         return _end(f"interrupted by {str(error) or 'Ctrl-C'}{after}", INTERRUPTED)
@@ -121,18 +118,7 @@ def _ended_by(error: BaseException) -> int:
     if is_interruption(error):
         return _end("interrupted by Ctrl-C", INTERRUPTED)
     _show_traceback()
-    return _end(f"failed: {type(error).__name__}: {error}{after}{_other_version(error)}", FAILED)
-
-
-def _other_version(error: BaseException) -> str:
-    """Return the fix for an import that failed because a requirement of AgentFactory has another version; else ""."""
-    if not isinstance(error, ImportError):
-        return ""
-    from agentfactory.base.user_code.extras import DISTRIBUTION, unmet
-
-    problem = unmet(DISTRIBUTION)
-    fix = "reinstall AgentFactory, and install the package that needs the other version in another environment"
-    return f"; {problem}; fix: {fix}" if problem else ""
+    return _end(f"failed: {type(error).__name__}: {error}{after}", FAILED)
 
 
 def _notice_of_memory() -> str | None:
@@ -145,8 +131,7 @@ def _notice_of_memory() -> str | None:
 
 
 def _notice_of_tmpdir() -> str | None:
-    """Return a notice if temporary files do not go to TMPDIR, else None. Raises FileNotFoundError if they cannot go
-    anywhere."""
+    """Return a notice if temporary files do not go to TMPDIR. Raises FileNotFoundError if none can be written."""
     asked, used = os.environ.get("TMPDIR"), tempfile.gettempdir()
     if not asked or os.path.abspath(asked) == used:
         return None
@@ -169,7 +154,6 @@ def _terminable() -> Iterator[None]:
 
 
 def _run(options: argparse.Namespace) -> int | None:
-    # these imports do not load torch
     from agentfactory.launching.progress import tell_information
     from agentfactory.launching.run_folder import check_run_of, is_run
     from agentfactory.recipe.checks import check_recipe
@@ -227,7 +211,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.placement import place
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
-    from agentfactory.recipe import checks
+    from agentfactory.recipe import adapters, checks
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.config import distinct
     from agentfactory.rollout.model_hub import OutOfReach, has_tokenizer
@@ -258,7 +242,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                 if stage.model.lora is not None:
                     # it imports transformers
                     load_named("agentfactory.placement.meta_model:check_targets")(stage)
-                for doubt in checks.doubts(stage):
+                for doubt in adapters.doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():
@@ -274,7 +258,6 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                 comment(line)
             refused = placement.refusal(served) if placement and placement.refused else None
     except RunFolderError as error:
-        # the recipe itself is valid
         comment(f"would be refused: {error}")
     if refused is not None:
         raise refused
@@ -291,7 +274,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run_module(options: argparse.Namespace) -> int | None:
-    """Run a command by the function `run` of its module; a registered command brings its own."""
     from agentfactory.launching.progress import tell_information
 
     module = _MODULES.get(options.command)
@@ -306,14 +288,10 @@ def _run_module(options: argparse.Namespace) -> int | None:
         raise
 
 
-def _completion(options: argparse.Namespace) -> None:
-    _say(completion_script(options.shell))
-
-
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("train", "serve", "rollout", "eval"), _run),
     "doctor": _doctor,
-    "completion": _completion,
+    "completion": lambda options: _say(completion_script(options.shell)),
 }
 _MODULES = {
     "new": "commands.new",

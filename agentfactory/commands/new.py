@@ -30,8 +30,7 @@ _ROWS, _HELD_OUT = 1500, 100
 
 
 class _Template(NamedTuple):
-    """A folder below `templates`, its `maker` of the rows (None: word problems), and the files of recipes that create
-    the tiny network."""
+    """A folder below `templates`, the `maker` of its rows, and the files that create its tiny network."""
 
     folder: str
     told: str
@@ -46,12 +45,10 @@ TEMPLATES = {
     ),
     "environment": _Template("environment", "a world with its state, tool and reward", "make_tasks.py"),
 }
-"""Kind of task -> its template."""
 
 
 def write_task(task: str, output: Path | None, kind: str = "text") -> Path:
-    """Write the task called `task`, of a kind of TEMPLATES, into the folder `output`, which must be new or empty
-    (default: a folder with the task's name in the current one). Return the folder. Raises SettingError."""
+    """Write a task of a kind of TEMPLATES into a new or empty folder, and return it. Raises SettingError."""
     template = TEMPLATES[kind]
     _check_name(task)
     folder = (output or Path(task)).expanduser()
@@ -103,7 +100,6 @@ def _check_name(task: str) -> None:
 
 
 def _make_rows() -> list[dict[str, Any]]:
-    """Return word problems without repeated questions; they are the same in every call."""
     rng = random.Random(0)
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < _ROWS + _HELD_OUT:

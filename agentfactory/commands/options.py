@@ -48,7 +48,6 @@ def complete_override(prefix: str, **_: Any) -> list[str]:
 
 
 def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names of the fields that an override can set, with their types."""
     from agentfactory.base.config import Choice, fields_of
 
     for name, field in fields_of(section).items():
@@ -66,10 +65,8 @@ def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _values(annotation: Any) -> list[str]:
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return [member.value for member in annotation]
-    if annotation is bool:
-        return ["true", "false"]
-    if annotation is type(None):
-        return ["null"]
+    if annotation in (bool, type(None)):
+        return ["true", "false"] if annotation is bool else ["null"]
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
     if get_origin(annotation) in (list, dict, tuple):
@@ -198,10 +195,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         case "doctor":
             if options.recipe and "=" in options.recipe and not Path(options.recipe).exists():
                 command.error(f"name a recipe before {options.recipe}, which is an override")
-            if options.coordinates and not options.recipe:
-                command.error("--coordinates queries a recipe's model: name a recipe")
-            if options.sample is not None and not options.recipe:
-                command.error("--sample runs chains of a recipe: name a recipe")
+            if (options.coordinates or options.sample is not None) and not options.recipe:
+                command.error("--coordinates and --sample need a recipe: name one")
             if options.sample is not None and options.sample < 1:
                 command.error(f"--sample: got {options.sample}; use at least 1 chain")
     return options
@@ -238,8 +233,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[
 
 
 def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentParser]) -> None:
-    """Add the commands of extensions, also of those that installed packages register. Print the error of a command that
-    cannot be added."""
+    """Add the commands of extensions and of installed packages; print the error of one that fails."""
     places = {"view": "agentfactory.viewer.view_command"}
     try:
         places |= registered(COMMANDS)

@@ -23,8 +23,7 @@ _SUBJECT = "first look"
 
 
 def sample(recipe: str, overrides: Sequence[str], chains: int, say: Say) -> Iterator[Finding]:
-    """Sample `chains` chains on the first tasks of training, in groups of rollout.group_size, and yield what was seen:
-    the look, and advice as warnings. Nothing is left in the recipe's `output`."""
+    """Sample chains on the first tasks of training, and yield what was seen; nothing is left in `output`."""
     folder, logs = Path(tempfile.mkdtemp(prefix="agentfactory-look-")), ""
     try:
         kept, aside = (load_recipe(recipe, [*overrides, *other]) for other in ([], [f"output={folder}"]))

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 def serve(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say, chat: int | None = None) -> None:
-    """Serve a checkpoint, or the recipe's model (the last checkpoint, for a staged recipe), until the server or this
-    process ends. `chat`: also answer chat requests, on this port (0: a free one)."""
+    """Serve a checkpoint or the recipe's model until this process ends. `chat`: also answer chats on this port."""
     with Children(say) as children:
         served = what_is_served(recipe, checkpoint)
         check_writable(recipe.output)
@@ -94,13 +93,9 @@ def evaluate(
     samples: int | None = None,
     beside: Path | None = None,
 ) -> None:
-    """Evaluate on `eval.data`, with `samples` instead of eval.samples, into `<output>/eval`, eval-2, ... Compare the
-    result with the evaluation in the run folder `beside`.
-
-    The target is the folder `checkpoint`, the folder or hub name `model`, or the server at `url` (its model called
-    `model`), by token ids if it accepts them, otherwise by OpenAI's chat API. By default it is the last checkpoint of
-    a staged recipe, or the recipe's model; if `server.url` is set, the weights that this server has.
-    """
+    """Evaluate the folder `checkpoint`, the folder or hub name `model`, or the server at `url` (its `model`) on
+    `eval.data`, into `<output>/eval`, eval-2, ... By default, the last checkpoint of a staged recipe, the weights at
+    `server.url`, or the recipe's model. `beside`: an earlier evaluation to compare with."""
     from agentfactory.commands import eval_command
     from agentfactory.rollout.evaluation.side_by_side import read_other
 
@@ -142,7 +137,8 @@ def _evaluate_at(
         run_prepare(recipe, children, say)
         folder = _run_folder("eval", recipe, there.recipe)
         _log_to(folder, "eval")
-        say(f"querying {there.model} at {url} by {there.how}")
+        how = "token ids" if there.by_token_ids else "OpenAI's chat API"
+        say(f"querying {there.model} at {url} by {how}")
         try:
             open_there = partial(eval_command.open_sources_at, there, folder.path, folder.images)
             found = _run_eval(there.recipe, folder, open_there, there.model, say)
@@ -187,7 +183,6 @@ def _report(
 
 
 def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say) -> None:
-    """Print the looks of the chains of each source, `running` of which were to run at a time."""
     from agentfactory.rollout.evaluation.advice import advise
     from agentfactory.rollout.evaluation.first_look import describe
 
@@ -200,8 +195,7 @@ def _tell_looks(looks: "dict[str, Look]", recipe: Recipe, running: int, say: Say
 
 
 def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
-    """Return the chains of a step of `recipe`, for a look at `running` chains that ran at a time as far as they may;
-    None if its training runs no chains."""
+    """Return the chains of a training step, for a look at `running` chains at a time; None without chains."""
     from agentfactory.rollout.evaluation.first_look import Schedule
 
     if not runs_chains(recipe, "train"):
@@ -212,8 +206,7 @@ def schedule_of(recipe: Recipe, running: int) -> "Schedule | None":
 
 
 def roll_out(recipe: Recipe | StagedRecipe, checkpoint: Path | None, say: Say) -> None:
-    """Run one group of chains for every task of `data`, with the weights that `evaluate` would use, and save them into
-    `<output>/rollout`, rollout-2, ..."""
+    """Run one group of chains for every task of `data`, and save them into `<output>/rollout`, rollout-2, ..."""
     with acting("rollout", recipe, checkpoint, say) as (served, folder, urls):
         from agentfactory.rollout.evaluation.evaluate import open_sources, run_rollout
         from agentfactory.rollout.sources import load_all
@@ -243,14 +236,12 @@ def _check_failed(failed: int, chains: int) -> None:
 
 
 def _run_folder(command: str, recipe: Recipe | StagedRecipe, acting: Recipe) -> RunFolder:
-    """Create a new run folder for `acting`, a part of `recipe`."""
     path = next_free(recipe.output / command)
     saved = acting.model_copy(update={"output": path, "prepare": None}).to_saved(RunFolder(path).whole)
     return RunFolder.create(path, saved)
 
 
 def _log_figures(folder: RunFolder, step: int | None, metrics: dict[str, Any]) -> None:
-    """Log metrics of chains on the weights of `step`, in the same form as training metrics."""
     folder.log(metrics if step is None else {"step": step, **metrics})
 
 
@@ -262,8 +253,7 @@ def _log_to(folder: RunFolder, command: str) -> None:
 def acting(
     command: Literal["rollout", "eval", "look"], recipe: Recipe | StagedRecipe, checkpoint: Path | str | None, say: Say
 ) -> Iterator[tuple[Served, RunFolder, list[str]]]:
-    """Yield the served weights, a run folder, and the addresses of servers for `command`. Raises ChildFailed if the
-    server has ended."""
+    """Yield served weights, a run folder and server addresses for `command`. Raises ChildFailed."""
     from agentfactory.rollout.chains.chain_runner import RolloutStoppedError
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
 
@@ -274,7 +264,6 @@ def acting(
         try:
             if urls:
                 run_interruptibly(_check_routes(served.recipe))
-                # a running server has its own weights
                 served = replace(served, label=f"{served.name} at {', '.join(urls)}", step=None)
             elif (taken := address_fault(served.recipe)) is not None:
                 raise taken
@@ -289,8 +278,7 @@ def acting(
             if not urls:
                 log, start = folder.logs / "server.log", server_command(served.recipe, served.adapters)
                 server = begin_server(served.recipe, start, children, log, say, served.adapters)
-                url = wait_for_server(served.recipe, server, children, say)
-                urls = [url]
+                urls = [wait_for_server(served.recipe, server, children, say)]
             yield served, folder, urls
         except Exception as error:
             # if the server has ended, report that as the cause

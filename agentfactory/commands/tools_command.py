@@ -47,7 +47,6 @@ def signature_of(spec: ToolSpec) -> str:
 
 
 def _kind(schema: Any) -> str:
-    """Return the type in a schema, which may have any shape."""
     match schema:
         case {"enum": [*values]}:
             return " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
@@ -64,12 +63,7 @@ def _kind(schema: Any) -> str:
 
 TRIED_ROWS = 3
 """Number of tasks that `check` calls the rewards on."""
-SLOW_SECONDS = 3.0
-"""`check` reports a server that takes longer than this to open, unless one of DOWNLOADERS starts it."""
 _OF_TWO = "rename it, or give one of them `prefix` or `deny` by an entry of mcp_servers"
-"""Fix for two tools with one name."""
-DOWNLOADERS = ("npx", "uvx")
-"""Programs that query a registry first, and may download the server."""
 
 
 class ToolsRefused(CommandFailed):
@@ -79,15 +73,13 @@ class ToolsRefused(CommandFailed):
 
 
 class ToolsUnchecked(CommandFailed):
-    """`check` found no fault, but could not check everything, or a prompt is not that of a task; the message says what
-    would help."""
+    """`check` found no fault, but not everything was checked; the message says what would help."""
 
     status = 5
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `list`, `call` or `check`. Raises SettingError or ToolsRefused if nothing was done, CommandFailed if a server
-    cannot be used, a call failed or a prompt cannot be shown, and ToolsUnchecked."""
+    """Run `list`, `call` or `check`. Raises SettingError, CommandFailed, ToolsRefused or ToolsUnchecked."""
     whole = load_recipe(options.recipe, options.overrides, "tools")
     check_recipe(whole, "tools")
     recipe, prepared = stages_of(whole)[-1], whole.output / "prepared" if whole.prepare else None
@@ -129,7 +121,6 @@ def _kept(faults: list[Exception], part: Part[Recipe]) -> Iterator[None]:
 
 
 async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
-    """Print the tools of a recipe, or add them to `specs` in OpenAI's form."""
     servers = await open_each(recipe)
     if specs is not None:
         view, _ = model_view(recipe)
@@ -146,7 +137,6 @@ async def _list(recipe: Recipe, specs: list[Any] | None) -> None:
 
 
 async def _prompt(recipe: Recipe, images: Path) -> None:
-    """Print the first prompt of a chain on the first row of the data, as a run would send it."""
     # imported here, because it imports transformers
     from agentfactory.rollout.chains.prompt_preview import describe_first_prompt
 
@@ -188,15 +178,11 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
         for spec in server.specs:
             if owners[spec.name] > 1:
                 server.problems.append(f"another server has a tool {spec.name} too; {_OF_TWO}")
-        entry = recipe.mcp_servers.get(server.name)
-        downloads = entry is not None and Path(entry.command or "").name in DOWNLOADERS
-        is_slow = server.seconds > SLOW_SECONDS and not downloads
-        slow = f", slow (more than {SLOW_SECONDS:g} s)" if is_slow else ""
         tools = ", ".join(spec.name for spec in server.specs)
         if not server.opened:
             print(f"{server.name}: cannot be used")
             continue
-        print(f"{server.name}: opened in {server.seconds:.2f} s{slow}; its tools: {tools or 'none'}")
+        print(f"{server.name}: opened in {server.seconds:.2f} s; its tools: {tools or 'none'}")
         if server.environment:
             print(f"    {server.environment}")
         for line in server.isolation:
@@ -217,7 +203,6 @@ async def _check(recipe: Recipe, prepared: Path | None, task: Task | None, image
 
 
 def _tell_unchecked(recipe: Recipe, servers: list[TriedServer], prepared: Path | None, task: Task | None) -> None:
-    """Raise ToolsUnchecked if environments were not reset, and rewards not called, because there is no task."""
     waiting = [server for server in servers if server.needed is not None]
     files = [data.file for data in (recipe.data, recipe.eval.data) if data is not None and data.file is not None]
     missing = [file for file in files if not file.exists()]
@@ -226,12 +211,10 @@ def _tell_unchecked(recipe: Recipe, servers: list[TriedServer], prepared: Path |
     parts = [f"the reset and reward of {server.name}" for server in waiting] + ["`rewards`"] * bool(recipe.rewards)
     parts = parts or [f"the rows of {display(file)}" for file in missing]
     row = json.dumps({field: "..." for server in waiting for field in server.needed or ()} or {"question": "..."})
-    fix = f"give a task by --task '{row}'"
-    made = [file for file in missing if prepared is not None and file.is_relative_to(prepared)]
-    if prepared is not None and not prepared.exists() and (made or not missing):
+    others = [file for file in missing if prepared is None or not file.is_relative_to(prepared)]
+    fix = "".join([f"give a task by --task '{row}'", *(f", or create {display(file)}" for file in others)])
+    if prepared is not None and not prepared.exists():
         fix += f", or let `agentfactory train` create {display(prepared)} first"
-    for file in missing:
-        fix += f", or create {display(file)}" if file not in made else ""
     raise ToolsUnchecked(f"no fault was found, but without a task there was no check of {', '.join(parts)}; fix: {fix}")
 
 
@@ -259,8 +242,7 @@ def _given_row(task: Task, images: Path) -> Task:
 
 
 def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
-    """Return the tasks to try environments and rewards with, and their origin; none if the recipe's data does not
-    exist. Their images are files, in the folder `images` where the data holds the images themselves."""
+    """Return the tasks to try environments and rewards with, and their origin; none without data."""
     for name, data in (("data", recipe.data), ("eval.data", recipe.eval.data)):
         if data is None:
             continue
@@ -271,8 +253,7 @@ def _first_rows(recipe: Recipe, images: Path) -> tuple[list[Task], str]:
         try:
             if data.path is not None and data.file is None:
                 check_names([HubName(f"{name}.path", data.path, "dataset")])
-            rows = [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]]
-            return rows, f"the first row of {name}"
+            return [with_files(row, images) for row in load_tasks(data, name)[:TRIED_ROWS]], f"the first row of {name}"
         except SettingError as error:
             raise ToolsRefused(f"{error.without_fix}; fix: {error.fix}, or give --task") from error
         except Exception as error:  # boundary: files of any content, and the hub
@@ -312,8 +293,7 @@ async def _call(parts: Sequence[Part[Recipe]], options: argparse.Namespace, imag
 
 
 def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, Any]:
-    """Parse one JSON object, or key=value pairs. A value is parsed as JSON if possible, unless the tool expects a
-    string; otherwise it is text."""
+    """Parse one JSON object, or key=value pairs, whose values are JSON if possible, unless text is expected."""
     if len(given) == 1 and given[0].lstrip().startswith("{"):
         try:
             return json_object(given[0])
@@ -325,8 +305,6 @@ def _parse_arguments(given: Sequence[str], spec: ToolSpec | None) -> dict[str, A
         key, equals, value = pair.partition("=")
         if not equals:
             raise ToolsRefused(f"the argument {pair!r} has no `=`; fix: write key=value, or one JSON object")
-        if spec and key not in known and "." in key and key.partition(".")[0] in Recipe.model_fields:
-            raise ToolsRefused(f"{pair}: {spec.name} has no such argument; fix: write overrides before TOOL")
         arguments[key] = value
         schema = known.get(key)
         if not isinstance(schema, dict) or schema.get("type") != "string":

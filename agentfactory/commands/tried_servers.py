@@ -24,11 +24,11 @@ from agentfactory.base.messages import (
 )
 from agentfactory.base.processes.threads import run_in_thread
 from agentfactory.base.user_code.loading import load_object
+from agentfactory.launching.reach_early import without_spares
 from agentfactory.recipe.load import NO_MODEL
 from agentfactory.recipe.schema import Recipe
 from agentfactory.rollout.data import Task
-from agentfactory.tools.environments.environment import Environment
-from agentfactory.tools.environments.workspaces import check_template
+from agentfactory.tools.environments.environment import is_environment
 from agentfactory.tools.images.coordinates import VIEW_FIELD, Coordinates, ModelView
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.tool_session import ToolSession
@@ -39,8 +39,7 @@ _FOLDER = re.compile(r"[^\s\"']*agentfactory-chains-\w+/\w+")
 
 
 class Seen(NamedTuple):
-    """The result of the check. `proven`: the second chain read a value that only the first had written. Not `tried`: no
-    call succeeded that could have changed state."""
+    """The result of the check: whether a leak was `proven`, and whether a state-changing call was `tried`."""
 
     text: str
     proven: bool = False
@@ -53,11 +52,8 @@ class _Answer(NamedTuple):
 
 
 async def seen_of_another_chain(toolset: Toolset) -> Seen:
-    """Make the same calls in two chains and compare the answers.
-
-    Each chain first reads, with the first chain's word as argument, and then writes its own word. So the first chain
-    reads the earlier state. Call only tools that are annotated as non-destructive and confined to the server.
-    """
+    """Make the same calls in two chains and compare the answers: each reads, with the first chain's word as argument,
+    and then writes its own. Only tools annotated as non-destructive and confined are called."""
     reads, writes = toolset.harmless(reads=True), toolset.harmless(reads=False)
     if not reads and not writes:
         return _untried("no tool is annotated as non-destructive and confined to its server")
@@ -78,10 +74,8 @@ async def seen_of_another_chain(toolset: Toolset) -> Seen:
         before, after = _masked(one.text, words[0]), _masked(other.text, words[0], words[1])
         if before != after:
             start = max(0, next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0) - 40)
-            return Seen(
-                f"{spec.name} answered the same call differently in a second chain: {_short(before[start:])}, then "
-                f"{_short(after[start:])}; if the first chain caused this, they share its state"
-            )
+            both = f"{_short(before[start:])}, then {_short(after[start:])}; if the first chain caused this, they share"
+            return Seen(f"{spec.name} answered the same call differently in a second chain: {both} its state")
     worked = [spec for spec, one, other in tried if not one.failed and not other.failed]
     if len(reads) < len(toolset.specs) and not any(spec in writes for spec in worked):
         if not writes:
@@ -148,15 +142,9 @@ def _short(text: str, most: int = 100) -> str:
     return repr(line if len(line) <= most else line[: most - 3] + "...")
 
 
-LARGE_BYTES = 100 << 20
-"""Minimum bytes of a workspace that is announced before it is copied."""
-
-
 @dataclass
 class TriedServer:
-    """The result of opening one server of a recipe. `seconds` is the time that it took to open, `tried` is False
-    if the isolation of its chains is unknown, `needed` are the missing task fields that prevented a reset of the
-    environment, `problems` are its faults."""
+    """The result of opening one server; `needed` are task fields without which there was no reset."""
 
     name: str
     opened: bool = False
@@ -176,33 +164,17 @@ FindTask = Callable[[], Awaitable[Task | None]]
 async def open_each(
     recipe: Recipe, find_task: FindTask | None = None, prepared: Path | None = None
 ) -> list[TriedServer]:
-    """Open each server separately and all concurrently, so that a failure does not hide others. With `find_task`, begin
-    a chain on each; environments get the task that it finds; without one, they are created but not reset. `prepared` is
-    the folder that `prepare` fills."""
+    """Open each server alone, all concurrently. With `find_task`, begin a chain on each, with the task that it finds;
+    without a task, environments are created but not reset."""
     parts = [ToolsRecipe(tools=[reference]) for reference in recipe.tools]
-    parts += [ToolsRecipe(mcp_servers={name: _for_a_try(config)}) for name, config in recipe.mcp_servers.items()]
+    parts += [ToolsRecipe(mcp_servers={name: without_spares(config)}) for name, config in recipe.mcp_servers.items()]
     return await asyncio.gather(*(_open(part, find_task, recipe, prepared) for part in parts))
-
-
-def _for_a_try(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry for a single chain: if chains have folders, it starts no spare processes, each of which would
-    copy the workspace, and keeps no folders."""
-    if not config.has_folders:
-        return config
-    pool = config.pool.model_copy(update={"warm": 0})
-    return config.model_copy(update={"pool": pool, "keep_workspaces": None})
 
 
 async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, prepared: Path | None) -> TriedServer:
     server = TriedServer([*part.mcp_servers, *(reference.rpartition(":")[2] for reference in part.tools)][0])
     started = time.perf_counter()
     try:
-        for name, config in part.mcp_servers.items():
-            if config.workspace is None:
-                continue
-            size = check_template(f"mcp_servers.{name}.workspace", Path.cwd() / config.workspace)
-            if size >= LARGE_BYTES:
-                print(f"{name}: copies its workspace ({size >> 20} MiB) to start", file=sys.stderr, flush=True)
         async with open_toolset(part, Path.cwd()) as toolset:
             server.opened, server.seconds = True, time.perf_counter() - started
             server.specs = toolset.specs
@@ -242,20 +214,18 @@ async def _open(part: ToolsRecipe, find_task: FindTask | None, recipe: Recipe, p
         server.environment += "; cannot give a reward"
         server.problems.append(f"{error} (right after reset; a chain may end without a call)")
     except (ToolInfrastructureError, ValueError, TypeError) as error:
-        # the name is printed before each problem
         server.problems.append(str(error).removeprefix(f"tool server {server.name}: "))
     return server
 
 
 async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
-    """Create the only environment of `part`, which checks its options, unless it is in another process or its options
-    name files that `prepare` has not created yet. Return a description of the result."""
+    """Create the environment of `part`, which checks its options, if that is possible here; describe the result."""
     (config,) = part.mcp_servers.values() if part.mcp_servers else (McpServerConfig(module=part.tools[0]),)
     waits = prepared is not None and not prepared.exists() and str(prepared) in json.dumps(config.options)
     if config.module is None or waits:
         return "not created" if waits else "not reset"
     environment = load_object(config.module, Path.cwd(), prebuilt())
-    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+    if not is_environment(environment):
         return "not reset"
     started = time.perf_counter()
     try:
@@ -273,8 +243,7 @@ async def _made(part: ToolsRecipe, prepared: Path | None) -> str:
 
 
 def for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
-    """Return a row with the model's image coordinates added if a reset needs them; if they are unknown, pixels are
-    used."""
+    """Return a row with the model's image coordinates, or pixels, if a reset needs them."""
     if not toolset.takes(VIEW_FIELD):
         return task
     view, why = model_view(recipe)
@@ -286,8 +255,7 @@ def for_tools(task: Task, toolset: Toolset, recipe: Recipe) -> Task:
 
 
 def model_view(recipe: Recipe) -> tuple[ModelView | None, str]:
-    """Return the image coordinates of the recipe's model, or None and the reason. Without the model's files, only the
-    recipe's setting is known, and not the size in which the model gets images."""
+    """Return the image coordinates of the recipe's model, or None and the reason."""
     stated = recipe.rollout.coordinates
     if recipe.model.path == NO_MODEL:
         return None, ""

@@ -1,5 +1,4 @@
-"""Training on one machine: its processes and the run folder. Here is the option --resume of `agentfactory train` and of
-a trainer process."""
+"""Training on one machine: its processes and the run folder; here, the option --resume."""
 
 import argparse
 from pathlib import Path

@@ -39,11 +39,8 @@ class Terminated(KeyboardInterrupt):
 
 @dataclass
 class Child:
-    """A running child.
-
-    `name` is its name in messages. Its output starts at byte `log_start` of the file `log`. `explain` finds the cause
-    of its exit in the log's last lines, or returns None. `is_finishing` returns whether it still has work to finish.
-    """
+    """A running child, with its `name` in messages. `explain` finds the cause of its exit in the log's last lines,
+    `is_finishing` returns whether it still has work to finish."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -64,7 +61,6 @@ class Child:
             lines = (line.strip() for line in reversed(self.tail(40)) if any(map(str.isalnum, line)))
             how = ": ".join([f"ended with exit status {status}", *(line[:500] for line in islice(lines, 1))])
         if (refused := refusal(self.log.parent)) is not None and str(refused.strerror) not in how:
-            # its last output may be missing
             how += f"; nothing more can be written in {self.log.parent}: {refused.strerror}; fix: make room"
         return ChildFailed(f"the {self.name} {how} (log: {self.log})")
 
@@ -83,8 +79,7 @@ def start_child(
     is_finishing: Callable[[], bool] = lambda: False,
     inherited: Mapping[str, str] = os.environ,
 ) -> Child:
-    """Start a child in the environment `inherited`, with the variables `env`; its output goes to `log`, or with `show`
-    only its stderr. It leads its own session, so that a terminal's Ctrl-C does not reach it."""
+    """Start a child, in its own session, whose output goes to `log`, or with `show` only its stderr."""
     with writing(log.parent):
         log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -102,8 +97,7 @@ def start_child(
 
 
 def end_child(child: Child, ends: Callable[[Child], bool]) -> None:
-    """Send a child SIGTERM, which it passes to its own children in the order that it needs. Kill it unless it `ends`,
-    and then the processes that are left."""
+    """Send a child SIGTERM, and kill it unless it `ends`, and then the processes that are left."""
     descendants = _descendants(child)
     if child.process.poll() is None:
         child.process.terminate()
@@ -116,12 +110,8 @@ def end_child(child: Child, ends: Callable[[Child], bool]) -> None:
 
 
 class Children:
-    """The children of one command. Leaving the context ends them, in reverse order, and all their descendants: on Linux
-    these are reparented to this process when their parent dies. Children that run our code also end when this process
-    is killed (`agentfactory.base.processes.parent_watch`).
-
-    `say` gets a line when a descendant is stopped (SIGSTOP), and one when it continues.
-    """
+    """The children of one command. Leaving the context ends them, in reverse order, with all their descendants, which
+    on Linux are reparented to this process. `say` gets lines about stopped descendants."""
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
         self._say = say
@@ -181,15 +171,13 @@ class Children:
                 raise child.failure()
 
     def stop(self, child: Child) -> None:
-        """End a child after 5 s. One that is finishing its work gets up to 10 minutes, unless a second signal
-        arrives."""
+        """End a child after 5 s; one that is finishing gets up to 10 minutes, unless a second signal arrives."""
         end_child(child, self._ends)
         if child in self._children:
             self._children.remove(child)
 
     def _ends(self, child: Child) -> bool:
-        """Return whether a child exits in time after SIGTERM. The time restarts once the child has finished its work,
-        because its interpreter must still shut down."""
+        """Return whether a child exits in time after SIGTERM, or after it has finished its work."""
         started = finished = time.monotonic()
         while child.process.poll() is None:
             now = time.monotonic()
@@ -211,26 +199,19 @@ class Children:
 
 
 class _StoppedProcesses:
-    """A watch for processes that a signal has stopped, so that they neither work nor end."""
-
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         """Process id -> consecutive looks at which it was stopped."""
 
     def look(self, children: Sequence[Child]) -> Iterator[str]:
-        """Yield a line for each process that was stopped at this look and at the one before, and for each reported
-        process that continues."""
-        before, self._seen = self._seen, {}
-        names = {
-            process.pid: f"process {process.pid} of the {child.name}"
-            for child in children
-            for process in _descendants(child)
-        }
-        names |= {child.process.pid: child.name for child in children}
+        """Yield a line for each process that two looks found stopped, and for each that continues."""
+        before, self._seen, names = self._seen, {}, dict[int, str]()
+        for child in children:
+            names |= {below.pid: f"process {below.pid} of the {child.name}" for below in _descendants(child)}
+            names[child.process.pid] = child.name
         for process in psutil.Process().children(recursive=True):
             pid = process.pid
             with suppress(psutil.NoSuchProcess):
-                # others are those of tools in this process
                 name = names.get(pid) or f"process {pid} ({short(' '.join(process.cmdline()))})"
                 if process.status() == psutil.STATUS_STOPPED:
                     self._seen[pid] = before.get(pid, 0) + 1

@@ -1,9 +1,5 @@
-"""The plan of `agentfactory train`, computed without side effects.
-
-A `RunPlan` has a `StagePlan` per stage: its recipe, the checkpoint that it resumes from, the placement of its
-processes, and their commands. The launcher executes the plan and `--dry-run` prints it. The trainer's processes receive
-an `Assignment`: they neither compose nor check the recipe again.
-"""
+"""The plan of `agentfactory train`, computed without side effects: a `RunPlan` has a `StagePlan` per stage. The
+launcher executes it, `--dry-run` prints it, and the trainer's processes receive an `Assignment`."""
 
 import json
 import os
@@ -14,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.files.disk import write_whole
@@ -28,7 +22,7 @@ from agentfactory.launching.run_folder import RunFolder, RunFolderError
 from agentfactory.recipe.adapters import differences
 from agentfactory.recipe.checks import runs_chains
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import MERGED, Recipe, StagedRecipe, stages_of, updated
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoint_path
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS
 
@@ -49,8 +43,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Assignment:
-    """The input of the trainer's processes: the checked recipe with the server's address, and the checkpoint to resume
-    from."""
+    """The input of the trainer's processes: the checked recipe with the server's address, and a checkpoint."""
 
     recipe: Recipe
     checkpoint: Path | None
@@ -63,8 +56,7 @@ class Assignment:
 
     @classmethod
     def wait_for(cls, file: Path) -> "Assignment":
-        """Read the assignment once the launcher has written it, when the server is ready. Raises SettingError like
-        `read`."""
+        """Read the assignment once the launcher has written it. Raises SettingError like `read`."""
         while not file.exists():
             time.sleep(_POLL_SECONDS)
         return cls.read(file)
@@ -77,11 +69,7 @@ class Assignment:
             recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
             return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = str(error)
-            if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            problem = f"{display(file)} is not an assignment: {why[:200]}"
+            problem = f"{display(file)} is not an assignment: {' '.join(str(error).split())[:200]}"
             fix = "only the launcher writes one: run `agentfactory train RECIPE`"
             raise SettingError("--assignment", problem, fix, source=COMMAND_LINE) from error
 
@@ -107,18 +95,14 @@ class StagePlan:
     checkpoint: Path | None = None
     """The checkpoint that a started stage resumes from; None: from its beginning."""
     merge: Merge | None = None
-    """The merge of an adapter that makes the stage's model; None if it is not made this way."""
     placement: Placement = field(default_factory=Placement)
     is_placed: bool = False
     """False until the model exists; until then, `placement` contains only what is known without it."""
     refusal: SettingError | None = None
-    """The error if `placement` is impossible."""
     assigned: Recipe | None = None
-    """The recipe that the trainer gets."""
     server: Command | None = None
     """None if the stage needs no server, or uses one that is already running."""
     trainer: Command | None = None
-    """Starts every process of the trainer."""
 
     def placed(self, placement: Placement | None) -> "StagePlan":
         """Return the plan with `placement` and the fields derived from it. None: the model does not exist yet."""
@@ -150,9 +134,7 @@ class StagePlan:
     def assignment(self, url: str | None) -> Assignment:
         """Return the input of the trainer's processes; `url` is the address of the server started for them."""
         assert self.assigned is not None
-        recipe = self.assigned
-        if url is not None:
-            recipe = recipe.model_copy(update={"server": recipe.server.model_copy(update={"url": url})})
+        recipe = self.assigned if url is None else updated(self.assigned, "server", url=url)
         return Assignment(recipe, self.checkpoint)
 
 
@@ -187,8 +169,7 @@ class RunPlan:
         return [stage for stage in self.stages if stage.state is not State.COMPLETED]
 
     def placed(self) -> "RunPlan":
-        """Return the plan with a placement for every due stage if its model, or its first stage's model, exists. One
-        that does not fit has a refusal in its placement. Raises PlacementError."""
+        """Return the plan with a placement for every due stage whose model is known. Raises PlacementError."""
         missing = [stage for stage in self.due if not stage.is_placed]
         found = place([_planned(stage) for stage in missing], "train") if missing else []
         placed = {stage.folder.path: stage.placed(placement) for stage, placement in zip(missing, found, strict=True)}
@@ -239,11 +220,8 @@ def plan_run(recipe: Recipe | StagedRecipe, resume: str | None, overwrite: bool 
 
 
 def resume_stages(stages: Sequence[Recipe], asked: str) -> list[StagePlan]:
-    """Return each stage with its state and the checkpoint that it resumes from. `asked` is a checkpoint, or AUTO.
-
-    Raises RunFolderError if there is nothing to resume or the checkpoint is damaged, SettingError if a recipe does not
-    fit its checkpoint.
-    """
+    """Return each stage with its state and its checkpoint; `asked` is one, or AUTO. Raises RunFolderError if there is
+    nothing to resume or it is damaged, SettingError if a recipe does not fit."""
     path = None if asked == AUTO else Path(asked).expanduser().resolve()
     folders = [RunFolder(stage.output) for stage in stages]
     if path is not None and path.parent not in [folder.checkpoints.resolve() for folder in folders]:
@@ -291,11 +269,8 @@ def _resumed(recipe: Recipe, merge: Merge | None, folder: RunFolder, asked: Path
 
 
 def _after(recipe: Recipe, before: StagePlan | None) -> tuple[Recipe, Merge | None]:
-    """Return `recipe` with the network that it begins with, and the merge that makes its model, if any.
-
-    After a stage that trained all weights, the model is its last checkpoint. After one that trained an adapter, the
-    model stays the same and training continues the adapter, or the model is the base with the adapter merged.
-    """
+    """Return `recipe` with the network that it begins with, and the merge that makes its model, if any: after full
+    weights, their checkpoint; after an adapter, the adapter on the same base, or the merged base."""
     lora = recipe.model.lora
     if before is None:
         if lora is None or lora.from_ is None or not lora.merge:
@@ -317,14 +292,12 @@ def _merged(recipe: Recipe, adapter: Path, base: str, reason: str = "") -> tuple
     output = recipe.output / MERGED
     merge = Merge(adapter, base, recipe.model.dtype, output, reason)
     recipe = recipe.with_model(str(output))
-    # from here on it is a recipe like any other
     return (recipe if recipe.model.lora is None else _with_lora(recipe, from_=None, merge=None)), merge
 
 
 def _with_lora(recipe: Recipe, **settings: Any) -> Recipe:
     assert recipe.model.lora is not None
-    lora = recipe.model.lora.model_copy(update=settings)
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": lora})})
+    return updated(recipe, "model", lora=recipe.model.lora.model_copy(update=settings))
 
 
 def _planned(stage: StagePlan) -> Recipe:

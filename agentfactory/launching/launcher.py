@@ -17,7 +17,8 @@ from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.start_server import begin_server, wait_for_server
-from agentfactory.recipe.checks import check_prepared, doubts
+from agentfactory.recipe.adapters import doubts
+from agentfactory.recipe.checks import check_prepared
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command_line import address_fault, outside_fault
@@ -34,9 +35,8 @@ class RunStopped(Exception):
 
 
 def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, say: Say) -> None:
-    """Run all stages and write the run folder. `resume` continues the run in that folder, from this checkpoint or AUTO.
-    Raises ChildFailed, RunStopped, MostChainsDroppedError, RunFolderError, PlacementError, SettingError,
-    KeyboardInterrupt."""
+    """Run all stages and write the run folder; `resume` is a checkpoint or AUTO. Raises ChildFailed, RunStopped,
+    MostChainsDroppedError, RunFolderError, PlacementError, SettingError, KeyboardInterrupt."""
     with Hold(recipe.output) as hold:
         hold.take()
         if overwrite and "${output}/" in recipe.to_yaml():
@@ -91,7 +91,6 @@ def train(recipe: Recipe | StagedRecipe, overwrite: bool, resume: str | None, sa
 
 
 def _open_folder(plan: RunPlan, overwrite: bool, resume: str | None, hold: Hold) -> RunFolder:
-    # another run may have begun meanwhile
     hold.take()
     if overwrite:
         # NFS cannot delete a folder with an open file in it
@@ -141,7 +140,6 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
     if stage.server is None:
         stage.assignment(None).write(folder.assignment)
     else:
-        # left by an earlier attempt
         folder.assignment.unlink(missing_ok=True)
         command, log = stage.server.arguments, folder.logs / "server.log"
         server = begin_server(recipe, command, children, log, say, env=stage.server.env)
@@ -172,8 +170,6 @@ def _run_stage(stage: StagePlan, whole: RunFolder, children: Children, store: Pa
 
 
 def _tell(stage: StagePlan, say: Say) -> None:
-    """Print the adapter that the stage begins with, and the placement of its processes. Raises SettingError if the
-    placement is impossible."""
     if (line := stage.describe_adapter()) is not None:
         say(line)
     for line in stage.placement.describe():

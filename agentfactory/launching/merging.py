@@ -1,7 +1,5 @@
-"""Merge an adapter into its base: for an export, or for a run that begins with the merged network.
-
-The child of a run is `python -m agentfactory.launching.merging ADAPTER BASE DTYPE OUTPUT`; only it imports torch.
-"""
+"""Merge an adapter into its base, for an export or a run. A run's child is `python -m agentfactory.launching.merging
+ADAPTER BASE DTYPE OUTPUT`; only it imports torch."""
 
 import json
 import shutil
@@ -41,7 +39,6 @@ class Merge:
     dtype: str
     output: Path
     reason: str = ""
-    """The reason why the adapter is not continued."""
 
     @property
     def is_done(self) -> bool:
@@ -87,7 +84,6 @@ class Merge:
         say(f"merging the adapter in {display(self.adapter)} into {self.base}")
         child = children.start("merge of the adapter", self.command, log)
         children.wait(child)
-        # its last line
         say(child.tail(1)[0])
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes import parent_watch
-from agentfactory.recipe.schema import Recipe
+from agentfactory.recipe.schema import Recipe, updated
 from agentfactory.rollout.inference.server_command_line import server_command
 from agentfactory.trainers.sync.backends import backend_of
 
@@ -27,14 +27,11 @@ class Placement:
 
     mode: str = "separate"
     table: str = ""
-    """The memory table as text."""
     on_gpu: bool = False
-    """True if this machine has a GPU."""
     trainer_devices: str | None = None
     """CUDA_VISIBLE_DEVICES of the trainer; None: unchanged."""
     server_devices: str | None = None
     gpu_memory_utilization: float | None = None
-    """For vLLM; None: the recipe's, or vLLM's default."""
     sync: str | None = None
     """Replaces sync.backend=auto; None: unchanged."""
     trainer_bytes: int = 0
@@ -49,14 +46,14 @@ class Placement:
         if self.gpu_memory_utilization is None:
             return recipe
         share = {"gpu_memory_utilization": self.gpu_memory_utilization}
-        return _with(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
+        return updated(recipe, "server", options=recipe.server.vllm.model_copy(update=share))
 
     def for_trainer(self, recipe: Recipe) -> Recipe:
         """Return `recipe` with the trainer's settings from the placement."""
         if recipe.placement.mode == "auto" and self.mode != "separate":
-            recipe = _with(recipe, "placement", mode=self.mode)
+            recipe = updated(recipe, "placement", mode=self.mode)
         if self.sync is not None:
-            recipe = _with(recipe, "sync", backend=self.sync)
+            recipe = updated(recipe, "sync", backend=self.sync)
         return recipe
 
     def server_command(
@@ -95,27 +92,19 @@ class Placement:
         return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
     def check_trainers_room(self) -> None:
-        """Raise PlacementError unless the trainer's GPU has the memory that the table gives it, now that the server has
-        started."""
+        """Raise PlacementError unless the trainer's GPU still has the planned memory."""
         if not self.trainer_bytes:
             return
         free = _ask("agentfactory.placement.machine", "", self.environment("trainer"))[0]
         if free < self.trainer_bytes:
-            needed, left = self.trainer_bytes / 2**30, free / 2**30
-            raise PlacementError(
-                f"the memory table gives the trainer {needed:.2f} GiB of the GPU, but beside the server only "
-                f"{left:.2f} GiB are free; fix: end other processes on it, lower "
-                "server.options.gpu_memory_utilization, or set placement.mode=time_share"
-            )
+            problem = f"the memory table gives the trainer {self.trainer_bytes / 2**30:.2f} GiB of the GPU, but beside "
+            problem += f"the server only {free / 2**30:.2f} GiB are free; fix: end other processes on it, lower "
+            raise PlacementError(f"{problem}server.options.gpu_memory_utilization, or set placement.mode=time_share")
 
 
 def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list[Placement | None]:
-    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist yet.
-
-    A stage whose model the previous stage produces is planned with the first stage's model, which has the same shape.
-    If there is no GPU here and the recipe sets no placement, nothing is planned and torch is not imported. Raises
-    PlacementError.
-    """
+    """Place the processes of each recipe, whether it fits or is refused; None if its model does not exist. Later stages
+    are planned with the first stage's model. Raises PlacementError."""
     found: list[Placement | None] = [Placement()] * len(recipes)
     asked: dict[int, Recipe] = {}
     for index, recipe in enumerate(recipes):
@@ -132,10 +121,6 @@ def place(recipes: Sequence[Recipe], purpose: Literal["train", "serve"]) -> list
             refused = answer.pop("refused", None)
             found[index] = Placement(**answer, refused=refused and tuple(refused))
     return found
-
-
-def _with(recipe: Recipe, section: str, **settings: Any) -> Recipe:
-    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=settings)})
 
 
 def _is_planned(recipe: Recipe) -> bool:

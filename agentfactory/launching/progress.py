@@ -1,5 +1,4 @@
-"""Progress display: for training, a live table and a bar on a terminal, and plain lines elsewhere; for groups of
-chains, lines."""
+"""Progress display: a live table and bar on a terminal, and plain lines elsewhere."""
 
 import logging
 import threading
@@ -20,7 +19,6 @@ from rich.text import Text
 from agentfactory.base.run_notices import Notices, notice_of
 
 SAY_EVERY_SECONDS = 5.0
-"""Seconds between two lines about groups of chains."""
 
 _ROWS = 10
 _COLUMNS = {
@@ -105,9 +103,8 @@ class Progress:
 
 @contextmanager
 def tell_warnings(say: Callable[[str], None]) -> Iterator[Notices]:
-    """Pass messages of our loggers to `say` while the context is open: each warning, the first notice (`tell`) on each
-    topic, and information (`inform`). In the end, even by an error, `say` gets all notices of faults again, with their
-    counts."""
+    """Pass warnings, the first notice on each topic and information of our loggers to `say`, and at the end, even by an
+    error, all notices of faults again, with their counts."""
     notices = Notices()
     try:
         with handled_by(_Said(say, notices)):

@@ -17,8 +17,7 @@ _ENGINES = {"vllm": "vllm", "agentfactory": "embedded"}
 
 
 def check_reach(recipe: Recipe) -> None:
-    """Check that the servers at `server.url` answer, and that the recipe's tools and connections can be opened, if
-    chains run in training. Raises SettingError."""
+    """Check that servers answer and tools open, if chains run in training. Raises SettingError."""
     if runs_chains(recipe, "train"):
         check_servers_answer(recipe)
         check_teacher_answers(recipe)
@@ -35,9 +34,7 @@ def check_hub(recipe: Recipe | StagedRecipe, purpose: Purpose) -> None:
 
 
 def check_servers_answer(recipe: Recipe) -> None:
-    """Raise SettingError if nothing answers at an address of `server.url`, or an engine that does not do what
-    `server.engine` does. The default, vLLM, stands for both: what it requires suffices for the embedded engine."""
-    # imported here, because most recipes start their server
+    """Raise SettingError if nothing answers at an address of `server.url`, or another engine does."""
     from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 
     for url in recipe.server.urls:
@@ -61,7 +58,6 @@ def check_teacher_answers(recipe: Recipe) -> None:
     """Raise SettingError if the server of a teacher does not answer, or cannot grade the policy's tokens."""
     if not (servers := recipe.teacher_servers):
         return
-    # imported here, because most recipes have no such teacher
     from agentfactory.rollout.inference.http_transport import ServerUnreachableError
     from agentfactory.rollout.inference.teacher_client import open_teachers
 
@@ -79,8 +75,7 @@ def check_teacher_answers(recipe: Recipe) -> None:
 
 
 def check_tools_open(recipe: Recipe) -> None:
-    """Open the recipe's tools, those of each source, and close them. Raises SettingError if that fails, names clash, a
-    limit is for a tool that there is not, or a process may not open enough files."""
+    """Open the recipe's tools, and close them. Raises SettingError."""
     check_open_files(most_chains(recipe, recipe.rollout.workers))
     for part in distinct(parts_of(recipe)):
         with part_named(part):
@@ -95,7 +90,7 @@ def _open_tools(recipe: RolloutRecipe) -> None:
     from agentfactory.tools.calls.limits import check_limits
     from agentfactory.tools.sessions.toolset import open_toolset
 
-    servers = {name: _without_spares(config) for name, config in recipe.mcp_servers.items()}
+    servers = {name: without_spares(config) for name, config in recipe.mcp_servers.items()}
     tried = ToolsRecipe(tools=recipe.tools, mcp_servers=servers, limits=recipe.limits)
 
     async def open_once() -> None:
@@ -115,7 +110,8 @@ def _open_tools(recipe: RolloutRecipe) -> None:
         raise SettingError("tools, mcp_servers", problem or fix, fix if problem else "correct it") from error
 
 
-def _without_spares(config: McpServerConfig) -> McpServerConfig:
+def without_spares(config: McpServerConfig) -> McpServerConfig:
+    """Return the entry for a try, without spare processes and kept folders."""
     is_process = config.command is not None or config.container is not None
     starts_ahead = config.pool.warm or (is_process and config.pool.warm is None)
     # a server that all chains share cannot have any, and reports it

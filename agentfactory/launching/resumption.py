@@ -60,8 +60,7 @@ def choose(folder: RunFolder, asked: Path | None) -> Path | None:
 
 
 def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> None:
-    """Raise SettingError if `recipe` would change the training result. It may set more steps, and change the placement
-    and speed of the run."""
+    """Raise SettingError if `recipe` would change the training result; steps, placement and speed may differ."""
     where = checkpoint or folder.recipe
     try:
         saved = read_info(checkpoint)["recipe"] if checkpoint else parse_saved(folder.read_recipe())
@@ -96,8 +95,7 @@ def check_recipe(recipe: Recipe, folder: RunFolder, checkpoint: Path | None) -> 
 
 
 def content_digests(recipe: Recipe) -> dict[str, str]:
-    """Return the SHA-256 of the content of each file or folder that decides what a run learns from, by the field that
-    names it. Absent files are left out."""
+    """Return the SHA-256 of the files that decide what a run learns from, by the field that names each."""
     lora = recipe.model.lora
     named = {
         **{f"{part.section}.path": data.file for part in recipe.parts() if (data := part.recipe.data) is not None},
@@ -118,16 +116,14 @@ def content_digests(recipe: Recipe) -> dict[str, str]:
 
 
 def code_files(recipe: Recipe) -> dict[Path, str]:
-    """Return the files of user code that decide what a run learns from, with the field that names each; see
-    `source_files`."""
+    """Return the files of user code that decide what a run learns from, with the fields that name them."""
     data = recipe.model_dump(mode="json")
     named = {name: value for name, value in _leaves(data).items() if name != "prepare" and not _may_differ(name)}
     return source_files(named, Path.cwd(), recipe.import_path)
 
 
 def changed_code(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
-    """Yield a warning for each file of user code that has another content than at the checkpoint. A checkpoint of an
-    older version has no digests."""
+    """Yield a warning for each file of user code that differs from the checkpoint's, if that has digests."""
     before = read_info(checkpoint).get("code")
     if not isinstance(before, dict):
         return
@@ -135,15 +131,13 @@ def changed_code(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     for path, digest in digests_of(files).items():
         if before.get(path) != digest:
             how = "has changed" if path in before else "is new"
-            yield (
-                f"{display(Path(path))} ({files[Path(path)]}) {how} since step {step_of(checkpoint)}: later chains are "
-                "not comparable with earlier ones; fix: restore it, or begin another run with output=OTHER"
-            )
+            told = f"{display(Path(path))} ({files[Path(path)]}) {how} since step {step_of(checkpoint)}"
+            fix = "restore it, or begin another run with output=OTHER"
+            yield f"{told}: later chains are not comparable with earlier ones; fix: {fix}"
 
 
 def rewind(recipe: Recipe, folder: RunFolder, checkpoint: Path | None, say: Callable[[str], None]) -> None:
-    """Rewind the run folder of `recipe` to its `checkpoint` (None: to its beginning): cut later metrics and
-    trajectories, and set later checkpoints aside. Report these, and user code that has changed since, to `say`."""
+    """Cut what came after `checkpoint` (None: everything), and set later checkpoints aside; report it to `say`."""
     folder.note_stopped()
     for left in folder.checkpoints.glob(".step-*.partial"):
         shutil.rmtree(left)

@@ -24,7 +24,6 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint
 
 RECIPE = "recipe.yaml"
 ADAPTER = "adapter_config.json"
-"""A file that marks a checkpoint as an adapter."""
 
 _PREPARED = "prepared"  # folder that the user's `prepare` fills, and may replace with a link
 _BESIDE = re.compile(r"(eval|rollout|serve)(-\d+)?")
@@ -45,7 +44,6 @@ class RunFolder:
         self.on_log = on_log
         self.recipe = path / RECIPE
         self.assignment = path / "assignment.json"
-        """The launcher's `Assignment` for the trainer's processes."""
         self.metrics = path / "metrics.jsonl"
         self.trajectories = path / "trajectories"
         self.images = path / "images"
@@ -53,7 +51,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.parts = (self.trajectories, self.checkpoints, self.logs)
-        """Folders that every run folder has."""
         self.sync = path / "sync"
         self.summary = path / "summary.json"
         self.credit = self.trajectories / CREDIT_FILE
@@ -61,9 +58,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: str, overwrite: bool = False, keep_prepared: bool = False) -> "RunFolder":
-        """Create the folder and store the resolved recipe (YAML) in it. Raises RunFolderError if something is there;
-        with `overwrite`, an existing run folder is deleted. Run folders of `eval`, `rollout` and `serve` are kept, and
-        with `keep_prepared` also what was prepared for them."""
+        """Create the folder with the resolved recipe. Raises RunFolderError if something is there; `overwrite` deletes
+        a run, except those of `eval`, `rollout` and `serve`, and what was prepared if `keep_prepared`."""
         check_free(path, overwrite)
         folder = cls(path)
         with _usable(path):
@@ -78,8 +74,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, recipe: str) -> "RunFolder":
-        """Open the folder of a run that continues, and replace its recipe with this one. Raises RunFolderError if there
-        is no run."""
+        """Open the folder of a run that continues, with this recipe. Raises RunFolderError if there is no run."""
         folder = cls(path)
         with _usable(path):
             folder.need_run()
@@ -98,8 +93,7 @@ class RunFolder:
         write_whole(self.summary, f"{json.dumps(summary, indent=2, ensure_ascii=False)}\n".encode())
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the content of summary.json; empty if there is none. Raises OSError or ValueError if it cannot be
-        read."""
+        """Return summary.json, empty if there is none. Raises OSError or ValueError."""
         try:
             return read_json(self.summary, self.within)
         except FileNotFoundError:
@@ -134,8 +128,7 @@ class RunFolder:
 
     @property
     def whole(self) -> Path:
-        """The outermost run folder around this one, which users move or copy as a unit: of the staged run for a stage,
-        of the run for an evaluation."""
+        """The outermost run folder around this one, which users move as a unit."""
         return next((path for path in reversed(self.path.parents) if is_run(path)), self.path)
 
     def read_part(self, part: "RunFolder") -> dict[str, Any]:
@@ -195,8 +188,7 @@ class RunFolder:
         self.check_entries("--resume")
 
     def check_entries(self, option: str) -> None:
-        """Raise RunFolderError if an entry that our code reads or writes is neither a regular file nor a folder.
-        `option` names the folder."""
+        """Raise RunFolderError, for `option`, if one of the entries is no regular file or folder."""
         try:
             for name, kind in untrusted_files.entries_of(self.path, self.within).items():
                 if kind not in (stat.S_IFREG, stat.S_IFDIR) and name != _PREPARED:
@@ -226,8 +218,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 class Hold:
-    """A lock on a file of the run in `path`, which excludes all other launchers and trainers. Children do not inherit
-    it, and the kernel releases it when this process ends in any way."""
+    """A lock on a run, which excludes other launchers and trainers. Children do not inherit it."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -247,8 +238,7 @@ class Hold:
             self._held = None
 
     def take(self, make: bool = False) -> None:
-        """Lock the run in the folder, if there is one; with `make`, create the lock file if it is missing. Raises
-        RunFolderError if a live process holds the lock."""
+        """Lock the run, if there is one; `make`: create the lock file. Raises RunFolderError if it is held."""
         if self._held is not None:
             return
         try:
@@ -351,20 +341,15 @@ def check_free(path: Path, overwrite: bool) -> None:
 def _described(path: Path) -> str:
     try:
         saved = parse_saved(RunFolder(path).read_recipe())
-    except (OSError, ValueError):
-        saved = None
-    if not isinstance(saved, dict) or "name" not in saved:
+        name, first = saved["name"], Path(saved["import_path"][0])
+    except (OSError, ValueError, LookupError, TypeError):
         return "a run"
-    folders = saved.get("import_path")
-    first = str(folders[0]) if isinstance(folders, list) and folders else ""
     # a run in the recipe's own folder stores that folder as a relative path
-    of = f" of the recipe in {display(Path(first))}" if os.path.isabs(first) else ""
-    return f"the run {saved['name']!r}{of}"
+    return f"the run {name!r}" + (f" of the recipe in {display(first)}" if first.is_absolute() else "")
 
 
 def base_of_adapter(checkpoint: Path) -> str:
-    """Return the folder or hub name of the model that an adapter is for. Raises RunFolderError if the folder is
-    missing."""
+    """Return the folder or hub name of an adapter's model. Raises RunFolderError if it is missing."""
     base = named_base(checkpoint)
     if os.path.isabs(base) and not Path(base).is_dir():
         raise RunFolderError(f"{checkpoint} is an adapter for {base}, which does not exist; fix: move or link it there")
@@ -372,9 +357,8 @@ def base_of_adapter(checkpoint: Path) -> str:
 
 
 def named_base(checkpoint: Path) -> str:
-    """Return the folder or hub name of the model that an adapter is for, which may be missing. A model in the
-    run folder of `checkpoint` is looked up there, because the run may have moved since peft wrote the path. Raises
-    RunFolderError if it cannot be read."""
+    """Return the folder or hub name of an adapter's model, which may be missing; one in the run folder may have moved
+    with it. Raises RunFolderError if it cannot be read."""
     try:
         if (checkpoint / INFO).is_file():
             saved = read_info(checkpoint)["recipe"]

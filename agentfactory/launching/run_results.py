@@ -13,9 +13,8 @@ _EVALUATIONS = {"eval/sampled/success": "held-out success, sampled", "eval/greed
 
 
 def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Path | None:
-    """Draw reward and success (or the loss, for a run without them) over steps, with the held-out points, as a PNG.
-    `metrics` are the lines of metrics.jsonl. Return `path`; None if there is nothing to draw. Raises SettingError
-    without the extra `viewer`."""
+    """Draw reward and success, or the loss, over steps as a PNG. Return `path`; None if there is nothing to draw.
+    Raises SettingError without the extra `viewer`."""
     rows = [row for row in metrics if "step" in row]
     names = [name for name in _CURVES if any(name in row for row in rows)]
     if not names:
@@ -23,7 +22,6 @@ def draw_curve(metrics: Iterable[dict[str, Any]], path: Path, title: str) -> Pat
     check_extra("viewer")
     # its notices about a home that cannot be written do not concern the run
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    # matplotlib takes most of a second to import, and only this function needs it
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -66,8 +64,7 @@ class MostChainsDroppedError(Exception):
 
 
 def chains_dropped(metrics: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of `chains` that ended, and of `dropped_chains` among them, including those that were run
-    again; empty if nothing was rolled out. `metrics` are the lines of metrics.jsonl."""
+    """Return the number of `chains` that ended and of `dropped_chains`; empty if there were none."""
     lines = [line for line in metrics if "chains" in line]
     if not lines:
         return {}
@@ -86,8 +83,7 @@ def check_dropped(summaries: Iterable[dict[str, Any]]) -> None:
 
 
 def best_checkpoint(summary: dict[str, Any], folder: Path) -> list[str]:
-    """Describe the best checkpoint of the run in `folder`, unless it is the last one; say so if no checkpoint beats the
-    initial weights."""
+    """Describe the best checkpoint of a run, unless it is the last one, or none beats the initial weights."""
     best = summary.get("best_checkpoint")
     if not best or best["path"] == summary.get("checkpoint"):
         return []

@@ -10,10 +10,8 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.files.untrusted_files import RefusedFileError, check_tree, entries_of, read_json, refused
 from agentfactory.launching.run_folder import ADAPTER, RunFolder, RunFolderError, base_of_adapter, is_run
 from agentfactory.recipe.composition import COMMAND_LINE, display
-from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
+from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of, updated
 from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, read_info
-
-_NAMED = 8  # maximum checkpoints near a wrong path that a message names: the last ones
 
 
 @dataclass
@@ -32,7 +30,7 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     """Find the weights to serve. `checkpoint` is a folder, a hub name, or None for the recipe's own."""
     stage = stages_of(recipe)[-1]
     if isinstance(checkpoint, str):
-        return Served(_unquantised(stage.with_model(checkpoint)), checkpoint)
+        return Served(updated(stage.with_model(checkpoint), "server", model=None), checkpoint)
     lora = stage.model.lora
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
@@ -42,7 +40,6 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
     elif isinstance(recipe, StagedRecipe):
         path = RunFolder(stage.output).need_checkpoint()
     elif lora is not None and lora.from_ is not None:
-        # the network that training begins with
         adapter = Path(lora.from_)
         check_weights_folder(adapter)
         return Served(stage, str(adapter), "checkpoint", {"checkpoint": adapter}, _step_of(adapter))
@@ -56,14 +53,14 @@ def what_is_served(recipe: Recipe | StagedRecipe, checkpoint: Path | str | None)
         return Served(served, str(path), "checkpoint", {"checkpoint": path}, step)
     served = stage.with_model(str(path))
     if checkpoint is not None or isinstance(recipe, StagedRecipe):
-        served = _unquantised(served)
+        # a quantised copy of the initial model is not a copy of another one
+        served = updated(served, "server", model=None)
     return Served(served, str(path), step=step)
 
 
 def trained_in(run: Path, recipe: Recipe | StagedRecipe, overrides: Sequence[str]) -> Path | None:
-    """Return the last checkpoint of the run in the folder `run`, which holds the recipe's file. None if `overrides` set
-    another model, if a running server has its own weights, or if there is no checkpoint. For a staged recipe in its own
-    output, `what_is_served` finds the checkpoint."""
+    """Return the last checkpoint of the run in the folder `run`; None if `overrides` set another model, a running
+    server has its own weights, or `what_is_served` finds it."""
     last = stages_of(recipe)[-1]
     if isinstance(recipe, StagedRecipe):
         # another output is only for what the command writes
@@ -88,27 +85,13 @@ def check_weights(folder: Path, option: str) -> None:
     """Raise SettingError if `folder`, which `option` names, contains neither a model nor an adapter."""
     if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
         return
-    # `folder` may be a run folder, its checkpoints/, those of a stage, or a missing step
-    near = {
-        found
-        for place in (folder, folder.parent)
-        for below in ("", "checkpoints/", "*/checkpoints/")
-        for found in place.glob(f"{below}step-*")
-    }
-    named = ", ".join(display(path) for path in sorted(near, key=lambda path: (path.parent, path.name))[-_NAMED:])
     problem = "neither config.json nor adapter_config.json is there" if folder.is_dir() else "no such folder"
-    fix = f"name one of {named}" if near else "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
+    fix = "name a checkpoint, such as runs/NAME/checkpoints/step-000080"
     raise SettingError(option, f"{display(folder)}: {problem}", fix, source=COMMAND_LINE)
 
 
-def _unquantised(recipe: Recipe) -> Recipe:
-    """Drop server.model: a quantised copy of the initial model is not a copy of another one."""
-    return recipe.model_copy(update={"server": recipe.server.model_copy(update={"model": None})})
-
-
 def check_weights_folder(path: Path) -> None:
-    """Raise RunFolderError if the weights folder that a user named has files that must not be opened. A checkpoint must
-    have regular files only, with readable JSON. A model may have links, as in the hub's cache."""
+    """Raise RunFolderError if a weights folder has files that must not be opened."""
     is_ours = path.parent.name == "checkpoints"
     within = path.parents[1] if is_ours else path
     try:

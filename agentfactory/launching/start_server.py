@@ -36,8 +36,7 @@ def begin_server(
 
 
 def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, say: Callable[[str], None]) -> str:
-    """Wait until a new server is ready, and return its address. Raises ChildFailed if it or another
-    child ends."""
+    """Wait until a new server is ready, and return its address. Raises ChildFailed if a child ends."""
     started = said = time.monotonic()
     while (now := time.monotonic()) < started + recipe.server.startup_seconds:
         children.check_all()
@@ -56,9 +55,8 @@ def wait_for_server(recipe: RolloutRecipe, server: Child, children: Children, sa
 
 @asynccontextmanager
 async def serve(recipe: RolloutRecipe, adapters: Mapping[str, Path]) -> AsyncIterator[tuple[Child, str]]:
-    """Run a server on `recipe.model`, and yield it with its address. The server ends with the context, or when this
-    process ends in any way. Raises ChildFailed, with the server's reason, if it does not start. Its log is then
-    kept, as when it ends too early."""
+    """Run a server on `recipe.model`, and yield it with its address, until the context or this process ends. Raises
+    ChildFailed if it does not start; its log is then kept."""
     await run_in_thread(partial(check_names, model_names(recipe)))
     descriptor, log = tempfile.mkstemp(prefix="agentfactory-server-", suffix=".log")
     os.close(descriptor)

@@ -1,8 +1,5 @@
-"""One process of the trainer, which assembles the parts of the recipe, trains, and records the run.
-
-Every process of the trainer runs `train`. Rank 0 also owns the run folder, the display of the run (`_Display`) and, for
-live rollouts, the worker and the weight sync.
-"""
+"""One process of the trainer, which assembles the parts of the recipe, trains, and records the run. Rank 0 also owns
+the run folder, the display and, for live rollouts, the worker and the weight sync."""
 
 import logging
 import signal
@@ -64,13 +61,9 @@ logger = logging.getLogger("agentfactory.train")
 
 
 def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Symptom | None:
-    """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause if the run
-    ended early, else None. Every process calls this function. At the end of a run without a launcher, rank 0 raises
-    MostChainsDroppedError; with one, the launcher raises it.
-
-    `asked` is the launcher's assignment, which comes with a run folder. If you start the trainer yourself, it is the
-    checkpoint to resume from or AUTO, or None for a new run.
-    """
+    """Train `recipe` on the processes that accelerate started, and write the run folder. Return the cause of an early
+    end, or None. `asked`: the launcher's assignment, or a checkpoint to resume from, AUTO or None. Without a launcher,
+    rank 0 raises MostChainsDroppedError."""
     return_freed_memory()
     # progress bars of loading and writing would garble our own progress display
     transformers.utils.logging.disable_progress_bar()
@@ -90,7 +83,7 @@ def train(recipe: Recipe, asked: str | Assignment | None) -> signal.Signals | Sy
         # a symptom or signal that arrived during the last evaluation has cut it short
         stop.agreed(accelerator)
         if display is not None:
-            summary = _summary(recipe, folder, result, stop.agreed_on, display)
+            summary = _summary(recipe, folder, result, display)
             folder.write_summary(summary)
             display.say_what_ended_it(result.steps, is_launched)
         stop.end(accelerator)
@@ -121,7 +114,6 @@ def _make_folder(recipe: Recipe, folder: RunFolder, resume: str | None, hold: Ho
     hold.take()
     if resume is None:
         checkpoint = None
-        # only the launcher can prepare again
         RunFolder.create(recipe.output, recipe.to_saved(folder.whole), keep_prepared=True)
     else:
         checkpoint = resume_stages([recipe], resume)[0].checkpoint
@@ -150,7 +142,6 @@ class _Run:
         return images_beside(Path(saved)) if saved else self.folder.images
 
     def train_sft(self) -> TrainResult:
-        """Train on conversations or saved rows."""
         recipe, is_main = self.recipe, self.accelerator.is_main_process
         tasks = _sft_tasks(recipe) if is_main else None
         # conversations in data files bring their own tools
@@ -163,7 +154,6 @@ class _Run:
         return train_sft(recipe, self.accelerator, checkpoints, rows=rows, log=log, stop=self.stop, images=images)
 
     def train_rl(self, note: Note | None) -> TrainResult:
-        """Train on chains, live or saved; `note` gets the groups of each step."""
         tokenizer = load_tokenizer(self.recipe.model.path)
         checkpoints = self._checkpoints(tokenizer)
         services = self._with_rollouts(Services(self.folder.log, note, stop=self.stop), tokenizer, checkpoints)
@@ -188,7 +178,6 @@ class _Run:
     def _with_rollouts(
         self, services: Services, tokenizer: PreTrainedTokenizerBase, checkpoints: Checkpoints
     ) -> Services:
-        """Open the source of groups and the weight sync, and add them to `services`."""
         recipe, folder, main = self.recipe, self.folder, self.accelerator.is_main_process
         train, train_state = recipe.train, checkpoints.train_state
         total = train.steps * train.batch_size
@@ -238,7 +227,6 @@ class _Run:
 
 
 def _sft_tasks(recipe: Recipe) -> list[Task] | None:
-    """Return the conversations for supervised training; None if there are none, or if it uses saved rows."""
     if recipe.train.algorithm != "sft" or recipe.train.from_trajectories or recipe.data is None:
         return None
     return load_tasks(recipe.data, tell=True)
@@ -261,8 +249,7 @@ def _sft_rows(recipe: Recipe, renderer: Renderer, tasks: list[Task] | None) -> l
 
 
 class _Display:
-    """The display of a run: progress and warnings in the terminal, and the trackers. For rank 0. At a symptom of
-    train.stop_when, it asks the run to stop."""
+    """The display of a run for rank 0: progress, warnings and trackers. A symptom of train.stop_when stops the run."""
 
     def __init__(self, run: _Run):
         recipe, folder, checkpoint, stack = run.recipe, run.folder, run.checkpoint, run.stack
@@ -280,12 +267,15 @@ class _Display:
             self._tracking = stack.enter_context(tracking)
         self._health = Health(alike=ordered_by(recipe) is None)
         self.findings: list[Finding] = []
-        """The findings of the run, including those from before it was resumed."""
         for metrics in folder.read_metrics():
             for finding in self._health.note(metrics):
                 self.findings.append(finding)
                 self.notices.take(Notice(finding.topic, finding.text))
         folder.on_log = self._show
+
+    @property
+    def ended_by(self) -> signal.Signals | Symptom | None:
+        return self._stop.agreed_on
 
     def _show(self, metrics: dict[str, Any]) -> None:
         self._progress.update(metrics)
@@ -298,20 +288,18 @@ class _Display:
                 self._stop.ask(Symptom(finding.topic))
 
     def note_groups(self, step: int, groups: list[Group], credit: list[str]) -> None:
-        """Record the groups of a step and the credit of their tokens."""
         self._folder.note_credit(credit)
         if self._tracking is not None:
             self._tracking.note_groups(step, groups)
 
     def say_what_ended_it(self, steps: int, is_launched: bool) -> None:
         """Print the cause of an early end after `steps`; print nothing if the run is complete."""
-        ended_by = self._stop.agreed_on
-        if isinstance(ended_by, signal.Signals):
+        if isinstance(self.ended_by, signal.Signals):
             # the launcher stops its trainer by SIGTERM, and names the signal that it got itself
-            by = "" if is_launched else f" by {name_of(ended_by)}"
+            by = "" if is_launched else f" by {name_of(self.ended_by)}"
             self._progress.note(f"stopped{by} after step {steps}; continue with --resume")
-        elif ended_by is not None:
-            self._progress.note(f"stopped by train.stop_when ({ended_by}) after step {steps}")
+        elif self.ended_by is not None:
+            self._progress.note(f"stopped by train.stop_when ({self.ended_by}) after step {steps}")
 
 
 def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> list[CanaryRow]:
@@ -322,21 +310,13 @@ def _probes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, folder: RunFolde
     vocabulary = [token for token in range(len(tokenizer)) if token not in left_out]
     if vision is None:
         return canary_rows(vocabulary, longest, recipe.seed, CONTEXT_TOKENS[recipe.server.engine])
-    # long enough for an image
     rows = canary_rows(vocabulary, longest, recipe.seed)
     # a frozen vision tower is the same as the one that the server has loaded
     return with_image_rows(rows, vision, ImageStore(folder.images) if recipe.train.trains_vision else None, recipe.seed)
 
 
-def _summary(
-    recipe: Recipe,
-    folder: RunFolder,
-    result: TrainResult,
-    ended_by: signal.Signals | Symptom | None,
-    display: _Display,
-) -> dict[str, Any]:
-    status = "completed"
-    reason = {}
+def _summary(recipe: Recipe, folder: RunFolder, result: TrainResult, display: _Display) -> dict[str, Any]:
+    status, reason, ended_by = "completed", dict[str, str](), display.ended_by
     if isinstance(ended_by, signal.Signals):
         status, reason = "interrupted", {"reason": name_of(ended_by)}
     elif ended_by is not None:
@@ -345,7 +325,6 @@ def _summary(
     best = find_best(found_checkpoints(folder.checkpoints), recipe.train.keep_best)
 
     def below(path: Path) -> str:
-        # the run folder may be moved
         return str(path.relative_to(folder.path))
 
     return {
@@ -365,6 +344,5 @@ def _summary(
 
 
 def _headline(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of an evaluation that a summary shows: success (sampled), greedy success, reward (sampled)."""
     names = {"success": "eval/sampled/success", "greedy": "eval/greedy/success", "reward": "eval/sampled/reward"}
     return {short: metrics[name] for short, name in names.items() if name in metrics}

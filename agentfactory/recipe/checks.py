@@ -11,7 +11,7 @@ from typing import Any
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.processes.environment import is_setting
 from agentfactory.base.user_code.source_files import source_files, variables_read
-from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
+from agentfactory.recipe.adapters import check_adapter
 from agentfactory.recipe.code_checks import (
     check_anchors,
     check_programs,
@@ -48,12 +48,8 @@ def runs_chains(recipe: Recipe, purpose: Purpose) -> bool:
 def check_recipe(
     recipe: Recipe | StagedRecipe, purpose: Purpose = "train", lacks: list[SettingError] | None = None
 ) -> None:
-    """Check the fields of a loaded recipe against each other, this machine's files and the user's code (imported).
-
-    `purpose` is the command that will use the recipe: a server's settings are checked only if one is started. With
-    `lacks`, errors about missing programs and packages are appended to it: the recipe may be for another machine.
-    Raises SettingError for the first field that cannot work.
-    """
+    """Check a recipe's fields against each other, this machine's files and the user's code (imported), for the command
+    `purpose`. Errors about missing programs go to `lacks`, if given. Raises SettingError for the first fault."""
     with recipe.composed.located():
         _check_prepare(recipe.prepare)
     prepared = recipe.output / "prepared" if recipe.prepare else None
@@ -124,7 +120,6 @@ def part_named(part: Part[Recipe]) -> Iterator[None]:
 
 
 def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str | None, lack: Lack) -> None:
-    """Check what does not depend on the sources of tasks."""
     if purpose != "tools":
         _check_files(recipe, prepared, after)
     sources = recipe.data.sources if recipe.data is not None else []
@@ -221,8 +216,7 @@ def _require(
 
 
 def _check_rows(part: Part[Recipe], purpose: Purpose, prepared: Path | None) -> None:
-    """Check that a data file's rows are tasks with the fields that rewards and resets need. Rows from the hub, in
-    parquet and in huge files are checked before the first chain: it would take too long in every process."""
+    """Check that a data file's rows have what rewards and resets need, if it is quick to read."""
     recipe, section, data = part.recipe, part.section, part.recipe.data
     assert data is not None
     acts = runs_chains(recipe, purpose)
@@ -256,7 +250,6 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
         check_answers("answer", tasks)
     check_resets(recipe, tasks, section)
     if recipe.rollout.agent is not None:
-        # imported here, because it imports transformers
         from agentfactory.rollout.chains.load_agent import has_own_loop, load_agent
 
         agent = load_agent(recipe.rollout.agent, Path.cwd())
@@ -265,8 +258,7 @@ def _check_tasks(recipe: Recipe, tasks: list[Task], section: str, acts: bool) ->
 
 
 def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
-    """Load and check the first rows of the recipe's task sources. Return errors that only concern this machine; raise
-    SettingError for others."""
+    """Load and check the first rows of task sources. Return errors of this machine; raise SettingError for others."""
     lacks = []
     for part in _used_parts(recipe, purpose):
         data, section = part.recipe.data, part.section
@@ -288,9 +280,7 @@ def try_sources(recipe: Recipe, purpose: Purpose) -> list[SettingError]:
 
 
 def try_template(recipe: Recipe) -> dict[str, Any]:
-    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError if it cannot be used,
-    transformers lacks the architecture, or the tokenizer a token of model.lora.trainable_tokens."""
-    # imported here, because they import transformers
+    """Probe the chat template of the recipe's model, and return the findings. Raises SettingError."""
     from transformers import AutoConfig
 
     from agentfactory.rollout.text.load_renderer import format_tokens, load_renderer, token_id
@@ -321,22 +311,7 @@ def try_template(recipe: Recipe) -> dict[str, Any]:
     return renderer.info
 
 
-def doubts(recipe: Recipe) -> list[str]:
-    """Return warnings about settings of a training run that can work, but hardly as meant."""
-    size, found = recipe.train.batch_size, doubts_about_adapter(recipe)
-    data = None if recipe.train.from_trajectories else recipe.data
-    # only rows in a file that exists and is fast to read
-    if data is None or data.file is None or not (data.file.is_file() and is_quick(data.file)):
-        return found
-    if (rows := len(load_tasks(data))) >= size:
-        return found
-    each = "the same row" if recipe.train.algorithm == "sft" else "groups of the same task"
-    problem = f"got {size}, more than the rows of data ({rows}): a batch has {each} several times"
-    return [*found, f"train.batch_size: {problem}; fix: lower it to {rows}, or add rows"]
-
-
 def _used_parts(recipe: Recipe, purpose: Purpose) -> list[Part[Recipe]]:
-    """Return the parts whose tasks this command reads."""
     trains = (purpose == "train" and recipe.train.from_trajectories is None) or purpose == "rollout"
     evaluates = runs_chains(recipe, purpose) and purpose != "rollout"
     return [*(recipe.parts() if trains else []), *(recipe.held_out_parts() if evaluates else [])]
@@ -397,7 +372,6 @@ def _chain_faults(recipe: Recipe, purpose: Purpose, held_out: bool) -> Iterator[
 
 
 def _variable_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield the variables of `env` that are not set, and set ones that user code reads but will not get."""
     for name in recipe.env:
         if name not in os.environ:
             yield "env", f"the environment variable {name} is not set", "export it, or remove it"

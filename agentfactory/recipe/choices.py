@@ -17,7 +17,6 @@ CHOICES: dict[str, type[Choice]] = {
     "train.loss": LossConfig,
     "train.loss.mismatch": MismatchConfig,
 }
-"""Dotted path -> section."""
 
 
 _OF_A_SOURCE = re.compile(r"(eval\.)?data\.sources\.\d+\.")

@@ -19,6 +19,7 @@ from agentfactory.tools.environments.environment import (
     Environment,
     check_data_rows,
     check_machine_for,
+    is_environment,
     overrides,
     reset_schema,
 )
@@ -52,12 +53,9 @@ def _check_program(field: str, command: str, folder: str, lack: Lack) -> None:
         return
     if not os.path.isfile(path):
         lack(field, f"no program {command!r}", "install it, or give its full path")
-    elif "/" in command:
-        raise SettingError(field, f"{command} is not executable", f"chmod +x {path}")
     else:
-        problem = f"no program {command!r} is on PATH, but {folder or 'the current folder'} has such a file"
-        executable = "" if os.access(path, os.X_OK) else f", after chmod +x {path}"
-        raise SettingError(field, problem, f"give its full path, {os.path.abspath(path)}{executable}")
+        problem = f"{path} is a file, but no program on PATH, or not executable"
+        raise SettingError(field, problem, f"give its full path, {os.path.abspath(path)}, after chmod +x")
 
 
 def check_servers(recipe: Recipe, prepared: Path | None) -> None:
@@ -84,7 +82,6 @@ def check_user_code(recipe: Recipe, lack: Lack, tools_only: bool) -> None:
 
 
 def _objects(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Yield the tools, Environment classes and MCP servers of Python that the recipe names: field, name, object."""
     named = {f"tools.{index}": reference for index, reference in enumerate(recipe.tools)}
     named |= {f"mcp_servers.{key}.module": server.module for key, server in recipe.mcp_servers.items() if server.module}
     for field, reference in named.items():
@@ -92,20 +89,19 @@ def _objects(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
 
 
 def _environments(recipe: Recipe) -> Iterator[Any]:
-    yield from (found for _, _, found in _objects(recipe) if _is_environment(found))
+    yield from (found for _, _, found in _objects(recipe) if is_environment(found))
 
 
 def _load_tools(recipe: Recipe, lack: Lack) -> None:
     for field, reference, found in _objects(recipe):
         options: dict[str, Any] = {}
-        if field.startswith("tools.") and not (_is_environment(found) or is_tool(found)):
+        if field.startswith("tools.") and not (is_environment(found) or is_tool(found)):
             problem = f"{_shown(reference)} is not a tool but a {type(found).__name__}"
             raise SettingError(field, problem, "put @tool above its definition, or name an Environment class")
         if not field.startswith("tools."):
             key = field.removeprefix("mcp_servers.").removesuffix(".module")
             server = recipe.mcp_servers[key]
             options = server.options
-            # imported here, because the MCP SDK is slow to import and few recipes need it
             from agentfactory.tools.mcp_servers.own_server import build_server
 
             try:
@@ -113,7 +109,7 @@ def _load_tools(recipe: Recipe, lack: Lack) -> None:
             except (TypeError, ValueError) as error:
                 problem = f"{_shown(reference)} cannot be served: {error}"
                 raise SettingError(f"mcp_servers.{key}", problem, "correct it") from error
-        if _is_environment(found):
+        if is_environment(found):
             try:
                 check_machine_for(found, options)
             except SettingError as error:
@@ -134,7 +130,6 @@ def _load_user_code(recipe: Recipe) -> None:
     if recipe.rollout.agent is not None:
         if recipe.rollout.agent.name is not None and not recipe.rollout.agent.reports:
             _load(recipe.rollout.agent.name, "rollout.agent")
-        # imported here, because it imports transformers
         from agentfactory.rollout.chains.load_agent import check_own_loop, has_own_loop, load_agent
 
         if has_own_loop(load_agent(recipe.rollout.agent, Path.cwd())):
@@ -147,7 +142,7 @@ def _load_user_code(recipe: Recipe) -> None:
 def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
     """Check that environments accept the rows."""
     for name, reference, found in _objects(recipe):
-        if not _is_environment(found):
+        if not is_environment(found):
             continue
         needed = reset_schema(found)["required"]
         for number, row in enumerate(tasks, 1):
@@ -182,7 +177,6 @@ def gives_reward(recipe: Recipe) -> bool:
 
 
 def _may_report_reward(recipe: Recipe) -> bool:
-    """Return whether chains are played by agents that may report the reward."""
     return recipe.rollout.agent is not None and recipe.rollout.agent.reports
 
 
@@ -190,10 +184,6 @@ def may_open_chains(recipe: Recipe) -> bool:
     """Return whether an environment may give a chain's first text; external servers may be environments."""
     is_external = any(server.module is None for server in recipe.mcp_servers.values())
     return is_external or any(True for _ in _environments(recipe))
-
-
-def _is_environment(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, Environment)
 
 
 def _load(reference: str, name: str, prebuilt: Mapping[str, str] | None = None) -> Any:

@@ -19,7 +19,6 @@ from agentfactory.rollout.config import source_of
 
 COMMAND_LINE = "command line"
 RECIPES = Path(__file__).parents[1] / "recipes"
-"""The recipes that come with AgentFactory."""
 HERE = "${here}"
 """Placeholder for the folder of the file that contains it; on the command line, the current folder."""
 _PLACEHOLDERS = ("${prepared}", "${output}", "${chain}")
@@ -82,8 +81,7 @@ class Composed:
 
     @contextmanager
     def stage_named(self, stage: str) -> Iterator[None]:
-        """Give errors about fields of a stage that this recipe's file or the command line sets their names there; in a
-        stage's own file, they have their plain names."""
+        """Give errors about fields that this recipe or the command line sets the stage's name, too."""
         try:
             yield
         except SettingError as error:
@@ -100,15 +98,6 @@ def display(path: Path) -> str:
         return str(path)
 
 
-def _fix_of_yaml(text: str, error: str) -> str:
-    """Return the fix for text that is not YAML; JSON of other programs may have tabs and comments."""
-    if "'\\t'" in error:
-        return "indent with spaces, not with tabs"
-    if "found ','" in error:
-        return "remove the comma after the block"
-    return "write comments with #, not //" if re.search(r"(^|[\s,{[])//", text, re.MULTILINE) else "correct it"
-
-
 def recipe_file(name: str | Path, base: Path) -> Path:
     """Return the file `name`, relative to `base`; if there is none, AgentFactory's own recipe of that name."""
     path, own = (base / Path(name).expanduser()).resolve(), RECIPES.parent / name
@@ -122,19 +111,13 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise SettingError(name, f"{display(path)}: no such file", "name an existing recipe", source=source) from None
     except (OSError, UnicodeDecodeError) as error:
-        if not path.is_dir():
-            problem = f"{display(path)}: cannot be read: {error}"
-            raise SettingError(name, problem, "name a YAML file", source=source) from None
-        inside = [file for file in (path / "recipe.yaml", path / f"{path.name}.yaml") if file.is_file()]
-        fix = f"name {display(inside[0])}" if inside else "name a YAML file"
-        raise SettingError(name, f"{display(path)}: is a folder", fix, source=source) from None
-    if path.suffix == ".py":
-        fix = f"name a recipe, which is YAML, such as one with `tools: [{path.name}:NAME]`"
-        raise SettingError(name, f"{display(path)} is a Python file", fix, source=source)
+        problem = f"{display(path)}: cannot be read: {error}"
+        raise SettingError(name, problem, "name a YAML file", source=source) from None
     try:
         data = parse_yaml(text)
     except ValueError as error:
-        raise SettingError("", f"not YAML: {error}", _fix_of_yaml(text, str(error)), source=display(path)) from None
+        fix = "correct it; indent with spaces, not with tabs, and write comments with #, not //"
+        raise SettingError("", f"not YAML: {error}", fix, source=display(path)) from None
     if not isinstance(data, dict):
         fix = "write `key: value` lines, such as `model: ...`"
         raise SettingError("", f"holds {short(data)}, not a mapping", fix, source=display(path))
@@ -142,8 +125,7 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
 
 
 def compose(data: dict[str, Any], file: Path, ancestors: tuple[Path, ...] = ()) -> Composed:
-    """Merge `data`, the contents of `file`, into the recipe that it extends, whose `name` is not inherited; paths are
-    relative to the file that names them."""
+    """Merge `data`, the contents of `file`, into the recipe that it extends; paths are relative to their file."""
     source, data = display(file), dict(data)
     composed = Composed(source)
     parent = data.pop("extends", None)
@@ -212,7 +194,6 @@ _LISTS = ("data.sources", "eval.data.sources")
 
 
 def _override_entry(composed: Composed, above: str, keys: list[str], value: Any) -> None:
-    """Set the field `keys[1:]` of the entry `keys[0]` of a list of sections."""
     entries = value_at(composed.data, above)
     names = [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
     asked, *inner = keys
@@ -256,7 +237,6 @@ def _anchor_servers(data: Any, base: Path) -> None:
 
 
 def _anchor_registered(rows: Any, base: Path) -> None:
-    """Make the paths of registered sources in a section of data absolute."""
     for name in sorted(rows) if isinstance(rows, dict) else ():
         source = source_of(name)
         for path in source.paths if source else ():
@@ -386,7 +366,6 @@ def drop_constants(recipe: Any) -> None:
 
 
 def _from_here(value: Any, folder: Path) -> Any:
-    """Replace HERE at the beginning of a string in `value` with `folder`."""
 
     def absolute(text: str) -> str:
         after = text.removeprefix(HERE)

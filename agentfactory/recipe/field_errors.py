@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from agentfactory.base.config import Choice, fields_of
 from agentfactory.base.errors import SettingError, short
 from agentfactory.recipe.choices import CHOICES, chosen
-from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, TaskSource, source_of
 
 _DISTINCT = re.compile(r".*_.*|lr|r")
@@ -35,7 +34,6 @@ def _rank(error: Any) -> int:
 
 
 def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, str]:
-    """Return field, problem and fix of one of pydantic's errors."""
     # keep the part of the location that is in the file: pydantic adds the members of a union
     keys: list[str] = []
     whole = data
@@ -76,22 +74,11 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             expected = context["expected"].replace("False", "false").replace("True", "true")
             return name, f"got {got}", f"use {expected}"
         case "model_type" | "dict_type" | "model_attributes_type":
-            fix = f"write `{keys[-1]}:` and its keys below, indented"
-            if keys[-1] == "agent" and isinstance(error["input"], list):
-                fix = "write agent: {command: [...]}"
-            return name, f"got {got}, not a section", fix
+            return name, f"got {got}, not a section", f"write `{keys[-1]}:` and its keys below, indented"
         case "list_type":
-            given = error["input"]
-            if isinstance(given, str) and keys[-1] in ("command", "args"):
-                given = ", ".join(given.split())
-            fix = f"write [{given}]" if given and isinstance(given, str) else "write a list"
-            return name, f"got {got}, not a list", fix
+            return name, f"got {got}, not a list", "write [..., ...]"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes if it looks like another type"
-        case "too_short":
-            return name, f"got {got}", f"give at least {context['min_length']}"
-    if (meant := _without_quotes(error["input"])) is not None:
-        return name, f"got {got}, which is text", f"write it without quotes: {meant}"
     # pydantic adds how it tried to read the value
     return name, f"got {got}", wanted.replace("Input should be", "it must be").partition(", unable to parse")[0]
 
@@ -103,17 +90,6 @@ def _other_choice(section: type[Choice], choice: str, keys: list[str]) -> str | 
     chooser = ".".join([*path, section.chooser])
     now = f"the {path[-1]} is a {choice}" if choice in section.model_fields else f"{chooser} is {choice}"
     return f"remove it: {' or '.join(others)} has it, and {now}" if others else None
-
-
-def _without_quotes(given: Any) -> str | None:
-    """Return the text of a number or truth value that was written in quotes; None for anything else."""
-    if not isinstance(given, str):
-        return None
-    try:
-        meant = parse_yaml(given)
-    except ValueError:
-        return None
-    return given.strip() if isinstance(meant, (bool, int, float)) else None
 
 
 def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = None) -> str:
@@ -131,7 +107,6 @@ def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = No
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """Return the recipe section within an annotation such as `LoraConfig | None` or `dict[str, McpServerConfig]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for argument in get_args(annotation) if (found := _section(argument))), None)

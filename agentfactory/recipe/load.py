@@ -34,21 +34,13 @@ _FOLDER_NAMES = {"prepared", "checkpoints", "trajectories", "logs", "eval", "rol
 NO_MODEL = "none"
 """The `model.path` of a file that has only tools, for `agentfactory tools`."""
 _WITHOUT_TRAINING = {"train": {"steps": 1}}
-"""Values for required fields that only `train` uses."""
 _FOR_TOOLS = {"model": {"path": NO_MODEL}, **_WITHOUT_TRAINING}
-"""Values for required fields that a tools-only file may omit."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpose = "train") -> Recipe | StagedRecipe:
-    """Compose, validate and resolve the recipe file `path`, without writing anything. Each field is valid then;
-    `checks.check_recipe` checks whether they fit together, this machine and the user's code.
-
-    `overrides` are `key=value`. In a staged recipe, a key that begins with a stage's name applies to that stage;
-    `name`, `output`, `prepare` and `seed` apply to the whole recipe; all others apply to every stage. `purpose` is the
-    command that will use the recipe, which may need fewer fields.
-
-    Raises SettingError, whose text names the file, the field, the value and the fix.
-    """
+    """Compose, validate and resolve the recipe file `path` for the command `purpose`, without writing anything.
+    `overrides` are `key=value`; in a staged recipe, a key may begin with a stage's name, and others but `name`,
+    `output`, `prepare` and `seed` apply to every stage. Raises SettingError."""
     file = recipe_file(path, Path.cwd())
     composed = compose(read_mapping(file, "", "recipe"), file)
     composed.data.setdefault("name", default_name(file))
@@ -60,7 +52,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
         composed.data = (_FOR_TOOLS if purpose == "tools" else _WITHOUT_TRAINING) | composed.data
     _set_import_path(composed)
     _set_output(composed)
-    _take_over(composed)
+    with composed.located():
+        take_over(composed.data)
     recipe = _validate(Recipe, composed, f"{composed.data['output']}/prepared")
     append_folders(recipe.import_path)
     name_variables(recipe.env)
@@ -68,8 +61,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), purpose: Purpos
 
 
 def default_name(file: Path) -> str:
-    """Return the default name of a run of the recipe `file`: its folder and stem; the stem alone if it begins with the
-    folder's name, or the file is in the current folder."""
+    """Return the default name of a run: the folder and stem of its file, without repetition."""
     folder, name = file.parent.name, file.stem
     return name if file.parent == Path.cwd() or name.startswith(folder) else f"{folder}-{name}"
 
@@ -104,14 +96,14 @@ def _load_staged(composed: Composed, file: Path, overrides: Sequence[str]) -> St
             if whole.stages:
                 follow(stage, name, whole.stages[-1], whole.output)
             else:
-                _take_over(stage)
+                with stage.located():
+                    take_over(stage.data)
             whole.stages.append(_validate(Recipe, stage, f"{whole.output}/prepared"))
     name_variables({name for stage in whole.stages for name in stage.env})
     return whole
 
 
 def _compose_stages(entries: Any, composed: Composed, file: Path) -> dict[str, Composed]:
-    """Return the stages of the recipe `file` by their names."""
     if not isinstance(entries, list) or not entries:
         raise SettingError("stages", f"got {short(entries)}", "list at least one recipe file")
     stages: dict[str, Composed] = {}
@@ -140,11 +132,6 @@ def _check_stage(name: Any, stage: Composed) -> None:
         raise SettingError("name", f"got {short(name)}", "a stage's name is letters, digits, _ and -")
     if name in _FOLDER_NAMES or name in Recipe.model_fields:
         raise SettingError("name", f"a stage cannot be called {name!r}", "choose another name")
-
-
-def _take_over(composed: Composed) -> None:
-    with composed.located():
-        take_over(composed.data)
 
 
 def _give_to_stage(whole: StagedRecipe, name: str, stage: Composed) -> None:
@@ -185,8 +172,7 @@ def _set_output(composed: Composed) -> None:
 
 def _validate(model: type[RecipeT], composed: Composed, prepared: str) -> RecipeT:
     drop_constants(composed.data)
-    placeholders = {"${prepared}": prepared, "${output}": str(composed.data["output"])}
-    data = replace_prefixes(composed.data, placeholders)
+    data = replace_prefixes(composed.data, {"${prepared}": prepared, "${output}": str(composed.data["output"])})
     with composed.located():
         try:
             # JSON, because its strict mode still creates enums, tuples and paths from what YAML can express

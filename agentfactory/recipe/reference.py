@@ -65,7 +65,6 @@ def title(section: type[BaseModel], paths: list[str]) -> str:
 
 
 def _condition(options: type[BaseModel]) -> Iterator[str]:
-    """Yield the choices that have these options, as text."""
     for section in sections(Recipe):
         if issubclass(section, Choice):
             choices = [choice for choice, kind in section.kinds.items() if kind is options]
@@ -158,7 +157,6 @@ def recipe_reference() -> str:
 
 
 def _part(names: tuple[str, ...]) -> str:
-    """Return the tables of the sections below the fields `names` (none: of the recipe itself), and of values."""
     parts: list[str] = []
     enums: dict[type[StrEnum], None] = {}
     documented = sections(Recipe)
@@ -175,10 +173,8 @@ def _part(names: tuple[str, ...]) -> str:
             kind = "section" if typed else type_words(field.annotation, field.metadata)
             rows.append([f"`{name}`", _cell(kind), "" if typed else default_words(field), _cell(meaning(field))])
             enums |= dict.fromkeys(_enums_in(field.annotation))
-        parts.append(
-            f"## {title(section, paths)}\n\n{_about(section)}\n\n"
-            + _table(["field", "type", "default", "meaning"], rows)
-        )
+        table = _table(["field", "type", "default", "meaning"], rows)
+        parts.append(f"## {title(section, paths)}\n\n{_about(section)}\n\n{table}")
     parts += [text for enum in enums if (text := _values(enum))]
     return "\n".join(parts)
 
@@ -213,11 +209,8 @@ def _presets() -> str:
         [f"`{name}`", ", ".join(f"`{field}: {_plain(value)}`" for field, value in fields.items()) or "as above"]
         for name, fields in ALGORITHMS.items()
     ]
-    about = (
-        "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
-        "[Algorithms](algorithms.md)."
-    )
-    return f"## Defaults by algorithm\n\n{about}\n\n" + _table(["algorithm", "sets"], rows)
+    about = "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
+    return f"## Defaults by algorithm\n\n{about}[Algorithms](algorithms.md).\n\n" + _table(["algorithm", "sets"], rows)
 
 
 def _plain(value: Any) -> str:
@@ -225,7 +218,6 @@ def _plain(value: Any) -> str:
 
 
 def _values(enum: type[StrEnum]) -> str:
-    """Return a table of an enumeration's values, if its class describes them."""
     notes = _member_notes(enum)
     if not notes:
         return ""
@@ -266,7 +258,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "recipe/training.md": partial(_part, ("train", "teacher", "track")),
     "metrics.md": metrics_reference,
 }
-"""Page -> function that generates it."""
 
 
 def renewed(page: str, text: str) -> str:

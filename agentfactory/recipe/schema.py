@@ -77,6 +77,11 @@ class StagedRecipe(_WholeRecipe):
         return data
 
 
+def updated(recipe: Recipe, section: str, **settings: Any) -> Recipe:
+    """Return a copy with other settings in a section, which are not validated."""
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=settings)})
+
+
 def stages_of(recipe: Recipe | StagedRecipe) -> list[Recipe]:
     """Return the stages in order; a recipe without stages is the only one."""
     return recipe.stages if isinstance(recipe, StagedRecipe) else [recipe]

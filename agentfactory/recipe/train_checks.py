@@ -26,10 +26,8 @@ from agentfactory.trainers.processes.launch_variables import check_launch_variab
 from agentfactory.trainers.sync.backends import backend_of, check_backend
 
 ADAPTED_TOWER = "--enable-tower-connector-lora"
-"""vLLM's switch for adapters of vision towers."""
 
 Fault = tuple[str, str, str]
-"""Field, problem and fix."""
 Lack = Callable[[str, str, str], None]
 """Callback for a missing program or package: (field, problem, fix). It raises unless the recipe is only inspected."""
 
@@ -106,12 +104,10 @@ def _missing_packages(recipe: Recipe) -> Iterator[Fault]:
             yield name, f"needs {package}, which is not installed", f"pip install {package.replace('_', '-')}"
     for name in recipe.track.trackers:
         if not is_installed(name):
-            problem = f"got {name!r}, which is not installed"
-            yield "track.trackers", problem, f"pip install {name}, or leave it out"
+            yield "track.trackers", f"got {name!r}, which is not installed", f"pip install {name}, or leave it out"
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    """Check that no sequence is too long for the positions of the models that are on this machine."""
     trained = {"rollout.max_total_tokens": recipe.rollout.max_total_tokens}
     served = {"server.max_model_len": recipe.server.max_model_len} | trained
     teacher = recipe.teacher.model if recipe.teacher is not None else None
@@ -135,10 +131,8 @@ def has_vision_tower(path: str) -> bool | None:
 
 
 def _configuration(path: str) -> bytes | None:
-    """Return the content of a model's config.json; None if it is not on this machine."""
     file: Any = Path(path) / "config.json"
     if not os.path.isabs(path):
-        # imported here, because few recipes need it
         from huggingface_hub import try_to_load_from_cache
 
         file = try_to_load_from_cache(path, "config.json")
@@ -215,8 +209,7 @@ def _algorithm_faults(recipe: Recipe) -> Iterator[Fault]:
     if mismatch.correction == "geometric_mask" and mismatch.options == MaskOptions():
         problem = f"got {mismatch.options.low} to {mismatch.options.high}, the defaults for ratios of tokens: the "
         problem += "geometric mean of a sequence is never outside, so nothing is masked"
-        fix = "set options: {low: 0.99, high: 1.01}, or other bounds close to 1"
-        yield "train.loss.mismatch.options", problem, fix
+        yield "train.loss.mismatch.options", problem, "set options: {low: 0.99, high: 1.01}, or bounds close to 1"
     for part in recipe.parts() if train.overlong is not None else ():
         assert train.overlong is not None
         if train.overlong.buffer > (most := part.recipe.rollout.max_total_tokens):
@@ -277,14 +270,12 @@ def _teacher_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _check_group_size(recipe: Recipe, problem: str) -> None:
-    """Raise SettingError with this `problem` if groups of a source have a single chain."""
     for part in recipe.parts() or [Part("data", recipe)]:
         if part.recipe.rollout.group_size < 2:
             raise part.located(SettingError("rollout.group_size", problem, "use at least 2"))
 
 
 def _unused_fields(recipe: Recipe) -> Iterator[Fault]:
-    """Yield the changed fields that would have no effect."""
     train = recipe.train
     rl, optimizer, kl = train.algorithm != "sft", train.optimizer.name, train.loss.kl
     judged = train.advantage.estimator != "none"
@@ -323,7 +314,6 @@ def _unused_fields(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _faults_without_chains(recipe: Recipe) -> Iterator[Fault]:
-    """Yield what sft, and training on saved groups, cannot have."""
     if recipe.eval.every:
         what = "sft" if recipe.train.algorithm == "sft" else "train.from_trajectories"
         problem = f"got {recipe.eval.every}, but {what} runs no chains"
@@ -336,7 +326,6 @@ def _faults_without_chains(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _serving_faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield what worker and server cannot do for the trainer."""
     train, server, lora = recipe.train, recipe.server, recipe.model.lora
     yield from _worker_faults(recipe)
     ours = server.engine == "vllm" and server.url is None
@@ -388,25 +377,20 @@ _UNSERVED = ("lm_head", "embed_out", "output_layer", "embed_tokens", "embed_in",
 
 
 def _unserved_modules(targets: str | list[str]) -> Iterator[Fault]:
-    """Yield a fault if an adapter would be on a head or on embeddings."""
     name = "model.lora.target_modules"
     if isinstance(targets, list):
         found = [module for module in targets if module.rpartition(".")[2] in _UNSERVED]
-        rest = [module for module in targets if module not in found]
-        fix = f"write {short(rest)}".replace("'", "") if rest else "use all-linear"
     else:
         try:
             pattern = re.compile(targets)
         except re.error as error:
-            fix = "use all-linear, a list of names, or a regular expression"
-            yield name, f"got {targets!r}: {error}", fix
+            yield name, f"got {targets!r}: {error}", "use all-linear, a list of names, or a regular expression"
             return
         places = ("", "model.", "model.language_model.", "transformer.")
         found = [module for module in _UNSERVED if any(pattern.fullmatch(f"{place}{module}") for place in places)]
-        fix = "use all-linear, or a pattern for the layers only, such as '.*\\.layers\\..*_proj'"
     if found:
         problem = f"got {short(targets)}: servers take adapters on linear modules of layers, not on {', '.join(found)}"
-        yield name, problem, f"{fix}; or train all weights: model.lora: null"
+        yield name, problem, "leave these out, use all-linear, or train all weights: model.lora: null"
 
 
 def placement_faults(recipe: Recipe) -> Iterator[Fault]:

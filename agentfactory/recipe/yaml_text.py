@@ -8,7 +8,6 @@ import yaml
 from agentfactory.base.errors import short
 
 RECIPE_BYTES = 1 << 20
-"""Maximum size of a recipe file."""
 _DEPTH = 64
 _NODES = 100_000
 """Maximum number of values; an alias counts as the values that it stands for."""
@@ -21,15 +20,12 @@ class YamlBoundsError(ValueError):
 
 
 class _Bounded(yaml.SafeLoader):
-    """A loader of YAML 1.1 like pyyaml's, with bounds."""
-
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = self._nodes = 0
         self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose one value. Raises YamlBoundsError."""
         mark, before = self.peek_event().start_mark, self._nodes
         is_alias = self.check_event(yaml.AliasEvent)
         self._depth += 1
@@ -46,29 +42,20 @@ class _Bounded(yaml.SafeLoader):
             self._sizes[node] = self._nodes - before
         return node
 
-    def _bounded(self, node: yaml.ScalarNode) -> None:
-        if len(node.value) > _NUMBER_LENGTH:
-            raise YamlBoundsError(f"a number of {len(node.value):,} characters, line {node.start_mark.line + 1}")
-
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Return the value of a node. Raises ConstructorError with its position if the text does not fit its tag."""
+        """Return the value of a node. Raises YamlBoundsError, and ConstructorError if the text does not fit its tag."""
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and len(node.value) > _NUMBER_LENGTH:
+            raise YamlBoundsError(f"a number of {len(node.value):,} characters, line {node.start_mark.line + 1}")
         try:
             return super().construct_object(node, deep)
         except (yaml.YAMLError, YamlBoundsError):
             raise
         except Exception as error:  # boundary: pyyaml raises anything for a text that does not fit its tag
-            problem = f"{_value_of(node)} is no {node.tag.rpartition(':')[2]}: {error}"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return an integer. Raises YamlBoundsError if it is too long."""
-        self._bounded(node)
-        return super().construct_yaml_int(node)
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        """Return a number. Raises YamlBoundsError if it is too long."""
-        self._bounded(node)
-        return super().construct_yaml_float(node)
+            what = short(node.value) if isinstance(node, yaml.ScalarNode) else "the value"
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{what} is no {kind}: {error}", node.start_mark
+            ) from None
 
 
 def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
@@ -82,10 +69,6 @@ def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str
         seen.add(key.value)
     loader.flatten_mapping(node)
     return {str(loader.construct_object(key)): loader.construct_object(value, deep=True) for key, value in node.value}
-
-
-_Bounded.add_constructor("tag:yaml.org,2002:int", _Bounded.construct_yaml_int)
-_Bounded.add_constructor("tag:yaml.org,2002:float", _Bounded.construct_yaml_float)
 
 
 class _Loader(_Bounded):
@@ -137,7 +120,3 @@ def _described(error: yaml.MarkedYAMLError) -> str:
 
 def _position(mark: yaml.Mark) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}"
-
-
-def _value_of(node: yaml.Node) -> str:
-    return short(node.value) if isinstance(node, yaml.ScalarNode) else "the value"

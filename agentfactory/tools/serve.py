@@ -1,9 +1,5 @@
-"""Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ... [--http PORT]`.
-
-By default it serves on stdio until stdin ends. With `--http`, it serves streamable HTTP on 127.0.0.1 (port 0 picks a
-free one) until SIGINT or SIGTERM, and prints `ready http://127.0.0.1:PORT/mcp` on stdout once it listens. Clients need
-its key, which only this user can read.
-"""
+"""Serve tools over MCP: `python -m agentfactory.tools.serve FILE.py | FILE.py:NAME | PREBUILT ...`, on stdio until
+stdin ends, or with `--http PORT` on 127.0.0.1 until a signal; it prints `ready http://127.0.0.1:PORT/mcp`."""
 
 from agentfactory.base.user_code import import_path
 
@@ -31,7 +27,7 @@ from pydantic import ValidationError
 from agentfactory.base.http import http_server
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.config import PoolConfig
-from agentfactory.tools.environments.environment import Environment, check_machine_for
+from agentfactory.tools.environments.environment import check_machine_for, is_environment
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.key_guard import KeyGuard, listen, server_key
 from agentfactory.tools.mcp_servers.own_server import build_server
@@ -40,8 +36,7 @@ from agentfactory.tools.tool import is_tool
 from agentfactory.base.user_code.loading import UserCodeError, load_module, load_object
 
 IDLE_SECONDS = 900.0
-"""Seconds without a call after which an HTTP server reclaims a chain's instance: the client may have disappeared
-silently."""
+"""Seconds without a call after which an HTTP server reclaims a chain's instance."""
 _EXIT_SECONDS = 2.0
 """Seconds that a stdio server may take to end after its parent is gone."""
 
@@ -51,10 +46,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
     messages. Exit with status 2 and the reason if something cannot be served."""
     parser = command_line(prog)
     options = parser.parse_args(arguments)
-    if options.idle_seconds is not None and options.http is None:
-        parser.error("--idle-seconds: needs --http, because a stdio server ends with its client; remove it")
-    if options.api_key_env is not None and options.http is None:
-        parser.error("--api-key-env: stdio needs no key; remove it")
+    for option in ("idle_seconds", "api_key_env") if options.http is None else ():
+        if getattr(options, option) is not None:
+            parser.error(f"{_flag(option)}: needs --http, because a stdio server ends with its client; remove it")
     fields = {name: getattr(options, name) for name in PoolConfig.model_fields}
     try:
         pool = PoolConfig.model_validate({name: value for name, value in fields.items() if value is not None})
@@ -68,9 +62,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
             objects = [found for reference in options.objects for found in _load(reference)]
             given = dict(map(_option, options.option))
             server = build_server(objects, pool=pool, options=given, idle_seconds=idle_seconds)
-            for found in objects:
-                if isinstance(found, type) and issubclass(found, Environment):
-                    check_machine_for(found, given)
+            for found in filter(is_environment, objects):
+                check_machine_for(found, given)
     except (UserCodeError, TypeError, SettingError) as error:
         parser.error(str(error))
     if isinstance(server, MCPServer):
@@ -85,9 +78,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m agentfac
 
 
 def objects_in(path: Path) -> list[Any]:
-    """Return the `@tool` functions, Environment classes and MCP server objects that the file `path` defines, without
-    imported ones and names that begin with an underscore. Raises UserCodeError if it does not exist, fails, or has
-    nothing to serve."""
+    """Return the `@tool` functions, Environment classes and MCP servers that a file defines under public names. Raises
+    UserCodeError."""
     if not path.is_file():
         raise UserCodeError(f"there is no file {path}", "name an existing one")
     module = load_module(path.resolve())
@@ -99,10 +91,8 @@ def objects_in(path: Path) -> list[Any]:
 
 
 def _is_served(value: Any, module: Any) -> bool:
-    if isinstance(value, (Server, MCPServer)):
-        return True
-    kind = is_tool(value) or (isinstance(value, type) and issubclass(value, Environment))
-    return kind and value.__module__ == module.__name__
+    is_ours = is_tool(value) or is_environment(value)
+    return isinstance(value, (Server, MCPServer)) or (is_ours and value.__module__ == module.__name__)
 
 
 def _load(reference: str) -> list[Any]:
@@ -135,7 +125,6 @@ def _flag(name: str) -> str:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Parse `NAME=VALUE`; the value is parsed as JSON if possible, else it is text."""
     name, separator, value = text.partition("=")
     if not separator:
         raise TypeError(f"--option: got {text!r}; write it as NAME=VALUE")

@@ -119,9 +119,12 @@ def _parameters(function: Callable[..., Any], caller: FrameType | None) -> dict[
             problem = f"has the unsupported annotation {annotated!r} ({str(error).splitlines()[0]})"
             raise TypeError(f"{where} {name} {problem}; use {SUPPORTED_ANNOTATIONS}") from None
         default = ... if parameter.default is parameter.empty else parameter.default
-        if default is not ... and not isinstance(default, FieldInfo) and not _fits(adapter, default):
+        try:
+            if default is not ... and not isinstance(default, FieldInfo):
+                adapter.validate_python(default, strict=True)
+        except ValidationError:
             problem = f"has the default {default!r}, which its annotation {annotated!r} does not allow"
-            raise TypeError(f"{where} {name} {problem}")
+            raise TypeError(f"{where} {name} {problem}") from None
         parameters[name] = (annotation, default)
     return parameters
 
@@ -142,7 +145,6 @@ def _resolve(function: Callable[..., Any], parameter: inspect.Parameter, caller:
 
 
 def _as_field(annotation: Any, name: str, documented: str | None) -> Any:
-    """Return the annotation with the argument's name, and a description from `Field`, the docstring or `Annotated`."""
     own = FieldInfo.from_annotation(annotation)
     text = next((text for text in getattr(annotation, "__metadata__", ()) if isinstance(text, str)), None)
     if description := own.description or documented or text:
@@ -150,22 +152,14 @@ def _as_field(annotation: Any, name: str, documented: str | None) -> Any:
     return Annotated[annotation, Field(alias=own.alias or name)]
 
 
-def _fits(adapter: TypeAdapter[Any], default: Any) -> bool:
-    try:
-        adapter.validate_python(default, strict=True)
-    except ValidationError:
-        return False
-    return True
-
-
 def _validate(model: type[BaseModel], spec: ToolSpec, arguments: dict[str, Any]) -> BaseModel:
     unknown = arguments.keys() - spec.parameters["properties"].keys()
     parsed, faults = _tried(model, arguments)
     # models sometimes write lists and objects as JSON text
-    culprits = {fault["loc"][0] for fault in faults}
-    read = {key: _read_json(value) for key, value in arguments.items() if key in culprits}
-    if any(value is not None for value in read.values()):
-        arguments = arguments | {key: value for key, value in read.items() if value is not None}
+    culprits = {str(fault["loc"][0]) for fault in faults}
+    read = {key: found for key in culprits if (found := _read_json(arguments.get(key))) is not None}
+    if read:
+        arguments = arguments | read
         parsed, faults = _tried(model, arguments)
     if parsed is None or unknown:
         raise InvalidArguments(_explain(spec, arguments, sorted(unknown), faults))
@@ -188,7 +182,6 @@ def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
 
 
 def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faults: list[ErrorDetails]) -> str:
-    """Explain to the model why its arguments are invalid, with one reason per location."""
     reasons: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for fault in faults:
@@ -201,10 +194,8 @@ def _explain(spec: ToolSpec, arguments: dict[str, Any], unknown: list[str], faul
             reasons.setdefault(where, []).append(reason)
             shown = json.dumps(fault["input"], ensure_ascii=False, default=str)
             given.setdefault(where, shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "...")
-    told = [
-        f"{where}: {', or: '.join(dict.fromkeys(those))}, got {given[where]}" if those else where
-        for where, those in reasons.items()
-    ]
+    either = {where: ", or: ".join(dict.fromkeys(those)) for where, those in reasons.items()}
+    told = [f"{where}: {why}, got {given[where]}" if why else where for where, why in either.items()]
     known = spec.parameters["properties"]
     allowed = f"the arguments are {', '.join(known)}" if known else "it takes no arguments"
     told += [f"{name} is not an argument of it ({allowed})" for name in unknown]

@@ -2,14 +2,12 @@
 
 import sys
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code import extras
 from agentfactory.base.user_code.entry_points import load_named
-from agentfactory.commands import main
 
 WEBSHOP = "agentfactory.worlds.webshop.webshop:WebShop"
 
@@ -29,22 +27,3 @@ def test_an_import_that_fails_names_the_extra_of_the_world(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "rapidfuzz.fuzz", None)
     with pytest.raises(SettingError, match=r"rapidfuzz is not .*; fix: pip install 'agentfactory-rl\[webshop\]'"):
         load_named(WEBSHOP)
-
-
-def test_a_package_that_has_another_version_than_ours_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """pip installs a framework that needs mcp<2 over AgentFactory's mcp, with no more than a warning."""
-    (tmp_path / "mcp-1.26.0.dist-info").mkdir()
-    (tmp_path / "mcp-1.26.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mcp\nVersion: 1.26.0\n")
-    assert extras.unmet(extras.DISTRIBUTION) is None
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def fail(options: object) -> int:
-        raise ImportError("cannot import name 'MCPError' from 'mcp'")
-
-    monkeypatch.setitem(main._COMMANDS, "doctor", fail)
-    assert main.main(["doctor"]) == main.FAILED
-    message = capsys.readouterr().err
-    assert "'mcp'; agentfactory" in message
-    assert ", and mcp 1.26.0 is installed; fix: reinstall AgentFactory, and install the package that needs" in message

@@ -269,6 +269,21 @@ def test_help_shows_examples_that_can_be_parsed(capsys: pytest.CaptureFixture[st
                 assert parse(words[1:]).command == command
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("trian recipe.yaml", "agentfactory: error: there is no command 'trian'; did you mean train?"),
+        ("train recipe.yaml --owerwrite", "agentfactory train: error: unrecognized arguments: --owerwrite"),
+        ("doctor --sample 4", "agentfactory doctor: error: --coordinates and --sample need a recipe: name one\n"),
+    ],
+)
+def test_a_slip_is_told_by_what_was_meant(typed: str, said: str, capsys: Output) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(typed.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 COMPLETE = r"""
 PATH=$1:$PATH
 eval "$3"

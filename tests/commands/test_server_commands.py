@@ -50,17 +50,15 @@ def test_a_recipe_that_continues_an_adapter_begins_with_it_on_its_own_base(proje
         assert (served.name, served.adapters) == ("checkpoint", {"checkpoint": adapter})
 
 
-def test_a_folder_without_weights_is_refused_and_the_checkpoints_near_it_are_named(project: Path) -> None:
+def test_a_folder_without_weights_is_refused(project: Path) -> None:
     recipe = load_recipe("recipe.yaml")
-    steps = [f"runs/mine/grpo/checkpoints/step-{step:06d}" for step in (40, 80)]
-    for step in steps:
-        (project / step).mkdir(parents=True)
-        (project / step / "config.json").write_text("{}")
+    step = "runs/mine/grpo/checkpoints/step-000040"
+    (project / step).mkdir(parents=True)
+    (project / step / "config.json").write_text("{}")
     (project / "empty").mkdir()
-    assert what_is_served(recipe, Path(steps[0])).label == str(project / steps[0])
-    fix = f"; fix: name one of {', '.join(steps)}"
+    assert what_is_served(recipe, Path(step)).label == str(project / step)
     for path in ("runs/mine", "runs/mine/grpo", "runs/mine/grpo/checkpoints", "runs/mine/grpo/checkpoints/step-000120"):
-        with pytest.raises(SettingError, match=f"--checkpoint: {path}: n.*{fix}$"):
+        with pytest.raises(SettingError, match=f"--checkpoint: {path}: n.*; fix: name a checkpoint"):
             what_is_served(recipe, Path(path))
     with pytest.raises(SettingError, match=r"empty: neither config\.json nor .*; fix: name a checkpoint, such as"):
         what_is_served(recipe, Path("empty"))

@@ -12,7 +12,6 @@ import pytest
 from jsonschema.validators import validator_for
 from PIL import Image
 
-from agentfactory.commands import tools_command
 from agentfactory.commands.main import main
 from tests.chat_tokenizers import make_tokenizer, trl_template
 from tests.vision_models import make_vision_model
@@ -220,16 +219,13 @@ def test_calls_that_fail(recipe: Path, tools: Tools) -> None:
     assert "reset needs start" in tools(1, "call", recipe, "where", "name=x", "--task", "{}").err
 
 
-def test_check_opens_and_resets(recipe: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools_command, "SLOW_SECONDS", 600.0)
+def test_check_opens_and_resets(recipe: Path, tools: Tools) -> None:
     lines = tools(0, "check", recipe).out.splitlines()
     assert re.fullmatch(r"add: opened in \d+\.\d\d s; its tools: add", lines[0])
     judged = "says 'You are at home.'; without any call, reward 1, success 0"
     assert re.fullmatch(rf"    an environment: reset in \d+\.\d\d s, {judged}", lines[2])
     assert lines[-2:] == ["task: the first row of data", "all right"]
-    monkeypatch.setattr(tools_command, "SLOW_SECONDS", 0.0)
     out = tools(0, "check", recipe, "--task", '{"start": "there"}').out
-    assert "slow (more than 0 s); its tools: where" in out
     assert "says 'You are there.'" in out
     assert "task: --task" in out
 

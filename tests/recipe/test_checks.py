@@ -109,7 +109,7 @@ train.attention=flash_attention_2; model.dtype=float32 -> train.attention: use s
 model.dtype=bfloat16; train.attention=flash_attention_2; train.batching=tree -> train.attention: batching packed
 train.attention=eager; train.batching=packed -> train.attention: use sdpa
 model.lora={rank: 8, target_modules: [q_proj, lm_head]} ->
-    model.lora.target_modules: write [q_proj]; or train all weights
+    model.lora.target_modules: use all-linear, or train all weights
 model.lora={rank: 8, target_modules: '.*'} -> model.lora.target_modules: layers
 model.lora={rank: 8, target_modules: '['} -> model.lora.target_modules: a list of names
 $NF4 -> model.lora.quantization: pip install bitsandbytes

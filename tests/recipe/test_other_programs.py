@@ -160,12 +160,11 @@ def test_what_cannot_be_taken_is_named_with_the_line_to_write(
     ("text", "fix"),
     [
         ('mcpServers: {\n\t"a": {"command": "x"}\n}', "indent with spaces, not with tabs"),
-        ('"inputs": [],\n"servers": {"a": {"command": "x"}}', "remove the comma after the block"),
         ('mcpServers: {\n  // mine\n  "a": {"command": "x"}\n}', "write comments with #, not //"),
     ],
 )
 def test_json_that_is_no_yaml_is_explained(text: str, fix: str, tmp_path: Path) -> None:
-    refused(f"not YAML: .*fix: {fix}", path=whole(tmp_path, text))
+    refused(f"not YAML: .*fix: .*{fix}", path=whole(tmp_path, text))
 
 
 def fields_of(text: str) -> list[str]:

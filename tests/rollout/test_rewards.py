@@ -303,7 +303,7 @@ OPTION = "rewards.1.options"
     ("name", "options", "field", "message"),
     [
         ("mine.py:two", {}, "rewards.1", r"mine\.py:two is not a reward; fix: put @reward above"),
-        ("exact_mach", {}, "rewards.1", r"'exact_mach' is not prebuilt .*; fix: write exact_match, or name an object"),
+        ("exact_mach", {}, "rewards.1", r"'exact_mach' is not prebuilt .*; fix: name an object"),
         ("mine.py:one", {}, "rewards.1", r"rewards\.0 is also called 'one'.*rewards\.1\.name"),
         ("mine.py:Counting", {}, OPTION, "could not be created.*its options are start"),
         ("mine.py:shortest", {"bnus": 1}, f"{OPTION}.bnus", "use one of answer, bonus"),

@@ -138,9 +138,9 @@ async def test_files_of_the_row_are_copied_in(tmp_path: Path) -> None:
             "there is no file '../x'": ["../x"],
             "there is no file 'out/passwd'": ["out/passwd"],
             "does not name a file of the workspace": {"../x": "text"},
-            r"x is int; give a text, or \{\"base64\"": {"x": 1},
+            r"x cannot be read: .*; give a text, or \{\"base64\"": {"x": 1},
             "give a mapping of name to text, or a list of names": "tables/a.csv",
-            "'x' is both a file and the folder of 'x/y'": {"x": "", "x/y": ""},
+            "'x/y' does not name a file of the workspace": {"x": "", "x/y": ""},
         }
         for message, files in refused.items():
             with pytest.raises(ValueError, match=message):

@@ -141,7 +141,7 @@ async def test_waiting_is_bounded() -> None:
 async def test_warm_instances_are_made_ahead() -> None:
     factory = Factory()
     pool = factory.pool(warm=2, capacity=4)
-    pool.warm_up()
+    pool.advance()
     await settle()
     assert (len(factory.things), counts(pool)) == (2, (0, 2, 0))
     leases = [await pool.acquire() for _ in range(2)]
@@ -272,7 +272,7 @@ def test_nothing_is_lost_whoever_is_cancelled_or_fails(
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         pool = factory.pool(capacity=capacity, warm=warm, max_uses=max_uses, wait_seconds=30)
-        pool.warm_up()
+        pool.advance()
         chains = [asyncio.create_task(live(pool)) for _ in range(30)]
         for _ in range(40):
             await asyncio.sleep(0)

@@ -17,7 +17,6 @@ _FIXES = {
     ),
 }
 _PROBE = 1 << 16
-"""Bytes written to test a disk."""
 
 
 class DiskError(OSError):
@@ -91,7 +90,7 @@ def refusal(folder: Path) -> OSError | None:
 
 @contextmanager
 def filled(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that the context fills. It is renamed to `folder` once complete."""
+    """Yield an empty folder that the context fills. It is renamed to `folder`, missing or empty, once complete."""
     aside = folder.with_name(f".{folder.name}.partial")
     if aside.exists():  # left by an earlier run that was killed
         shutil.rmtree(aside)

@@ -14,8 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_lock(path: Path, make: bool = True) -> int:
-    """Open a lock file; with `make`, create it if it is missing. Restrict the mode that an earlier version gave it.
-    Follow no link, and wait for no FIFO. Raises OSError."""
+    """Open a lock file, created if `make`, with a private mode. Follow no link, wait for no FIFO. Raises OSError."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     opened = os.open(path, flags | (os.O_CREAT if make else 0), 0o600)
     if stat.S_IMODE(os.fstat(opened).st_mode) != (mode := private_mode(path.parent)):

@@ -1,5 +1,4 @@
-"""Files in untrusted folders: opened only if they are regular, without following links, with bounded sizes. Copies,
-checks and removal of such folders, by steps that follow no link."""
+"""Files in untrusted folders: opened, copied, checked and removed without following links, with bounded sizes."""
 
 import itertools
 import os
@@ -8,18 +7,15 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
 JSON_BYTES = 64 << 20
-"""Maximum size of a JSON file that is read as a whole."""
 JSON_VALUES = 4 << 20
-"""Maximum number of values in such a file: a short one can take a hundred times its length in memory. A tokenizer with
-300 thousand tokens has 2 million."""
+"""Maximum number of values: a short file can take a hundred times its length; a large tokenizer has 2 million."""
 LINE_BYTES = 128 << 20
-"""Maximum length of a line of JSON lines."""
 
 _KINDS = {
     stat.S_IFLNK: "a link, which is not followed",
@@ -31,9 +27,7 @@ _KINDS = {
 }
 
 _DEEPEST = 64
-"""Maximum nesting of folders."""
 _MOST_LINKS = 40
-"""Maximum links in a path, as in the kernel."""
 _THREADS = 12
 """On ext4 the removal of a folder may wait milliseconds for the disk; threads overlap these waits."""
 _PIECE = 1 << 20
@@ -57,9 +51,7 @@ class RefusedFileError(OSError):
 def open_file(path: Path, within: Path | None = None) -> BufferedReader:
     """Open the regular file `path` for reading, without following a link below the folder `within`; None: a path from
     the user, whose links are followed. Raises RefusedFileError for anything but a regular file, and OSError."""
-    if within is None:
-        return os.fdopen(_open_regular(path, None), "rb")
-    with opened_folder(path.parent, within) as folder:
+    with nullcontext() if within is None else opened_folder(path.parent, within) as folder:
         return os.fdopen(_open_regular(path, folder), "rb")
 
 
@@ -67,7 +59,7 @@ def create_file(path: Path, within: Path) -> BufferedWriter:
     """Open the file `path` for writing, empty, without following a link below the folder `within`. Missing folders are
     made, and an existing file keeps its mode. Raises RefusedFileError for anything but a regular file, and OSError."""
     with opened_folder(path.parent, within, make=True) as folder:
-        return os.fdopen(_create_regular(path, folder), "wb")
+        return os.fdopen(_open_regular(path, folder, write=True), "wb")
 
 
 def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
@@ -82,8 +74,7 @@ def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
 
 
 def read_json(path: Path, within: Path | None = None, most: int = JSON_BYTES) -> dict[str, object]:
-    """Return the JSON object in a file, read by `read_file`. Raises ValueError if it holds anything else, or too many
-    values."""
+    """Return the JSON object in a file, read by `read_file`. Raises ValueError for anything else or too many values."""
     content = read_file(path, most, within)
     if not has_few_values(content):
         fix = "replace it with the file that was written"
@@ -127,8 +118,7 @@ def entries_of(path: Path, within: Path) -> dict[str, int]:
 
 
 def check_tree(path: Path, within: Path, depth: int | None = None) -> None:
-    """Raise RefusedFileError unless everything in the folder `path` is a regular file or a folder, down to `depth`
-    levels below it (None: all)."""
+    """Raise RefusedFileError unless a folder has only regular files and folders, down to `depth` levels (None: all)."""
     for name, kind in entries_of(path, within).items():
         if kind == stat.S_IFDIR:
             if len((path / name).relative_to(within).parts) > _DEEPEST:
@@ -203,29 +193,27 @@ def _open_below(path: Path, folder: int) -> int:
         raise _explained(error, path, path.name, folder, stat.S_IFDIR) from None
 
 
-def _open_regular(path: Path, folder: int | None) -> int:
-    """Open the regular file `path.name` of an open folder for reading; None: open `path`, following links."""
+def _open_regular(path: Path, folder: int | None, write: bool = False) -> int:
+    """Open the regular file `path.name` of an open folder (None: `path`, following links); `write`: make it empty."""
     follow, name = folder is None, str(path) if folder is None else path.name
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags |= os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY
     try:
         # opening a device or a FIFO has effects, so look first; if it is replaced meanwhile, the flags limit them
-        _check_regular(path, os.stat(name, dir_fd=folder, follow_symlinks=follow))
-        descriptor = os.open(name, flags, dir_fd=folder)
+        if not write:
+            _check_regular(path, os.stat(name, dir_fd=folder, follow_symlinks=follow))
+        descriptor = os.open(name, flags, 0o666, dir_fd=folder)
     except RefusedFileError:
         raise
     except OSError as error:
         raise _explained(error, path, name, folder, stat.S_IFREG) from None
-    return _regular(path, descriptor)
-
-
-def _create_regular(path: Path, folder: int) -> int:
-    """Open the file `path.name` of an open folder for writing, empty, and create it if it is missing."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
-    except OSError as error:
-        raise _explained(error, path, path.name, folder, stat.S_IFREG) from None
-    os.ftruncate(_regular(path, descriptor), 0)
+        _check_regular(path, os.fstat(descriptor))
+    except RefusedFileError:
+        os.close(descriptor)
+        raise
+    if write:
+        os.ftruncate(descriptor, 0)
     return descriptor
 
 
@@ -238,15 +226,6 @@ def _named(path: Path) -> Iterator[None]:
         if isinstance(error, RefusedFileError) or error.filename is None or os.path.isabs(error.filename):
             raise
         raise type(error)(error.errno, error.strerror, str(path)) from None
-
-
-def _regular(path: Path, descriptor: int) -> int:
-    try:
-        _check_regular(path, os.fstat(descriptor))
-    except RefusedFileError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
@@ -282,12 +261,10 @@ class TreeCopy:
     ) -> None:
         self._within, self._most, self._left_out = within, most, left_out
         self.size = 0
-        """Bytes of all files so far."""
         self._entries = 0
 
     def folder(self, path: Path, into: int | None, mode: int | None = None) -> None:
-        """Copy the content of a folder into the open folder `into`; None: check it only. `mode`: the permissions of all
-        copies; None: those of the originals."""
+        """Copy a folder's content into the open folder `into` (None: only check it), with `mode` or the original's."""
         with opened_folder(path, self._within) as source:
             self._content(path, source, into, mode)
 
@@ -306,7 +283,6 @@ class TreeCopy:
                     raise
 
     def _entry(self, path: Path, source: int, name: str, into: int | None, mode: int | None) -> None:
-        """Copy the entry `path.name` of the open folder `source` as `name`."""
         status = os.stat(path.name, dir_fd=source, follow_symlinks=False)
         if self._left_out is not None and self._left_out(status):
             return
@@ -328,8 +304,7 @@ class TreeCopy:
         if len(path.relative_to(self._within).parts) > _DEEPEST:
             raise RefusedFileError(path, f"is more than {_DEEPEST} folders deep", "delete it")
         with ExitStack() as stack:
-            opened = _open_below(path, source)
-            stack.callback(os.close, opened)
+            stack.callback(os.close, opened := _open_below(path, source))
             if into is None:
                 self._content(path, opened, None, mode)
                 return
@@ -338,8 +313,7 @@ class TreeCopy:
                 os.mkdir(name, 0o700, dir_fd=into)
             except FileExistsError:
                 is_new = False
-            made = _open_below(Path(name), into)
-            stack.callback(os.close, made)
+            stack.callback(os.close, made := _open_below(Path(name), into))
             self._content(path, opened, made, mode)
             if is_new:
                 _set(made, os.fstat(opened), mode)
@@ -350,7 +324,7 @@ class TreeCopy:
             self._count(path, status.st_size)
             if into is None:
                 return
-            with os.fdopen(_create_regular(Path(name), into), "wb") as copy:
+            with os.fdopen(_open_regular(Path(name), into, write=True), "wb") as copy:
                 left = status.st_size  # it may grow meanwhile
                 while left and (piece := file.read(min(left, _PIECE))):
                     copy.write(piece)
@@ -371,8 +345,7 @@ def _set(copy: int, original: os.stat_result, mode: int | None) -> None:
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove a folder with everything in it, including read-only folders, in any number and depth. Follow no links.
-    Return the remaining names, with the reasons."""
+    """Remove a folder of any depth, without following links. Return the remaining names, with the reasons."""
     if left := _removed(folder):
         make_writable(folder)
         left = _removed(folder)

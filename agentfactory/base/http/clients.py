@@ -1,6 +1,5 @@
-"""Sessions of requests to other servers, and their answers within a bound. A server that we do not know may answer
-without end, with a short body that decompresses to a huge one, or with a redirect to another server, which would get
-the request's body and key: callers pass `allow_redirects=False`."""
+"""Sessions of requests to other servers, and their answers within a bound. Callers pass `allow_redirects=False`:
+another server would get the request's body and key."""
 
 from typing import Any
 
@@ -19,8 +18,7 @@ class AnswerError(aiohttp.ClientError):
 def open_session(
     proxy: Proxy | None, idle_seconds: float = 15.0, headers: dict[str, str] | None = None, **options: Any
 ) -> aiohttp.ClientSession:
-    """Open a session whose requests all take `proxy`, if any, and ask for uncompressed answers. It has no limit on
-    connections, and closes those that are idle for `idle_seconds`."""
+    """Open a session that takes `proxy`, if any, asks for uncompressed answers, and closes idle connections."""
     options |= {"headers": _PLAIN | (headers or {}), "auto_decompress": False}
     if proxy is None or not proxy.is_socks:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=idle_seconds)
@@ -34,8 +32,7 @@ def open_session(
 
 
 async def answer_within(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Return the body of a response to an `open_session`, or why there is none if it is a redirect. Raise AnswerError
-    if it has more than `most` bytes, or is compressed."""
+    """Return a response's body, or where it redirects. Raise AnswerError above `most` bytes, or if compressed."""
     if 300 <= response.status < 400 and (place := response.headers.get("Location")):
         return f"it {redirected(place)}".encode()
     if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
@@ -52,8 +49,7 @@ def redirected(place: str) -> str:
 
 
 async def content_of(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes | None:
-    """Return the body, decompressed if the session does that; if it has more than `most` bytes, None, or the first of
-    them if `cut`."""
+    """Return the body; if it has more than `most` bytes, None, or the first of them if `cut`."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk

@@ -23,8 +23,7 @@ def raise_open_files() -> int | None:
 
 
 def most_connections() -> int:
-    """Raise this process's limit of open files. Return the maximum number of connections to a listener: at most half of
-    that limit, so that clients cannot exhaust the files that the process needs."""
+    """Return the maximum connections of a listener: at most half of the limit of open files, which is raised."""
     most = raise_open_files()
     return _MOST_CONNECTIONS if most is None else min(_MOST_CONNECTIONS, most // 2)
 
@@ -38,8 +37,7 @@ class ConnectionLimit:
     def admit(
         self, make: Callable[[], asyncio.Protocol], left: Callable[[asyncio.Protocol], object] | None = None
     ) -> asyncio.BaseProtocol:
-        """Return a new connection's protocol: one from `make`, with `left` called when the connection is lost, or one
-        that closes it at the limit."""
+        """Return a new connection's protocol: from `make`, with `left` called at its end, or one that closes it."""
         if not self._free:
             return _Refusing()
         self._free -= 1

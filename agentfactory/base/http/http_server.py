@@ -15,8 +15,7 @@ from agentfactory.base.http.connections import HEADER_SECONDS, ConnectionLimit, 
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if no request arrives, or its header stays incomplete. Of uvicorn's protocols, only
-    this one bounds the length of a header."""
+    """A connection that is closed if no request arrives. Only this protocol of uvicorn's bounds headers."""
 
     _closing: asyncio.TimerHandle | None = None
 

@@ -16,16 +16,11 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.http.server_keys import key_file, key_of_environment, published_key
 
 HEALTH = "/health"
-"""The only route without a key."""
 
 
 class KeyGuard:
-    """ASGI middleware that answers requests without the key with status 401, before their bodies are read; WebSockets
-    with status 403.
-
-    Clients send `Authorization: Bearer KEY`, or the key as the password of a URL, `http://:KEY@HOST:PORT`. A web page
-    in a browser does not know the key, even if its host name maps to this address.
-    """
+    """ASGI middleware that answers requests without the key with status 401, WebSockets with 403. The key comes as
+    `Authorization: Bearer KEY`, or as the password of a URL."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app

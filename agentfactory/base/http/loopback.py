@@ -1,5 +1,4 @@
-"""Addresses of HTTP servers, and loopback addresses: their network interface, and the users at both ends of their
-connections. Other users of a machine reach its loopback addresses too."""
+"""Addresses of HTTP servers, and loopback addresses: their interface, and the users at both ends of connections."""
 
 import ipaddress
 import os
@@ -40,8 +39,7 @@ def loopback_interface() -> str | None:
 
 
 def listeners_users(port: int) -> set[int]:
-    """Return the ids of the users whose processes listen on a TCP port of this machine; empty if there are none, or if
-    the system does not report them (Linux does)."""
+    """Return the ids of users whose processes listen on a TCP port here; empty if the system reports none."""
     return {each.user for each in _sockets() if each.state == _LISTEN and each.here[1] == port}
 
 
@@ -56,8 +54,7 @@ def own_sockets() -> set[str]:
 
 
 def has_foreign_peer(earlier: Collection[str]) -> bool:
-    """Return whether some loopback connection of this process has no peer in a process of the same user. Connections of
-    `earlier` sockets are ignored."""
+    """Return whether a loopback connection of this process, of no `earlier` socket, has a peer of another user."""
     new = own_sockets().difference(earlier)
     ours, trusted = set(), set()
     # the kernel's table is no snapshot: while others connect, a read can miss a row, but not the same one each time
@@ -72,8 +69,6 @@ def has_foreign_peer(earlier: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Socket:
-    """A TCP socket of this machine, as in proc_net_tcp(5)."""
-
     here: _Address
     there: _Address
     state: str

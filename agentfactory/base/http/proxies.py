@@ -1,7 +1,4 @@
-"""Proxies from the environment: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY, in capitals or not.
-
-Servers on this machine are always reached directly: a proxy would look for them on its own machine.
-"""
+"""Proxies from the environment; servers on this machine are always reached directly."""
 
 import ipaddress
 import os
@@ -14,8 +11,7 @@ from urllib.parse import urlsplit
 from agentfactory.base.errors import SettingError
 from agentfactory.base.http.loopback import is_http_address, is_loopback
 from agentfactory.base.http.server_keys import has_loopback_address
-from agentfactory.base.user_code.extras import install_command
-from agentfactory.base.user_code.import_path import is_installed
+from agentfactory.base.user_code.extras import check_extra
 
 _SCHEMES = ("http", "https", "socks5", "socks5h")
 _SPARED = re.compile(r"(?:\*?\.)?(?P<host>\*|\[[^\]]+\]|[^:]+|[\da-f:/]+)(?::(?P<port>\d+))?")
@@ -90,15 +86,14 @@ def _check(proxy: Proxy) -> None:
     if scheme.lower() not in _SCHEMES or not is_http_address(f"http://{rest}"):
         shown = proxy.url.rpartition("@")[2]
         raise SettingError(proxy.variable, f"{shown!r} is no address of a proxy", "write http://HOST:PORT, or unset it")
-    missing = [name for name in ("aiohttp_socks", "socksio") if not is_installed(name)] if proxy.is_socks else []
-    if missing:
-        problem = f"SOCKS needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed"
-        fix = f"{install_command('socks')}, or give an HTTP proxy in HTTPS_PROXY and HTTP_PROXY"
-        raise SettingError(proxy.variable, problem, fix)
+    if proxy.is_socks:
+        try:
+            check_extra("socks")
+        except SettingError as error:
+            raise error.at(field=proxy.variable) from None
 
 
 def _spared(host: str, port: int | None) -> bool:
-    """Return whether NO_PROXY has the host, a domain above it, or a network with its address."""
     for entry in filter(None, map(_SPARED.fullmatch, _entries(os.environ, "no_proxy"))):
         name = entry["host"].strip("[]")
         if entry["port"] is not None and int(entry["port"]) != port:

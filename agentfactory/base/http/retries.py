@@ -37,8 +37,7 @@ class Retries:
 
 
 def seconds_asked(retry_after: str) -> float:
-    """Parse a Retry-After header, a number of seconds or a date (RFC 9110, 10.2.3), to seconds to wait; 0 if it has
-    neither."""
+    """Parse a Retry-After header (RFC 9110, 10.2.3) to seconds; 0 if it has none."""
     with suppress(ValueError):
         return max(0.0, float(retry_after))
     with suppress(ValueError):

@@ -1,9 +1,5 @@
-"""Keys of the servers that a user runs on this machine: inference, tools, retrieval.
-
-Loopback keeps other machines out, but not other users of this one. So a server without a configured key generates one,
-and writes it to a file that only its user can read: in the user's runtime folder, named after the server's address.
-Clients of the same user find it there. Imported by vLLM's Python too, so it needs only the standard library.
-"""
+"""Keys of the servers that a user runs here, since other users reach loopback too: each generates one, in a file that
+only its user can read, named after its address. It needs only the standard library, for vLLM's Python."""
 
 import fcntl
 import functools
@@ -85,11 +81,10 @@ def key_file_of(url: str) -> Path | None:
 
 def _is_left(file: Path) -> bool:
     """Return whether a server has stored its key. Raises SettingError if the folder is another user's."""
-    try:
+    with suppress(PermissionError):
         return file.exists()
-    except PermissionError:
-        _check_private(file.parent)
-        raise
+    _check_private(file.parent)
+    return False
 
 
 def find_key(url: str) -> str | None:

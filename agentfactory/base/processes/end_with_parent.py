@@ -1,8 +1,5 @@
-"""A launcher that kills all descendants of a program when the program ends, or when this process's stdin closes.
-
-Run as `python -I -S end_with_parent.py COMMAND ...`. It needs only the standard library, and exits with the command's
-status. As a subreaper it inherits the command's orphans, in any session or process group.
-"""
+"""A launcher that kills all descendants of a program when it ends, or when this process's stdin closes: `python -I -S
+end_with_parent.py COMMAND ...`. It exits with the command's status, and needs only the standard library."""
 
 import ctypes
 import os
@@ -64,7 +61,6 @@ def end_descendants() -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Return the processes below `root` that still run."""
     parents: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -1,8 +1,5 @@
-"""Environments of child processes: the variables of this process that they get.
-
-Processes that run code of others (worlds, tool servers, agents, `prepare`) get no key of this process: only settings
-of the system and of libraries, from a list, and the variables that the recipe names in `env`.
-"""
+"""Environments of child processes. Code of others gets no key of this process: only settings of the system and of
+libraries, from a list, and the variables that the recipe names in `env`."""
 
 import os
 import re
@@ -58,8 +55,7 @@ def for_others(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def for_chains(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process of ours that runs chains, with the tools and rewards of the user: that of
-    code of others, proxies, and the variables `names`, such as those of keys that the process itself uses."""
+    """Return the environment of our processes that run chains: that of code of others, proxies, and `names`."""
     wanted = {VARIABLE, *names}
     own = {name: value for name, value in os.environ.items() if name in wanted or _PROXY.fullmatch(name)}
     return for_others() | own | dict(variables)

@@ -18,11 +18,8 @@ the first are the same."""
 
 
 def run_interruptibly(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` like `asyncio.run`. A signal cancels it, and after its clean-up the signal's own handler is called.
-
-    The handlers of commands raise KeyboardInterrupt. Inside the event loop that can lose the wake-up of a task, for
-    which the loop then waits forever. So a handler is called there only for a further signal.
-    """
+    """Run `main` like `asyncio.run`. A signal cancels it, and its own handler is called after the clean-up: inside the
+    loop, KeyboardInterrupt can lose a wake-up."""
     if threading.current_thread() is not threading.main_thread():
         return asyncio.run(main)  # signals are handled in the main thread
     found = {int(number): signal.getsignal(number) for number in _SIGNALS}

@@ -14,12 +14,8 @@ from agentfactory.base.user_code.import_path import own_python
 
 
 class KillableProcesses:
-    """A pool of at most `count` processes that run `python -m MODULE`, started on demand and reused. Any thread may
-    borrow one; further borrowers wait.
-
-    The module writes a line of JSON when it is ready and one for each answer, and ends itself (by the kernel's alarm)
-    if an answer takes too long. `variables` are additional environment variables; `start` is like subprocess.Popen.
-    """
+    """A pool of at most `count` processes `python -m MODULE`, started on demand and reused; borrowers wait. The module
+    writes a line of JSON when it is ready and per answer, and ends itself if one takes too long."""
 
     def __init__(
         self,
@@ -34,8 +30,7 @@ class KillableProcesses:
 
     @contextmanager
     def borrowed(self) -> Iterator["KillableProcess"]:
-        """Yield a ready process. Kill it afterwards, unless `answered` is set. Raises ChildProcessError if it does not
-        start."""
+        """Yield a ready process, and kill it afterwards unless `answered` is set. Raises ChildProcessError."""
         with self._places:
             process = self._idle.pop() if self._idle else self._create()
             if not process.running:  # killed for its memory, perhaps

@@ -11,8 +11,7 @@ import psutil
 
 
 def memory_room() -> int:
-    """Return the available memory in bytes: the minimum of the machine's and of this process's control groups' (a
-    container's limit)."""
+    """Return the available memory in bytes, of the machine and of this process's control groups."""
     return min([psutil.virtual_memory().available, *_group_rooms()])
 
 
@@ -26,8 +25,7 @@ def peak_bytes() -> int:
 
 
 def memory_of(pid: int) -> int:
-    """Return the memory of a process and its descendants in bytes, with shared pages divided among them (PSS); 0 for
-    those that have ended."""
+    """Return the memory of a process and its descendants in bytes, with shared pages divided (PSS)."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -59,20 +57,12 @@ _LARGEST_MMAP_THRESHOLD = 1 << 25
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks of up to 32 MiB instead of returning them to the kernel. Does nothing without glibc.
-
-    Tensors on a CPU are allocated and freed with each operation. By default, each one above a few hundred KiB costs a
-    page fault per 4 KiB, which takes several times as long as the operation itself.
-    """
+    """Let glibc reuse freed blocks of up to 32 MiB: by default, each tensor on a CPU costs a page fault per 4 KiB."""
     _set_malloc({_MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD, _TRIM_THRESHOLD: (1 << 31) - 1, _TOP_PAD: 1 << 26})
 
 
 def return_freed_memory() -> None:
-    """Let glibc return each freed block of 1 MiB or more to the kernel. Does nothing without glibc.
-
-    By default, glibc soon takes blocks of up to 32 MiB from its heap. Between activations that live for different
-    times, the heap of a trainer grows with each micro-batch: by a third after six, on a small network.
-    """
+    """Let glibc return freed blocks of 1 MiB or more: by default, a trainer's heap grows with each micro-batch."""
     _set_malloc({_MMAP_THRESHOLD: 1 << 20})
 
 

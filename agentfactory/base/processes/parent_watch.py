@@ -1,7 +1,5 @@
-"""Processes that end when the process that started them is gone, even after kill -9.
-
-Linux's parent-death signal is not enough: a launcher such as accelerate's is between parent and child.
-"""
+"""Processes that end when their starter is gone, even after kill -9; a launcher may stand between the two, so Linux's
+parent-death signal is not enough."""
 
 import contextlib
 import json
@@ -39,8 +37,7 @@ def answer_of(module: str, said: str = "", env: Mapping[str, str] | None = None)
 
 
 def follow_parent() -> None:
-    """End this process when the one that started it is gone: SIGTERM, and after 4 s an exit without clean-up. Call it
-    once, first thing in a child's main. Does nothing if the environment names no process to follow."""
+    """End this process when its starter, named in the environment, is gone: SIGTERM, and after 4 s an exit."""
     value = os.environ.get(VARIABLE)
     if value is None:
         return
@@ -49,8 +46,7 @@ def follow_parent() -> None:
 
 
 def follow(pid: int, create_time: float) -> threading.Event:
-    """End this process when the process `pid`, not necessarily its parent, is gone; stop when the returned event is
-    set."""
+    """End this process when the process `pid` is gone; stop when the returned event is set."""
     enough = threading.Event()
     threading.Thread(target=_follow, args=(pid, create_time, enough), name="lifeline", daemon=True).start()
     return enough

@@ -8,8 +8,7 @@ from agentfactory.base.messages import ToolInfrastructureError
 
 
 def sandbox_user() -> int | None:
-    """Return the user id of sandboxes: nobody for root, who is exempt from process limits and could read more; None for
-    the user of this process."""
+    """Return the user id of sandboxes: nobody for root; None for the user of this process."""
     return 65534 if os.geteuid() == 0 else None
 
 
@@ -46,13 +45,10 @@ class SandboxSettings:
 
     kind: SandboxKind = SandboxKind.BUBBLEWRAP
     memory_mb: int = 512
-    """Address space of the process, in MiB."""
     disk_mb: int = 64
     """Total size of the workspace's and /tmp's files, and of each file, in MiB. The files are in memory."""
     output_characters: int = 10_000
-    """Characters kept of one cell's text: its beginning and its end."""
     packages: tuple[str, ...] = ()
-    """Installed distributions that the code can import, with their dependencies."""
 
     def __post_init__(self) -> None:
         bounds = {"memory_mb": (64, 1 << 20), "disk_mb": (1, 1 << 16), "output_characters": (200, 100_000)}
@@ -73,7 +69,6 @@ class ProgramLimits:
     """Limits of a program in a sandbox together with its descendants, checked on creation."""
 
     processes: int = 256
-    """Maximum number of processes and threads at a time."""
     memory_mb: int = 2048
     """Memory of all processes together, in MiB; `/tmp` and `/dev/shm` may take the same again, each."""
     disk_mb: int = 1024

@@ -35,7 +35,6 @@ _SHOWN = 500
 
 _APART = "start the tool as a process of its own by mcp_servers.NAME.command"
 HOLDS_LOCK = f"end it sooner, such as by a simpler regular expression, or {_APART}, which limits can end"
-"""Fix for user code that holds Python's lock."""
 _ENDS = f"correct the tool, environment, reward or agent that did it, or {_APART}"
 
 
@@ -62,9 +61,8 @@ def exited_by(error: SystemExit) -> str | None:
 
 
 def ended_by(status: int, doing: str = "", raised: str = "") -> str:
-    """Describe the unexpected end of a process that runs user code, with a fix. `status` is its exit status, or minus
-    the signal that ended it; `doing` is the user code that it executed, and `raised` the exception that ended it, if
-    these are known."""
+    """Describe the unexpected end of a process that runs user code, with a fix: its exit status or minus the signal,
+    the user code that it executed (`doing`), and the exception that ended it, if known."""
     during = f" while {doing}" if doing else ""
     if raised:
         fix = "free memory, or lower what this process may need" if raised.startswith("MemoryError") else "see there"
@@ -144,7 +142,6 @@ class Inside:
         return next(filter(None, map(self._place_of, threads)), None)
 
     def _times(self) -> dict[int, float]:
-        """Return thread -> seconds of processor time."""
         import psutil
 
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -267,11 +264,9 @@ class _Supervisor:
 
     def __init__(self, child: int, reader: int) -> None:
         self.returned: int | None = None
-        """The status that the command has returned."""
         self.doing = ""
         """The user code that the child executes, such as `importing tools.py`, if it is known."""
         self.raised = ""
-        """The exception that ended the child, if there was one."""
         self.received: dict[int, float] = {}
         """Signal -> time at which it arrived last."""
         self._child = child
@@ -302,7 +297,6 @@ class _Supervisor:
                 looked = now
 
     def hear(self) -> None:
-        """Take the lines that the child has sent."""
         for line in self._inside.lines():
             kind, _, value = line.partition(" ")
             self._silent = 0.0
@@ -373,7 +367,6 @@ class _Supervisor:
             os.kill(self._child, signal.SIGKILL)
 
     def _end(self, why: str) -> None:
-        """Kill the child, and raise DiedFromInside."""
         os.kill(self._child, signal.SIGKILL)
         os.waitpid(self._child, 0)
         raise DiedFromInside(why)

@@ -1,5 +1,4 @@
-"""Execution of users' functions: blocking ones off the event loop, in a pool of daemon threads that grows, so functions
-that never return cannot exhaust it."""
+"""Users' functions: blocking ones run in a pool of daemon threads that grows, which hanging ones cannot exhaust."""
 
 import asyncio
 import contextvars
@@ -43,8 +42,7 @@ def run_in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
 
 
 def call_within(function: Callable[[], Any], seconds: float) -> Any:
-    """Call a user's function from code that is not async, in a daemon thread. Raise TimeoutError if it has not returned
-    after `seconds`."""
+    """Call a user's function in a daemon thread. Raise TimeoutError after `seconds`."""
     done = Future[Any]()
 
     def job() -> None:
@@ -58,8 +56,7 @@ def call_within(function: Callable[[], Any], seconds: float) -> Any:
 
 
 async def run_on_loop(call: Awaitable[Any]) -> Any:
-    """Await a user's coroutine. What would end the event loop or look like the end of the chain (SystemExit,
-    KeyboardInterrupt, a CancelledError of its own) arrives as RuntimeError."""
+    """Await a user's coroutine; what would end the loop or look like a cancellation arrives as RuntimeError."""
     try:
         return await call
     except asyncio.CancelledError as raised:

@@ -13,8 +13,7 @@ WORLDS = "agentfactory.worlds"
 SOURCES = "agentfactory.sources"
 """Group of sources of tasks (`agentfactory.TaskSource`), by their names below `data`."""
 COMMANDS = "agentfactory.commands"
-"""Group of modules, each with a command of `agentfactory`: `ABOUT`, `EXAMPLES`, `add_options(parser)` and
-`run(options, say)`."""
+"""Group of modules, each a command: `ABOUT`, `EXAMPLES`, `add_options(parser)` and `run(options, say)`."""
 
 
 @cache

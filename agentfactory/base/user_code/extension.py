@@ -58,14 +58,13 @@ class Extension:
 def load_extension(
     field: str, reference: str, ours: Mapping[str, Callable[..., Any]], inputs: Collection[str], settings: Section
 ) -> Extension:
-    """Load the function `reference`, the value of the recipe's `field`: one of `ours`, or `FILE.py:NAME`. It takes some
-    of `inputs`, by name, and `settings.options`; one of `ours` gets only the options that it has parameters for. Raises
-    SettingError if it cannot be loaded, is no function, or its parameters do not fit the options."""
+    """Load the function that `field` names: one of `ours`, or `FILE.py:NAME`. It takes some of `inputs` and the options
+    by name. Raises SettingError."""
+    options: dict[str, Any] = settings.options  # type: ignore[attr-defined]
     if reference in ours:
         function = ours[reference]
-        given = dict(settings.options)  # type: ignore[attr-defined]
         parameters = inspect.signature(function).parameters
-        own = {name: value for name, value in given.items() if name in parameters}
+        own = {name: value for name, value in dict(options).items() if name in parameters}
         return Extension(function, _taken(function, inputs), own)
     try:
         function = load_object(reference, Path.cwd())
@@ -76,7 +75,6 @@ def load_extension(
     if not callable(function) or inspect.iscoroutinefunction(function):
         kind = "an async function" if callable(function) else f"of type {type(function).__name__}"
         raise SettingError(field, f"{shown} is {kind}", "name a plain function")
-    options: dict[str, Any] = settings.options  # type: ignore[attr-defined]
     _check_parameters(field, shown, function, inputs, options)
     return Extension(function, _taken(function, inputs), options, field, shown)
 
@@ -103,20 +101,15 @@ def _check_parameters(
             fix = f"set {given}.{name}, or give it a default"
             fix += f"; the possible inputs are {', '.join(inputs)}" if inputs else ""
             raise SettingError(field, f"{shown} has a parameter {name!r} without a value", fix)
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-    known = [name for name, parameter in parameters.items() if name not in inputs and parameter.kind not in kinds]
+    known = [name for name, each in parameters.items() if name not in inputs and each.kind is not each.VAR_KEYWORD]
     for name in options:
-        if name in inputs:
-            raise SettingError(f"{given}.{name}", f"AgentFactory itself passes {name} to {shown}", "remove it")
-        if name not in parameters and not takes_rest:
+        if name in inputs or (name not in parameters and not takes_rest):
             problem = f"{shown} has no such option"
             raise SettingError(f"{given}.{name}", problem, f"remove it; its options are {', '.join(known) or 'none'}")
 
 
 def check_types(options: Mapping[str, Any], taker: Callable[..., Any], field: str) -> None:
-    """Raise SettingError for an option that its annotation in `taker`, a function or a dataclass, does not allow.
-    Integers are accepted as floats, and text as paths. Values that JSON cannot express, which only a program can pass,
-    are not checked."""
+    """Raise SettingError for an option whose annotation in `taker` does not allow its value, as far as it is JSON."""
     try:
         annotations = get_type_hints(taker)
     except NameError:  # an annotation names a class within a function

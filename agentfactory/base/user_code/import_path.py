@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
-"""The source folder that contains this package, if any; it also contains the links `tools`, `rollout` and
-`trainers`."""
+"""The source folder that contains this package, if any, and the links `tools`, `rollout` and `trainers`."""
 
 _folders: list[str] = []
 _appended: dict[str, bool] = {}
@@ -16,15 +15,12 @@ _appended: dict[str, bool] = {}
 
 
 def own_python(*arguments: str, executable: str | None = None) -> list[str]:
-    """Return a command that runs a Python (default: this one) without the current folder on its import path: a user's
-    `datasets/` or `mcp/` there would hide the libraries of these names."""
+    """Return a command of a Python (default: this one) without the current folder on its import path."""
     return [executable or sys.executable, "-P", *arguments]
 
 
 def append_folders(folders: Iterable[Path], of_file: bool = False) -> None:
-    """Append folders of user code to the import path, unless they are already on it. Folders `of_file`, which contain a
-    FILE.py, come before those of recipes. A checkout of AgentFactory on the path is moved behind them, so that a user's
-    `tools/` is found before the checkout's link of that name."""
+    """Append folders to the import path: those `of_file`, then recipes', and a checkout of AgentFactory last."""
     for folder in map(str, folders):
         if folder not in _folders:
             _folders.append(folder)
@@ -42,9 +38,8 @@ def user_folders() -> list[str]:
 
 
 def start_folder_last() -> None:
-    """Move the import path's first entry, the current folder (`python -m`) or the script's, to its end. Call it at the
-    beginning of a command's main module, before any other import. Ends the process if another `agentfactory` in that
-    folder hides this package."""
+    """Move the import path's first entry to its end, before any other import. Ends the process if another
+    `agentfactory` hides this package."""
     package = sys.modules["agentfactory"]
     if getattr(package, "__file__", None) != str(Path(__file__).parents[2] / "__init__.py"):
         hiding = next(iter(package.__path__))
@@ -55,8 +50,7 @@ def start_folder_last() -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a top-level package can be imported. A plain folder of its name, such as the `wandb/` that wandb
-    writes, does not count."""
+    """Return whether a top-level package can be imported; a plain folder does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -8,15 +8,13 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentfactory.base.errors import SettingError, is_interruption
 from agentfactory.base.user_code.entry_points import load_named
-from agentfactory.base.user_code.extras import OWN_ENVIRONMENT, unmet_below
+from agentfactory.base.user_code.extras import OWN_ENVIRONMENT
 from agentfactory.base.user_code.import_path import append_folders, user_folders
 from agentfactory.base.user_code.source_files import imports_of
 from agentfactory.base.user_code.watch import announced
@@ -30,21 +28,13 @@ class UserCodeError(SettingError):
 
 
 def load_object(reference: str, base: Path, prebuilt: Mapping[str, str] | None = None) -> Any:
-    """Load `NAME` from `FILE.py`, a path relative to `base`, or from `prebuilt` (name -> `package.module:NAME`).
-
-    The file is executed once per process. It may import installed libraries and the modules in its folder, which is
-    appended to the import path. If `import FILE` finds this file, the module has that name; otherwise a private one, so
-    that neither shadows another. Raises UserCodeError if the reference is malformed or the file is missing, fails, or
-    does not define the name.
-    """
+    """Load `NAME` from `FILE.py`, a path relative to `base`, or from `prebuilt` (name -> `package.module:NAME`). The
+    file is executed once per process, under its own name if `import FILE` finds it. Raises UserCodeError."""
     if prebuilt is not None and reference in prebuilt:
         return load_named(prebuilt[reference])
     file, separator, name = reference.rpartition(":")
     if prebuilt is not None and not separator:
-        problem = f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME"
-        if close := get_close_matches(reference, prebuilt, 1):
-            raise UserCodeError(problem, f"write {close[0]}, or name an object that a file defines, as FILE.py:NAME")
-        raise UserCodeError(problem)
+        raise UserCodeError(f"{reference!r} is not prebuilt ({', '.join(prebuilt)}), nor of the form FILE.py:NAME")
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise UserCodeError(f"{reference!r} is not of the form FILE.py:NAME")
     path = (base / file).resolve()
@@ -80,7 +70,7 @@ def load_module(path: Path) -> ModuleType:
         if is_interruption(error):
             raise KeyboardInterrupt from error
         problem = f"{path} fails on import: {type(error).__name__}: {error}{_place(error, path)}"
-        raise UserCodeError(problem, _fix(error, path)) from error
+        raise UserCodeError(problem, _fix(error)) from error
     return module
 
 
@@ -114,31 +104,22 @@ def _place(error: BaseException, path: Path) -> str:
     return f" (line {line})" if file == str(path) else f" ({file}, line {line})"
 
 
-def _fix(error: BaseException, path: Path) -> str:
+def _fix(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return "do not end the program when the file is imported"
-    if problem := unmet_below(path, error):
-        return f"{problem}; {OWN_ENVIRONMENT}"
     if not isinstance(error, ImportError):
         return "correct the file"
-    if "no known parent package" in str(error):
-        return "write `import NAME` for a file beside it"
     first = (error.name or "").partition(".")[0]
-    beside = [each for each in (path.parent / f"{first}.py", path.parent / first / "__init__.py") if each.is_file()]
-    if beside and not isinstance(error, ModuleNotFoundError) and not _is_users(_origin(first)):
-        return f"give {beside[0]} another name: the library {first} comes before it"
     if first == "mcp":
-        return f"AgentFactory needs the installed mcp {version('mcp')}: change the import, or {OWN_ENVIRONMENT}"
+        return f"AgentFactory needs version 2 of mcp: change the import, or {OWN_ENVIRONMENT}"
     if not isinstance(error, ModuleNotFoundError):
-        return "correct the file"
+        return f"correct the import, whose {first or 'library'} may come before a file of yours of that name"
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
-    fix = f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
-    return fix + (f"; AgentFactory's own is agentfactory.{first}" if first in ("rollout", "tools", "trainers") else "")
+    return f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
 
 
 def _check_neighbours(path: Path) -> None:
-    """Raise UserCodeError if an import of `path`, or of another imported module of its folder, does not find the file
-    beside it: Python has only one module per name, and a file in another folder may have taken it."""
+    """Raise UserCodeError if an import of a module of this folder does not find the file beside it."""
     files, folder = [path], f"{path.parent}{os.sep}"
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
@@ -164,9 +145,5 @@ def _is_users(file: str | None) -> bool:
 
 
 def _defined_names(module: ModuleType) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    ]
-    return ", ".join(names) or "no function and no class"
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return ", ".join(name for name in own if not name.startswith("_")) or "no function and no class"

@@ -10,15 +10,13 @@ from agentfactory.base.files.untrusted_files import create_file, open_file, reso
 
 
 def load_files(files: Any, folder: Path | None, most_mb: int) -> dict[str, bytes]:
-    """Return name -> content of a row's `files`: a mapping of name to text, or to `{"base64": ...}`, or a list of names
-    below `folder`. Raises ValueError if it is neither, a file does not exist, a name leads out of the workspace, or the
-    files exceed `most_mb` MiB."""
+    """Return name -> content of a row's `files`: a mapping of name to text or `{"base64": ...}`, or names below
+    `folder`. Raises ValueError if they are wrong, or exceed `most_mb` MiB."""
     contents = _contents(files, folder, most_mb)
     for name in contents:
-        if not is_inside(name):
-            raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
-        if inside := [str(parent) for parent in PurePosixPath(name).parents if str(parent) in contents]:
-            raise ValueError(f"files: {inside[0]!r} is both a file and the folder of {name!r}; rename one of them")
+        if not is_inside(name) or any(str(parent) in contents for parent in PurePosixPath(name).parents):
+            fix = "give a relative path without .., and not below another file"
+            raise ValueError(f"files: {name!r} does not name a file of the workspace; {fix}")
     if (size := sum(map(len, contents.values())) / 2**20) > most_mb:
         raise ValueError(f"files: they have {size:.0f} MiB; raise disk_mb ({most_mb})")
     return contents
@@ -78,9 +76,7 @@ def _read(name: str, folder: Path, most_mb: int) -> bytes:
 def _decode(name: str, content: Any) -> bytes:
     if isinstance(content, str):
         return content.encode()
-    if isinstance(content, Mapping) and isinstance(coded := content.get("base64"), str):
-        try:
-            return base64.b64decode(coded, validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"files: {name} is not base64: {error}; encode its bytes, or give a text") from None
-    raise ValueError(f'files: {name} is {type(content).__name__}; give a text, or {{"base64": ...}}')
+    try:
+        return base64.b64decode(content["base64"], validate=True)
+    except (binascii.Error, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f'files: {name} cannot be read: {error!r}; give a text, or {{"base64": ...}}') from None

@@ -1,9 +1,5 @@
-"""`python -m agentfactory.base.user_code.run_module FOLDERS MODULE [ARGUMENT ...]`: like `python -m MODULE`, with
-FOLDERS (a JSON list) at the end of the import path and without the current folder at its beginning.
-
-The stdio servers of a recipe are started this way: otherwise a `mcp/` or a `json.py` next to the recipe would hide the
-library of that name.
-"""
+"""`python -m ...run_module FOLDERS MODULE [ARGUMENT ...]`: like `python -m MODULE`, with FOLDERS (a JSON list) last on
+the import path: a `mcp/` next to a recipe must not hide the library."""
 
 import json
 import runpy

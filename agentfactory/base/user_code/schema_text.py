@@ -13,9 +13,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 
 def readable(annotation: Any, twins: dict[Any, Any] | None = None) -> Any:
-    """Replace each `typing.TypedDict` in `annotation` with a twin from typing_extensions, except in the fields of a
-    dataclass or a pydantic model. `twins` contains the twins so far, for TypedDicts that contain themselves. Raises
-    NameError if a field of such a class is annotated by a string that cannot be resolved."""
+    """Replace each `typing.TypedDict` with a twin from typing_extensions, except in fields of dataclasses and models.
+    Raises NameError for a string that cannot be resolved."""
     if sys.version_info >= (3, 12):
         return annotation
     twins = {} if twins is None else twins
@@ -52,9 +51,7 @@ _PREFIX = "#/$defs/"
 
 
 def schema_of(arguments: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a tool's arguments, in the order of their declaration. Definitions are
-    placed where they are used, because many chat templates print one property at a time; only a type that contains
-    itself stays in `$defs`. Raises PydanticUserError if JSON cannot express a type."""
+    """Return the JSON Schema (draft 2020-12) of a tool's arguments, inlined. Raises PydanticUserError."""
     generated = arguments.model_json_schema(schema_generator=_PlainSchema)
     schema = inline({"properties": {}} | generated | {"additionalProperties": False})
     return {key: schema[key] for key in _ORDER if key in schema}

@@ -14,9 +14,8 @@ _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh")
 
 
 def source_files(named: Mapping[str, Any], base: Path, import_path: Iterable[Path] = ()) -> dict[Path, str]:
-    """Return the existing files of code in the values `named`, a field -> a value of any nesting, with the field that
-    names each: `FILE.py:NAME`, and scripts among the arguments of a program; then the files that these import from
-    their own folders or `import_path`, with the file that imports them. Paths are relative to `base`."""
+    """Return the existing files of code in the values `named` (field -> value), with the field that names each, and the
+    files that they import, with the importing file."""
     found: dict[Path, str] = {}
     for field, value in named.items():
         for text in _texts(value):
@@ -63,12 +62,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files in `folders` that a Python file may import."""
     names: set[str] = set()
-    if file.suffix == ".py":
-        # whoever runs the file reports its error
-        with suppress(SyntaxError, ValueError):
-            names = imports_of(file.read_bytes(), relative=True)
+    with suppress(SyntaxError, ValueError):
+        names = imports_of(file.read_bytes(), relative=True) if file.suffix == ".py" else names
     for name in sorted(names):
         for folder in folders:
             place = folder.joinpath(*name.split("."))
@@ -79,8 +75,7 @@ def _imported_by(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
 
 @lru_cache
 def imports_of(source: bytes, relative: bool = False) -> set[str]:
-    """Return every module that a file may import by its full name, at its beginning or later, and the packages of
-    these; with `relative`, also those that it imports from its own package."""
+    """Return every module, with its packages, that a file may import; `relative`: from its own package, too."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

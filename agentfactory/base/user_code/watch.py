@@ -1,8 +1,5 @@
-"""A watch over users' code in this process: it names what takes long, and what blocks an event loop.
-
-It cannot run while code holds Python's lock; a supervising process sees that by the beats that are missing
-(`agentfactory.base.processes.supervised`).
-"""
+"""A watch over users' code: it names what takes long, and what blocks an event loop. While code holds Python's lock, a
+supervising process sees the missing beats (`processes.supervised`)."""
 
 import asyncio
 import inspect
@@ -23,10 +20,8 @@ from typing import NamedTuple
 BLOCKS_LOOP = (
     "write the async function as `def`, which runs in a thread, or call what blocks by `await asyncio.to_thread(...)`"
 )
-"""Fix for user code that blocks an event loop."""
 
 Warn = Callable[[str, str], None]
-"""(topic, text): warns the user."""
 
 QUIET_SECONDS = 10.0
 """Seconds until the first notice of a running call; each further notice takes three times as long."""
@@ -48,7 +43,6 @@ _supervisor: tuple[int, int] | None = None
 """This process, and the descriptor of its pipe to a supervising process."""
 _watched: Counter[asyncio.AbstractEventLoop] = Counter()
 _told: set[CodeType] = set()
-"""Users' functions of which the user was warned."""
 
 
 class Place(NamedTuple):
@@ -73,8 +67,7 @@ def _is_users(file: str) -> bool:
 
 
 def _of_users(stack: Sequence[Place]) -> list[int]:
-    """Return the indices of the user's code in a stack, the outermost place first: of what our code, or an event loop,
-    has called last. A script that calls us is not what we have called."""
+    """Return the indices of the user's code in a stack, outermost first, after the last call of ours or of a loop."""
     found: list[int] = []
     for index, place in enumerate(stack):
         if is_ours(place.file) or place.file == events.__file__:
@@ -85,8 +78,7 @@ def _of_users(stack: Sequence[Place]) -> list[int]:
 
 
 def described(stack: Sequence[Place]) -> str | None:
-    """Describe the user's code in a stack, the outermost place first: where it is, and the function that was called
-    first. None if there is none."""
+    """Describe the user's code in a stack, the outermost place first; None if there is none."""
     users = [stack[index] for index in _of_users(stack)]
     if not users:
         return None
@@ -106,7 +98,6 @@ def place_of(frame: FrameType, line: int | None = None) -> Place:
 
 
 def _stack_of(thread: int) -> list[FrameType]:
-    """Return the frames of a thread, the outermost first."""
     found, frame = [], sys._current_frames().get(thread)
     while frame is not None:
         found.append(frame)
@@ -148,8 +139,7 @@ def supervise(writer: int) -> None:
 
 
 def tell(*words: object) -> None:
-    """Send a line to the supervising process, if there is one. A forked process, for which its parent answers, has
-    none."""
+    """Send a line to the supervising process, if this process has one."""
     if _supervisor is not None and _supervisor[0] == os.getpid():
         # a supervisor that is stopped reads nothing, and one that is gone ends this process
         with suppress(OSError):
@@ -229,8 +219,7 @@ def _watch(loop: asyncio.AbstractEventLoop, thread: int, warn: Warn) -> None:
 
 
 def _look_until(answered: threading.Event, thread: int, blocked: dict[CodeType, float], warn: Warn) -> None:
-    """Look at the thread of a loop that does not answer. Add the seconds for which a user's function blocks it, within
-    a minute, to `blocked`; warn of it, and tell the supervising process when it has reached the limit."""
+    """Watch the thread of a loop that does not answer, and add up the seconds that users' functions block it."""
     # the function that ran at the last look: a reference, because a later frame may have the same address
     before, since, looked = None, 0.0, time.monotonic()
     while not answered.wait(_LOOK_SECONDS):

@@ -1,9 +1,5 @@
-"""A server of a world or recipe that speaks OpenEnv's protocol (0.10), so that trainers that take OpenEnv environments
-train on it.
-
-`/ws` is a session: `reset`, `step`, `state` and `close`. An action is OpenEnv's call of an MCP tool. `/schema`,
-`/metadata` and `/health` describe the server.
-"""
+"""A server of a world or recipe that speaks OpenEnv's protocol (0.10): `/ws` is a session with `reset`, `step`, `state`
+and `close`; `/schema`, `/metadata` and `/health` describe it."""
 
 import ipaddress
 import json
@@ -106,9 +102,9 @@ class ServedWorld:
         """Return a task and its number. Raises SessionError."""
         if not self.tasks:
             return 0, {}
+        number = asked.index if asked.index is not None else asked.seed
         if asked.index is not None and asked.index >= len(self.tasks):
             raise SessionError("VALIDATION_ERROR", f"index: got {asked.index}; there are {len(self.tasks)} tasks")
-        number = asked.index if asked.index is not None else asked.seed
         number = (next(self._numbers) if number is None else number) % len(self.tasks)
         return number, self.tasks[number]
 
@@ -127,8 +123,7 @@ class Session:
         await stack.aclose()
 
     async def reset(self, data: Any) -> dict[str, Any]:
-        """Begin an episode; return its first observation. Raises SessionError, ValidationError or
-        ToolInfrastructureError."""
+        """Begin an episode; return its observation. Raises SessionError, ValidationError, ToolInfrastructureError."""
         asked = ResetData.model_validate(data)
         number, task = self._world.task(asked)
         await self.close()
@@ -240,8 +235,7 @@ def make_app(world: ServedWorld) -> Starlette:
 async def serve(
     subject: Subject, host: str, port: int, api_key_env: str | None, say: Callable[[str], None], client: str = ""
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Says `ready http://HOST:PORT` once it listens, and where the `client` is. Raises
-    SettingError if the world lacks rows, or an address or the key cannot be used, and ToolInfrastructureError."""
+    """Serve until SIGINT or SIGTERM, and say `ready http://HOST:PORT`. Raises SettingError, ToolInfrastructureError."""
     check_extra("openenv")
     parent_watch.follow_parent()
     tasks = subject.rows()

@@ -23,7 +23,7 @@ from agentfactory.recipe.load import load_recipe
 from agentfactory.recipe.schema import Recipe, stages_of
 from agentfactory.rollout.config import TaskSource, source_of
 from agentfactory.rollout.data import Task, load_tasks
-from agentfactory.tools.environments.environment import Environment, check_machine_for
+from agentfactory.tools.environments.environment import Environment, check_machine_for, is_environment
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.sessions.toolset import Toolset
 
@@ -52,8 +52,7 @@ class Entry:
 
 
 def describe(kind: str, name: str, place: str) -> Entry:
-    """Load the object at `place`, a world or a source as its package registers it, without creating it, and check what
-    it needs."""
+    """Load a registered world or source without creating it, and check what it needs."""
     group = WORLDS if kind == "world" else SOURCES
     point = next((found for found in entry_points(group=group) if found.name == name), None)
     dist = point.dist if point is not None else None
@@ -63,27 +62,23 @@ def describe(kind: str, name: str, place: str) -> Entry:
     package = f"{dist.name} {dist.version}" if dist is not None else place
     entry = Entry(kind, name, place, package, needs=[f"{dist.name}[{extra}]" for extra in needs if dist is not None])
     try:
-        for extra in needs:
-            check_extra(extra, dist.name if dist is not None else "")
-    except SettingError as error:
-        entry.missing = str(error)
-    try:
         with redirect_stdout(sys.stderr), announced(f"importing {place}"):
             found = load_named(place)
             entry.about = first_line(found)
             if isinstance(found, type) and issubclass(found, TaskSource):
                 entry.world = found.world
-            if entry.missing is None and isinstance(found, type) and issubclass(found, Environment):
+            for extra in needs:
+                check_extra(extra, dist.name if dist is not None else "")
+            if is_environment(found):
                 _check_machine(found)
     except SettingError as error:
-        entry.missing = entry.missing or str(error)
+        entry.missing = str(error)
     except Exception as error:  # boundary: third-party packages
-        entry.missing = entry.missing or f"{place} raised {type(error).__name__}: {error}"
+        entry.missing = f"{place} raised {type(error).__name__}: {error}"
     return entry
 
 
 def _check_machine(environment: type[Environment]) -> None:
-    """Check what every instance needs, unless the check itself needs options."""
     kinds = inspect.signature(environment.check_machine).parameters.values()
     if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in kinds):
         check_machine_for(environment, {})
@@ -103,8 +98,7 @@ def catalogue() -> Iterator[Entry]:
 
 
 def sources_of(world: str) -> dict[str, type[TaskSource]]:
-    """Return the task sources whose tasks `world` plays, by name. Raises SettingError if one cannot be loaded that is
-    named like the world; others are skipped."""
+    """Return the sources of `world`'s tasks, by name. Raises SettingError if that of its own name is broken."""
     found: dict[str, type[TaskSource]] = {}
     for name in registered(SOURCES):
         try:
@@ -118,13 +112,9 @@ def sources_of(world: str) -> dict[str, type[TaskSource]]:
     return found
 
 
-_RECIPES = Path(__file__).parents[2] / "recipes"
-
-
 @dataclass
 class Subject:
-    """The world or recipe that a command line names. `source` is the name of its registered task source,
-    if it has one."""
+    """The world or recipe that a command line names, and the name of its registered task source, if any."""
 
     name: str
     recipe: Recipe
@@ -150,21 +140,13 @@ class Subject:
         """Return the error if the world needs rows and has none, else None."""
         if has_rows or not (needed := toolset.needed):
             return None
-        row = json.dumps(dict.fromkeys(needed, "..."))
-        recipe = next(iter(sorted(_RECIPES.glob(f"{self.name}/*.yaml"))), None)
-        fix = f"give a row by --row '{row}'"
-        if recipe is not None:
-            fix += f", or name a recipe with rows instead of {self.name}, such as recipes/{self.name}/{recipe.name}"
+        fix = f"give a row by --row '{json.dumps(dict.fromkeys(needed, '...'))}', or name a recipe with rows"
         return SettingError("", f"{self.name} needs tasks with {', '.join(needed)}, and no task source has them", fix)
 
 
 def open_subject(name: str, overrides: Sequence[str], options: Sequence[str], seconds: float | None = None) -> Subject:
-    """Return the world, task source, `FILE.py:NAME` or recipe called `name`, with `overrides` (`field=value` of its
-    task source or of the recipe), the world's constructor arguments `options` (`NAME=VALUE`), and the time limit
-    `seconds` of its start, of its reset and of a call (None: those of the recipe).
-
-    Raises SettingError if there is none, or a field, an option or this machine does not suit it.
-    """
+    """Return the world, task source, `FILE.py:NAME` or recipe called `name`, with `overrides` of its source or recipe,
+    constructor arguments `options` (`NAME=VALUE`) and a time limit of start, reset and call. Raises SettingError."""
     if Path(name).suffix in (".yaml", ".yml"):
         if options:
             raise SettingError("--option", f"got {options[0]} with a recipe", "set mcp_servers.NAME.options instead")

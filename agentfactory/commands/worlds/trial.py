@@ -37,8 +37,7 @@ class NoLegalCall(ValueError):
 
 
 class RandomCalls:
-    """A generator of calls: the same seed and observations give the same calls. Texts are made of the words of the last
-    observation, among them whole commands in brackets."""
+    """A reproducible generator of calls, with texts of the last observation's words and bracketed commands."""
 
     def __init__(self, specs: list[ToolSpec], seed: int) -> None:
         self._specs, self._random = specs, random.Random(seed)
@@ -94,10 +93,9 @@ class RandomCalls:
             case "array":
                 least = int(schema.get("minItems", 0))
                 most = int(schema.get("maxItems", max(least, 0 if depth >= _MOST_DEPTH else 3)))
-                if isinstance(parts := schema.get("prefixItems"), list):
-                    return [self._value(part, root, depth + 1) for part in parts]
-                count = chance.randint(least, most)
-                return [self._value(schema.get("items", {"type": "string"}), root, depth + 1) for _ in range(count)]
+                items = [schema.get("items", {"type": "string"})] * chance.randint(least, most)
+                parts = schema.get("prefixItems")
+                return [self._value(part, root, depth + 1) for part in (parts if isinstance(parts, list) else items)]
             case "integer" | "number":
                 return self._number(schema, whole=kind == "integer")
             case "boolean":
@@ -107,12 +105,9 @@ class RandomCalls:
         return self._text(schema)
 
     def _number(self, schema: dict[str, Any], whole: bool) -> float:
-        low = schema.get("minimum", schema.get("exclusiveMinimum"))
         high = schema.get("maximum", schema.get("exclusiveMaximum"))
-        if low is None:
-            low = min(0, high - 10) if high is not None else 0
-        if high is None:
-            high = max(10, low + 10)
+        low = schema.get("minimum", schema.get("exclusiveMinimum", 0 if high is None else min(0, high - 10)))
+        high = max(10, low + 10) if high is None else high
         if not whole:
             return round(self._random.uniform(low, high), 3)
         step = int(schema.get("multipleOf", 1)) or 1
@@ -140,17 +135,12 @@ def read_calls(text: str, name: str) -> list[tuple[str, dict[str, Any]]]:
     """Parse scripted calls: per line {"name": TOOL, "arguments": {...}}. Raises ValueError with the line's number."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
         try:
-            match json.loads(line):
-                case {"name": str(tool), **rest} if isinstance(arguments := rest.get("arguments", {}), dict):
-                    calls.append((tool, arguments))
-                case other:
-                    raise ValueError(f"got {str(other)[:60]}")
-        except ValueError as error:
-            told = f"{name}, line {number}: {error}"
-            raise ValueError(f'{told}; fix: write {{"name": "TOOL", "arguments": {{...}}}} per line') from None
+            if line.strip():
+                call = json.loads(line)
+                calls.append((str(call["name"]), {**call.get("arguments", {})}))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise ValueError(f"{name}, line {number}: got {line[:60]}") from None
     return calls
 
 
@@ -173,8 +163,7 @@ class Episode:
 
 
 async def play(subject: Subject, episode: Episode) -> None:
-    """Play the episode and print it turn by turn. Raises SettingError if the world needs rows and has none, or they
-    cannot be made, and WorldFailed if it raises, hangs or prints."""
+    """Play the episode, and print it turn by turn. Raises SettingError, and WorldFailed for a faulty world."""
     name = subject.name
     with _recorded() as (show, printed), TemporaryDirectory(prefix="agentfactory-images-") as images:
         try:
@@ -212,8 +201,7 @@ async def play(subject: Subject, episode: Episode) -> None:
             numbers = {key: value for key, value in verdict.to_json().items() if not isinstance(value, list)}
             show(f"reward: {', '.join(f'{key} {value:g}' for key, value in numbers.items())}")
         if text := printed().strip():
-            told = "prints to stdout, which breaks the protocol of a server that runs on it"
-            raise WorldFailed(f"{name} {told}: {_short(text, 200)!r}")
+            raise WorldFailed(f"{name} prints to stdout, which breaks a server on stdio: {_short(text, 200)!r}")
 
 
 def _origin(subject: Subject, episode: Episode, rows: int) -> str:
@@ -248,8 +236,7 @@ async def _take_turns(
 
 
 def _fault(tool: str, result: ToolResult, episode: Episode) -> str | None:
-    """Return the fault of the world, and not of the call, that an error shows. A ValueError, and an exception of the
-    world's own, may tell the model of its mistake."""
+    """Return the fault of the world that an error shows; a ValueError may tell the model of its own."""
     if result.error is CallError.TIMEOUT:
         return f"{tool} hangs: no answer within --seconds {episode.seconds:g}"
     if result.error is CallError.TOOL_ERROR:
@@ -261,7 +248,6 @@ def _fault(tool: str, result: ToolResult, episode: Episode) -> str | None:
 
 @contextmanager
 def _recorded() -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
-    """Record what is printed. Yield a function that prints nevertheless, and one that returns the record."""
     terminal, record = sys.stdout, io.StringIO()
 
     def show(text: str) -> None:

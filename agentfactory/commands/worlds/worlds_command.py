@@ -34,7 +34,7 @@ from agentfactory.commands.worlds.trial import read_calls
 from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
 from agentfactory.rollout.images.parts import clean_row
-from agentfactory.tools.environments.environment import Environment, overrides
+from agentfactory.tools.environments.environment import is_environment, overrides, reset_schema
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
 
@@ -43,8 +43,7 @@ _FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `list`, `show`, `try` or `serve`. Raises SettingError, WorldFailed if `try` found a fault of the world, or
-    ToolInfrastructureError if a tool server cannot be opened."""
+    """Run `list`, `show`, `try` or `serve`. Raises SettingError, WorldFailed, ToolInfrastructureError."""
     match options.action:
         case "list":
             if options.json:
@@ -145,7 +144,7 @@ def _say_table(title: str, fields: list[dict[str, str]], say: Callable[[str], No
 
 
 def _specs(found: Any) -> list[ToolSpec]:
-    if isinstance(found, type) and issubclass(found, Environment):
+    if is_environment(found):
         names = dict.fromkeys(name for base in reversed(found.__mro__) for name in vars(base))
         return [method.spec for name in names if is_tool(method := getattr(found, name))]
     return [found.spec] if is_tool(found) else []
@@ -153,13 +152,10 @@ def _specs(found: Any) -> list[ToolSpec]:
 
 def _options(found: Any) -> list[dict[str, str]]:
     # Any, because the class may be any
-    constructor: Any = (
-        vars(found).get("__init__", getattr(found, "__init__", None)) if isinstance(found, type) else None
-    )
+    constructor: Any = getattr(found, "__init__", None) if isinstance(found, type) else None
     if constructor is None or constructor is object.__init__:
         return []
-    texts = [found.__doc__, constructor.__doc__]
-    parsed = [parse_docstring(text or "", DocstringStyle.GOOGLE) for text in texts]
+    parsed = [parse_docstring(each.__doc__ or "", DocstringStyle.GOOGLE) for each in (found, constructor)]
     about = {each.arg_name: each.description or "" for one in parsed for each in one.params}
     parameters = [*inspect.signature(found).parameters.values()]
     return [
@@ -194,16 +190,11 @@ def _type(field: Any) -> str:
 
 
 def _row_fields(found: Any) -> list[str]:
-    fields = ["question"]
-    if isinstance(found, type) and issubclass(found, Environment):
-        parameters = [*inspect.signature(found.reset).parameters.values()][1:]
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        fields += [each.name for each in parameters if each.kind in kinds and each.default is each.empty]
-    return list(dict.fromkeys(fields))
+    return [*dict.fromkeys(["question", *(reset_schema(found)["required"] if is_environment(found) else [])])]
 
 
 def _reward(found: Any) -> str:
-    if isinstance(found, type) and issubclass(found, Environment) and overrides(found, "reward"):
+    if is_environment(found) and overrides(found, "reward"):
         return "its own"
     return "none of its own; name one in the recipe's `rewards`"
 

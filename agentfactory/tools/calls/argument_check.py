@@ -1,9 +1,5 @@
-"""The check of a call's arguments against its tool's JSON Schema, as far as the schema can be used.
-
-Servers send schemas that JSON Schema allows and Python's libraries cannot use (patterns of ECMAScript, references to
-other documents), and schemas that are wrong (`required: true`, unknown types). Such a part is removed from a copy of
-the schema and named in `ArgumentCheck.unchecked`. The model gets the schema unchanged.
-"""
+"""The check of a call's arguments against its tool's JSON Schema. Parts that Python's libraries cannot use, or that are
+wrong, are removed from a copy of the schema and named in `ArgumentCheck.unchecked`."""
 
 import copy
 import re
@@ -45,8 +41,7 @@ class ArgumentCheck:
             self.unchecked = [f"the whole schema ({_reason(error)})"]
 
     def fault(self, arguments: dict[str, Any]) -> str | None:
-        """Return the fault of `arguments`; None if there is none. Raises UncheckedError if a part of the schema turns
-        out to be unusable."""
+        """Return the fault of `arguments`, or None. Raises UncheckedError if the schema turns out unusable."""
         if self._validator is None:
             return None
         try:
@@ -59,8 +54,7 @@ class ArgumentCheck:
 
 
 def fits_plainly(value: Any, schema: Any) -> bool:
-    """Return whether a schema that uses only the most common keywords accepts a value. If not, `ArgumentCheck`, which
-    takes fifty times as long, has the answer."""
+    """Return whether a schema of common keywords accepts a value; if not, ask `ArgumentCheck`, which is slow."""
     if not isinstance(schema, dict):
         return schema is True
     for key, given in schema.items():
@@ -99,13 +93,10 @@ class _UsableSchema:
         dialect = dialect if isinstance(dialect, str) else ""
         self.kind = validators.validator_for({"$schema": dialect}, default=Draft202012Validator)
         self._shapes = _SHAPES | _shapes_before(self.kind)
-        self._paths: dict[int, str] = {}  # id of a visited schema -> its path
-        self._parents: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        """id of a visited schema -> the schemas and keywords that contain it or refer to it."""
+        self._visited: dict[int, tuple[dict[str, Any], str]] = {}  # id of a visited schema -> it, and its path
         self._in_place: dict[int, list[tuple[str, dict[str, Any]]]] = {}
         """id of a visited schema -> the keywords and schemas in it that judge the same value."""
         self._references: list[dict[str, Any]] = []  # the schemas that have a `$ref`
-        self._holes: list[dict[str, Any]] = []  # the schemas that lost a part
         self._visit(self.schema, "")
         specification = specification_with(dialect, default=DRAFT202012)
         self._resolver = Registry().resolver_with_root(specification.create_resource(self.schema))
@@ -114,12 +105,15 @@ class _UsableSchema:
         for referring in self._references:
             if "$ref" in referring and self._is_endless(referring):
                 self._remove(referring, "$ref")
-        self._remove_dependents()
+        # a schema that lost a part accepts more, for which these would refuse a value
+        for schema, _ in self._visited.values() if self.unchecked else ():
+            for key in _REFUSING:
+                schema.pop(key, None)
 
     def _visit(self, schema: Any, path: str) -> None:
-        if not isinstance(schema, dict) or id(schema) in self._paths:
+        if not isinstance(schema, dict) or id(schema) in self._visited:
             return
-        self._paths[id(schema)] = path
+        self._visited[id(schema)] = schema, path
         schema.pop("$schema", None)  # one draft for all: validators would change with it
         for key in _NAMES_OF_SCHEMAS:
             if key in schema and not isinstance(schema[key], str):
@@ -158,7 +152,6 @@ class _UsableSchema:
             self._visit(child, self._path(schema, step))
 
     def _connect(self, schema: dict[str, Any], key: str, child: dict[str, Any]) -> None:
-        self._parents.setdefault(id(child), []).append((schema, key))
         if key in _IN_PLACE:
             self._in_place.setdefault(id(schema), []).append((key, child))
 
@@ -188,21 +181,6 @@ class _UsableSchema:
                     waiting.append(child)
         return False
 
-    def _remove_dependents(self) -> None:
-        """Remove keywords that would refuse a value because a schema that lost a part now accepts more."""
-        reached: set[int] = set()
-        while self._holes:
-            hole = self._holes.pop()
-            if id(hole) in reached:
-                continue
-            reached.add(id(hole))
-            for key in ("unevaluatedItems", "unevaluatedProperties"):  # the lost part may have evaluated some
-                hole.pop(key, None)
-            for schema, key in self._parents.get(id(hole), []):
-                for dependent in _DEPENDENTS.get(key, ()):
-                    schema.pop(dependent, None)
-                self._holes.append(schema)
-
     def _remove(self, schema: dict[str, Any], key: str) -> None:
         value = schema.pop(key)
         if key in ("properties", "patternProperties"):
@@ -210,11 +188,10 @@ class _UsableSchema:
         self._note(schema, key, value)
 
     def _note(self, schema: dict[str, Any], step: str, value: Any) -> None:
-        self._holes.append(schema)
         self.unchecked.append(f"{self._path(schema, step)} ({short(value)})")
 
     def _path(self, schema: dict[str, Any], step: str) -> str:
-        path = self._paths[id(schema)]
+        _, path = self._visited[id(schema)]
         return f"{path}.{step}" if path else step
 
 
@@ -249,7 +226,6 @@ def _is_pattern(value: Any) -> bool:
 
 _DRAFTS = (getattr(validators, f"Draft{name}Validator") for name in ("3", "4", "6", "7", "201909", "202012"))
 _JUDGING = frozenset(key for draft in _DRAFTS for key in draft.VALIDATORS)
-"""Keywords of all drafts that can refuse a value."""
 _NAMES_OF_TYPES: dict[type, tuple[str, ...]] = {
     **{dict: ("object",), list: ("array",), str: ("string",), bool: ("boolean",), type(None): ("null",)},
     **{int: ("integer", "number"), float: ("number",)},
@@ -266,8 +242,8 @@ _WITHOUT_VALIDATOR = ("$defs", "definitions", "else", "maxContains", "minContain
 """Keywords that are read by the validators of others, or hold only definitions."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then")
 """Keywords whose subschemas judge the same value as their schema."""
-_DEPENDENTS = {"contains": ("maxContains",), "if": ("if", "then", "else"), "not": ("not",), "oneOf": ("oneOf",)}
-"""Keyword -> the keywords that refuse a value because a subschema of the keyword accepts it."""
+_REFUSING = ("if", "then", "else", "maxContains", "not", "oneOf", "unevaluatedItems", "unevaluatedProperties")
+"""Keywords that can refuse a value because a subschema accepts it."""
 _SHAPES: dict[str, Callable[[Any], bool]] = {
     "type": _is_type,
     "enum": lambda value: isinstance(value, list) and bool(value),
@@ -284,7 +260,6 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_LISTS, _are_schemas),
     **dict.fromkeys(_SINGLE, _is_schema),
 }
-"""Keyword -> whether its value can be used, in draft 2020-12."""
 
 
 def _shapes_before(kind: type[Validator]) -> dict[str, Callable[[Any], bool]]:

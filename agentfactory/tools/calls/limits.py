@@ -1,14 +1,5 @@
-"""Limits on a chain's use of tools: checked before each call, while it runs, and on its result.
-
-Checks run in the order of `config.Limit`, and the first limit that is reached counts; images count separately.
-docs/limits.md explains each.
-
-A call is checked when it may begin: immediately, or, with `parallel_calls`, when an earlier call has ended. Calls of a
-turn begin in order. A refused call does not count as made. Once a limit has stopped the chain, running calls finish,
-and later ones are refused.
-
-`Rates` and `ChainAccount` are pure: no clock, no tasks. `ChainLimits` uses them to run calls.
-"""
+"""Limits on a chain's use of tools: checked before each call in the order of `config.Limit`, while it runs, and on its
+result; see docs/limits.md. `Rates` and `ChainAccount` are pure; `ChainLimits` runs calls."""
 
 import asyncio
 import difflib
@@ -49,11 +40,8 @@ def check_limits(config: LimitsConfig, names: Collection[str]) -> None:
 
 
 class Rates:
-    """A rate limiter per tool, for all chains of a process: for a rate n, at most floor(n) calls begin in any
-    floor(n) / n seconds (below 1: one in 1 / n seconds).
-
-    Calls reserve start times in the order of their requests. A chain that is cancelled while it waits leaves a gap.
-    """
+    """A rate limiter per tool, for all chains of a process: for a rate n, at most floor(n) calls begin in any floor(n)
+    / n seconds (below 1: one in 1 / n seconds), in the order of their requests."""
 
     def __init__(self, per_second: dict[str, float]) -> None:
         self._windows: dict[str, float] = {}  # tool -> seconds over which its remembered calls must be spread
@@ -79,12 +67,8 @@ class Rates:
 
 
 class ChainAccount:
-    """The usage of one chain's limits.
-
-    `breaches` counts breaches, `penalty` is their cost in reward, `stopped` is the limit that ends the chain. `cost` is
-    in the unit of `limits.cost_per_call`. `seconds` is the time during which calls ran; `waited` is the total waiting
-    time of calls for `calls_per_second`.
-    """
+    """The usage of one chain's limits: `breaches`, `penalty` in reward, `cost` in the unit of `cost_per_call`,
+    `seconds` in calls, `waited` seconds for rates, and `stopped`, the limit that ends the chain."""
 
     def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
         if config.result_tokens is not None and cut is None:
@@ -106,8 +90,7 @@ class ChainAccount:
         self._time_over = False  # a call was cancelled; the sum of seconds may lag behind the timer by a rounding error
 
     def admit(self, call: ToolCall, place: int, now: float) -> ToolResult | float:
-        """Check a call, the `place`-th of its turn from 0, that may begin `now`. If it is admitted, count it as made
-        and return the seconds that it must wait first. Otherwise return the result for the model."""
+        """Count a call, the `place`-th of its turn, and return the seconds that it must wait, or its refusal."""
         config, name = self.config, call.name
         if self.stopped is not None:
             return self._refuse_late()
@@ -244,11 +227,8 @@ class ChainLimits(ChainAccount):
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:
-        """Run the calls of one turn, concurrently as far as allowed; the results are in the order of the calls.
-
-        `call` makes one call within the given seconds (None: those of the call's server). If it raises, the turn's
-        other calls are cancelled and end before the error is raised.
-        """
+        """Run the calls of one turn, concurrently as far as allowed, each by `call` within the given seconds (None: its
+        server's). If one raises, the others are cancelled first."""
         if len(calls) == 1:
             return [await self._run(calls[0], 0, call)]
         tasks = [asyncio.create_task(self._run(one, place, call)) for place, one in enumerate(calls)]

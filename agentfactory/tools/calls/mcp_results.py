@@ -41,15 +41,9 @@ _BLOCKS = (TextContent, ImageContent, AudioContent, ResourceLink, EmbeddedResour
 
 
 def result_of(value: Any, result_bytes: int | None = None) -> CallToolResult:
-    """Convert a tool's return value to an MCP result.
-
-    Text stays unchanged, None becomes empty, and anything else that JSON can express (also dataclasses, pydantic
-    models, dates, arrays) becomes JSON. A Pillow image becomes a PNG; an `Image` of the MCP SDK stays unchanged. A list
-    that contains an image becomes one part per item. Of a dict with `observation`, the model sees only that value, and
-    that contains an image becomes one part per item. Of a dict with `observation`, the model sees only that value, and
-    the other keys become the result's info. `finish(...)` around any of these ends the chain.
-    Each text is cut to `result_bytes` before it is copied. Raises TypeError or ValueError if the value cannot be sent.
-    """
+    """Convert a tool's return value to an MCP result: text, None (empty), JSON, images of Pillow or the SDK, or a list
+    with images. Of a dict with `observation`, the rest becomes info; `finish(...)` ends the chain. Each text is cut to
+    `result_bytes`. Raises TypeError or ValueError if it cannot be sent."""
     meta: dict[str, Any] = {}
     if isinstance(value, Finish):
         meta[FINISH_KEY] = True
@@ -93,11 +87,8 @@ def failure(kind: CallError, text: str) -> CallToolResult:
 
 
 def content_of(result: CallToolResult) -> Content:
-    """Return a result's content for the model: text, or, if there are images, text and image parts in order.
-
-    Content that models cannot read (audio, other files, other kinds of images) becomes a visible marker. A result whose
-    structured content is all that it has becomes its JSON.
-    """
+    """Return a result's content for the model: text, or text and image parts. What models cannot read becomes a marker;
+    structured content that stands alone becomes JSON."""
     parts = [_part(block) for block in result.content]
     structured = result.structured_content
     is_blank = all(part["type"] == "text" and not part["text"].strip() for part in parts)
@@ -109,8 +100,7 @@ def content_of(result: CallToolResult) -> Content:
 
 
 def unread_of(result: CallToolResult) -> list[str]:
-    """Return the paths of the values in a result's structured content that its other content lacks, among the first
-    _COMPARED. Models read the other content, which the protocol asks servers to make equivalent."""
+    """Return the paths of values that only a result's structured content has, among the first _COMPARED."""
     if result.structured_content is None:
         return []
     text = text_of(content_of(result))
@@ -170,7 +160,6 @@ def _text_block(text: str, most: int | None = None) -> TextContent:
 
 
 def _rich_block(value: Any) -> ContentBlock | None:
-    """Convert an image, a sound or a part of the MCP SDK to a part of the result; return None for anything else."""
     if isinstance(value, _BLOCKS):
         return value
     if isinstance(value, Image):
@@ -189,7 +178,6 @@ def _rich_block(value: Any) -> ContentBlock | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and scalars of numpy and torch to Python's own types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if inspect.iscoroutine(value):

@@ -44,16 +44,9 @@ def id_of(message: bytes) -> int | str | None:
 
 
 class MessageFilter:
-    """A filter of JSON-RPC messages that cuts strings to `passing(most)` bytes like `truncation.cut_bytes`.
-
-    Strings under `data`, `blob` or `_meta` are not text: they stay whole, up to BINARY_BYTES together. A message that
-    is still too large (too much binary data, or JSON of many small parts) becomes an error with its id. Messages of at
-    most `passing(most)` bytes pass without being scanned.
-
-    Args:
-        most: `limits.result_bytes`.
-        lines: True if each line is a message (stdio, event streams); False if everything until `end` is one.
-    """
+    """A filter of JSON-RPC messages that cuts strings to `passing(most)` bytes like `truncation.cut_bytes`. Strings
+    under `data`, `blob` or `_meta` stay whole, up to BINARY_BYTES together. A message that is still too large becomes
+    an error with its id. `lines`: each line is a message; else everything until `end` is one."""
 
     def __init__(self, most: int, lines: bool = True) -> None:
         self._most = passing(most)
@@ -198,8 +191,6 @@ class _Scan:
 
 
 class _OpenText(Middle):
-    """A JSON string that is cut while it arrives."""
-
     def __init__(self, most: int) -> None:
         super().__init__(most)
         self._decoder: IncrementalDecoder = getincrementaldecoder("utf-8")("replace")

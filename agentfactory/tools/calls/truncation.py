@@ -1,5 +1,4 @@
-"""Truncation of results longer than `limits.result_bytes` or `limits.result_tokens`: cut in the middle, with a marker
-that the model sees."""
+"""Truncation of long results: cut in the middle, with a marker that the model sees."""
 
 import re
 from collections.abc import Callable
@@ -12,8 +11,7 @@ Cut = Callable[[str, int], str | None]
 
 
 class LeftOut(NamedTuple):
-    """The cut part of a text: `size` of its `total` bytes, and `missing`, the bytes by which the text became
-    shorter."""
+    """The cut part of a text: `size` of its `total` bytes, and `missing`, by which it became shorter."""
 
     size: int
     total: int

@@ -4,24 +4,18 @@ import inspect
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from agentfactory.base.errors import SettingError
 from agentfactory.base.user_code.watch import announced
 
 
 class Environment:
-    """Base of stateful worlds. An instance serves one chain at a time; the next chain gets it after `release`.
-
-    A subclass marks the methods that the model may call with `@tool`, and overrides the methods below as needed. The
-    signatures of all methods, and the constructor's parameters (`options` in a recipe), are up to the subclass. Methods
-    may be plain (`def`: run in a thread, may block) or `async def` (run on the event loop: cheaper, must not block);
-    the constructor runs in a thread. Calls to one instance never overlap.
-
-    Put expensive work that is the same for every task in the constructor, and the work for one task in `reset`. An
-    instance whose `reset` or `release` failed is replaced. If a class overrides neither method, its state cannot be
-    reset, so each chain gets a new instance.
-    """
+    """Base of stateful worlds. An instance serves one chain at a time; the next chain gets it after `release`. A
+    subclass marks tools with `@tool`, and overrides methods below, whose signatures and the constructor's (`options` in
+    a recipe) are up to it. Methods may be plain (`def`: run in a thread, may block) or `async def` (on the event loop);
+    calls never overlap. Put work that is the same for every task into the constructor. An instance whose `reset` or
+    `release` failed is replaced; a class without both gets a new instance per chain."""
 
     sandboxed: ClassVar[bool] = False
     """True if it runs code in sandboxes; `doctor` then checks that one starts."""
@@ -46,29 +40,20 @@ class Environment:
         return None
 
     def reward(self, *args: Any, **kwargs: Any) -> Any:
-        """Judge the finished chain: return a number, or a dict with `reward` and further numbers, such as `success`.
-
-        Declare `prediction` for the text of the chain's last assistant message, or of its agent's result; it is empty
-        if there is none.
-
-        `turn_rewards` in the dict is a list with the separate reward of each assistant turn, in addition to the whole
-        chain's `reward`. If a class does not define this method, the recipe's `rewards:` judge the chain.
-        """
+        """Judge the finished chain: return a number, or a dict with `reward`, further numbers, such as `success`, and
+        possibly `turn_rewards`, a list with a reward per assistant turn. Declare `prediction` for the text of the
+        chain's last assistant message. Without this method, the recipe's `rewards:` judge the chain."""
         raise NotImplementedError(f"{type(self).__name__} has no reward(): define one, or give the recipe `rewards:`")
 
     def anchor(self) -> Any:
-        """Return an identifier of the chain's current state, such as a position: a text, a number, or lists, tuples and
-        dicts of them. None: compare this state with no other.
-
-        The estimator `gigpo` compares turns of a task's chains that begin at equal anchors. Called after `reset` and
-        after each tool; must be a plain method that does not block.
-        """
+        """Return an identifier of the chain's current state, for the estimator `gigpo`: a text, a number, or lists,
+        tuples and dicts of them; None: compare this state with no other. Called after `reset` and each tool; plain, and
+        must not block."""
         return None
 
     def take_images(self, images: list[str]) -> Any:
-        """Take the new images from the chain's other tools, as `data:` URLs in their order. Return a list with the text
-        to insert before each image, which may be empty. Called after each turn with images, if the class defines this
-        method."""
+        """Take the new images from other tools after a turn, as `data:` URLs; return a list with a text to insert
+        before each, which may be empty. Called if the class defines it."""
         raise NotImplementedError
 
     def release(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,8 +65,7 @@ class Environment:
         return True
 
     def gauges(self) -> dict[str, float]:
-        """Return numbers to log, by name, in addition to the pool's. They describe what all instances of a process
-        share, such as cache hits since the start: one instance is called, and the numbers of workers are summed."""
+        """Return numbers to log, by name, about what all instances of a process share, such as cache hits."""
         return {}
 
     def close(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +82,11 @@ def reward_schema(environment: type[Environment]) -> dict[str, Any]:
     takes = any(parameter.name == "prediction" for parameter in parameters)
     properties = {"prediction": {"type": "string"}} if takes else {}
     return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def is_environment(found: Any) -> TypeGuard[type[Environment]]:
+    """Return whether an object is an Environment class."""
+    return isinstance(found, type) and issubclass(found, Environment)
 
 
 def overrides(environment: type[Environment], method: str) -> bool:
@@ -147,8 +136,7 @@ _LONGEST = 80
 
 
 def anchor_text(anchor: Any) -> str | None:
-    """Return an anchor as text: text stays, anything else becomes JSON, and long text becomes a digest. Equal anchors
-    give equal texts; None stays None. Raises TypeError or ValueError if JSON cannot hold it, such as a set."""
+    """Return an anchor as text, JSON, or a digest if long. Raises TypeError or ValueError if JSON cannot hold it."""
     if anchor is None:
         return None
     text = anchor if isinstance(anchor, str) else json.dumps(anchor, sort_keys=True, ensure_ascii=False, default=_plain)

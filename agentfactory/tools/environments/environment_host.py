@@ -22,7 +22,6 @@ from agentfactory.tools.environments.pool import Lease, Pool
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-"""Time limit for closing all instances when the server ends."""
 ANCHOR = "anchor"
 
 Then = Callable[[Any, "Held"], Any]
@@ -44,7 +43,6 @@ class Held:
 
     environment: Environment
     running: str = ""
-    """Name of the method that was called last, such as reset or anchor."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(
@@ -79,11 +77,8 @@ class _Chain:
 
 
 class EnvironmentHost:
-    """Creates instances of `environment` with `options`, pools them, and leases them to chains by their keys.
-
-    After `idle_seconds` without a call, a chain counts as gone and its instance serves others; None: it keeps the
-    instance until `release`. Raises TypeError or SettingError if the options do not fit the constructor.
-    """
+    """Pools instances of `environment` with `options`, and leases them to chains by their keys, until `release` or
+    `idle_seconds` without a call. Raises TypeError or SettingError for wrong options."""
 
     def __init__(
         self,
@@ -116,7 +111,7 @@ class EnvironmentHost:
             labels = {kind: f"{label}{method}()" for kind, method in methods.items()}
             cares: dict[str, Any] = {"reset": self._forget, "healthy": self._healthy, "retire": self._retire}
             self._pool = Pool(self._name, self._make, self._config, **cares, labels=labels)
-            self._pool.warm_up()
+            self._pool.advance()
         self._openings += 1
         try:
             yield
@@ -129,16 +124,13 @@ class EnvironmentHost:
                     await pool.close()
                 # another method that hangs was reported when its call was cut
                 if limit.cancelled_caught and any(held.running == "close" for held in self._held):
-                    text = f"{self._name}: {self.kind.__name__}.close() did not return within "
-                    notify(logger, f"close of {self._name}", f"{text}{_CLOSE_SECONDS:g} s at the end; fix: correct it")
+                    text = f"{self.kind.__name__}.close() did not return within {_CLOSE_SECONDS:g} s at the end"
+                    notify(logger, f"close of {self._name}", f"{self._name}: {text}; fix: correct it")
 
     async def reset(self, key: str, task: dict[str, Any], then: Then, seconds: float | None = None) -> Any:
-        """Lease an instance to the chain `key`, after releasing its previous one, and begin `task` on it. `seconds`
-        limits reset() itself, not the wait for an instance. Returns `then(reset's result, environment)`.
-
-        Raises ToolInfrastructureError if no instance became free in time, or reset() took too long, and NoState if the
-        chain was released meanwhile. What the constructor, reset() or `then` raises leaves the chain without instance.
-        """
+        """Lease an instance to the chain `key`, begin `task` on it within `seconds`, and return `then(result,
+        environment)`. Raises ToolInfrastructureError if none came free or it took too long, NoState if the chain was
+        released; on errors the chain has no instance."""
         assert self._pool is not None
         await self.release(key)
         chain = self._chains[key] = _Chain(_now())
@@ -169,11 +161,8 @@ class EnvironmentHost:
         return opening
 
     async def call(self, key: str, attribute: str, arguments: dict[str, Any], then: Then) -> Any:
-        """Call a method of the chain's instance; return `then(the method's result, environment)`.
-
-        Raises NoState if the chain has no instance, and all that the method or `then` raises; a ToolInfrastructureError
-        means that the instance is no longer usable.
-        """
+        """Call a method of the chain's instance; return `then(result, environment)`. Raises NoState without an
+        instance, and all that the method raises; a ToolInfrastructureError breaks the instance."""
         chain = self._chains.get(key)
         if chain is None or chain.lease is None:
             idle = f", or it made no call for {self._idle_seconds:g} s" if self._idle_seconds else ""
@@ -190,15 +179,11 @@ class EnvironmentHost:
 
     def activity(self, key: str) -> str:
         """Return what the chain's reset, or its last call, waits for, such as "Hall.reset()"."""
-        if (method := self._running(key)) is not None:
+        if (method := self.running(key)) is not None:
             return f"{self.kind.__name__}.{method}()"
         return f"{self.kind.__name__}()" if self._creating else "the wait for an instance"
 
-    def in_anchor(self, key: str) -> bool:
-        """Return whether the chain's last call waits for anchor()."""
-        return self._running(key) == ANCHOR
-
-    def _running(self, key: str) -> str | None:
+    def running(self, key: str) -> str | None:
         """Return the method of the chain's instance that was called last; None if it has no instance."""
         chain = self._chains.get(key)
         return chain.lease.value.running if chain is not None and chain.lease is not None else None
@@ -273,9 +258,7 @@ def _check_options(environment: type[Environment], options: dict[str, Any]) -> N
         takes = f"takes {', '.join(p.name for p in named)}" if named else "takes none"
         raise TypeError(f"options.{min(unknown)}: {label} has no such argument; it {takes}")
     if missing := [p.name for p in named if p.default is p.empty and p.name not in options]:
-        fix = (
-            "set it under `options:` (serve: --option), or make it a parameter of reset() if it is a field of the task"
-        )
+        fix = "set it under `options:` (serve: --option), or make a field of the task a parameter of reset()"
         raise TypeError(f"options.{missing[0]}: {label} requires it; {fix}")
     check_types(options, environment.__init__, "options")
 

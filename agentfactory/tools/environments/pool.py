@@ -1,8 +1,5 @@
-"""Pools of instances, each of which serves one chain at a time.
-
-All work on an instance (creating, checking, resetting, retiring it) runs in tasks of the pool. Chains only wait for a
-future, so cancelling a chain never loses an instance or a place.
-"""
+"""Pools of instances, each of which serves one chain at a time. All work on them runs in the pool's tasks, so
+cancelling a chain never loses an instance."""
 
 import asyncio
 import logging
@@ -22,7 +19,6 @@ T = TypeVar("T")
 CARE_SECONDS = 30.0
 """Time limit of a health check, a reset or a retirement; after it the instance counts as broken, or as gone."""
 QUIET_SECONDS = 10.0
-"""Time after which the user is told that an instance is still being created."""
 
 
 _LABELS = {
@@ -41,20 +37,9 @@ class _Instance(Generic[T]):
 
 
 class Pool(Generic[T]):
-    """Instances of one kind, created on demand or in advance, and reused. Chains are served in the order of asking.
-
-    Every instance takes a place of `capacity`, even while it is being created, checked, reset or retired.
-
-    Args:
-        name: The pool's name in errors.
-        make: Creates an instance; cleans up after itself when it fails or is cancelled. Its errors are raised by
-            `acquire`.
-        reset: Makes an instance forget the chain that released it.
-        healthy: Called before an idle instance is given to a chain. An instance is replaced if this returns False, or
-            if this or `reset` raises.
-        retire: Ends an instance.
-        labels: The names of these functions in errors.
-    """
+    """Instances of one kind, created by `make` and reused in the order of asking. Before an idle one is given away,
+    `healthy` is asked; after a chain, `reset` is called; `retire` ends it. Each takes a place of `capacity` throughout.
+    `labels` name these functions in errors."""
 
     def __init__(
         self,
@@ -71,12 +56,13 @@ class Pool(Generic[T]):
         self._make = make
         self._cares: dict[str, Callable[[T], Awaitable[Any]] | None]
         self._cares = {"reset": reset, "healthy": healthy, "retire": retire}
-        self._config, self._capacity = config, config.capacity
+        self._config = config
+        self.capacity = config.capacity
+        """Maximum number of instances; None: one per chain. Above it, none is created until enough have ended."""
         self._waiting: deque[asyncio.Future[_Instance[T]]] = deque()
         self._idle: deque[_Instance[T]] = deque()
         self._held: set[_Instance[T]] = set()
         self._at_work: Counter[str] = Counter()
-        """Number of instances that are being made, or are in each kind of care."""
         self._made = self._recycled = self._broken = 0
         self._paused = False  # creating one in advance failed: no more are created in advance until one succeeds
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,36 +70,19 @@ class Pool(Generic[T]):
         self._closed = False
 
     @property
-    def capacity(self) -> int | None:
-        """Maximum number of instances; None: one per chain. Above it, none is created until enough have ended."""
-        return self._capacity
-
-    @capacity.setter
-    def capacity(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._advance()
-
-    @property
     def replaces(self) -> bool:
         """True if each chain gets a new instance."""
         return self._config.max_uses == 1
 
-    def warm_up(self) -> None:
-        """Begin to create the `warm` instances in the background. `acquire` does so too."""
-        self._advance()
-
     async def acquire(self) -> "Lease[T]":
-        """Wait for an instance. Await it directly: a timeout around it could lose the lease.
-
-        Raises ToolInfrastructureError if none became free within `wait_seconds`, or the pool is closed; also the errors
-        of `make`.
-        """
+        """Wait for an instance; await it directly. Raises ToolInfrastructureError if none came free within
+        `wait_seconds` or the pool is closed, and the errors of `make`."""
         if self._closed:
             raise ToolInfrastructureError(f"{self.name}: its pool is closed")
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[_Instance[T]] = loop.create_future()
         self._waiting.append(waiter)
-        self._advance()
+        self.advance()
         timer = loop.call_later(self._config.wait_seconds, self._expire, waiter)
         try:
             instance = await waiter
@@ -134,7 +103,7 @@ class Pool(Generic[T]):
             waiter.set_exception(ToolInfrastructureError(f"{self.name}: its pool is closed"))
         for task in self._makers:
             task.cancel()
-        self._advance()
+        self.advance()
         try:
             while self._tasks:
                 await asyncio.wait(self._tasks)
@@ -146,14 +115,9 @@ class Pool(Generic[T]):
     def gauges(self) -> dict[str, float]:
         """Return `in_use` (instances leased or being reset), `idle`, `waiting` (chains), and counts since the start:
         `made`, `recycled` (replaced for their uses or age), `broken` (replaced for a fault)."""
-        return {
-            "in_use": float(len(self._held) + self._at_work["reset"]),
-            "idle": float(len(self._idle) + self._at_work["healthy"]),
-            "waiting": float(len(self._waiting)),
-            "made": float(self._made),
-            "recycled": float(self._recycled),
-            "broken": float(self._broken),
-        }
+        in_use, idle = len(self._held) + self._at_work["reset"], len(self._idle) + self._at_work["healthy"]
+        counts = {"made": self._made, "recycled": self._recycled, "broken": self._broken}
+        return {"in_use": float(in_use), "idle": float(idle), "waiting": float(len(self._waiting)), **counts}
 
     async def _let_go(self, instance: _Instance[T], broken: bool) -> None:
         if instance not in self._held:
@@ -161,13 +125,14 @@ class Pool(Generic[T]):
         self._held.discard(instance)
         resetting = None
         if broken:
-            self._replace(instance)
+            self._broken += 1
+            self._take_care("retire", instance)
         elif self._config.max_uses is not None and instance.uses >= self._config.max_uses:
             self._recycled += 1
             self._take_care("retire", instance)  # nothing needs to wait for the end of an instance
         else:
             resetting = self._take_care("reset", instance)
-        self._advance()
+        self.advance()
         if resetting is not None:
             await asyncio.shield(resetting)
 
@@ -176,10 +141,10 @@ class Pool(Generic[T]):
             self._held.discard(instance)
             instance.uses -= 1
             self._idle.appendleft(instance)
-            self._advance()
+            self.advance()
 
-    def _advance(self) -> None:
-        """Begin what is due. Called after each change; a closing pool starts nothing new."""
+    def advance(self) -> None:
+        """Begin what is due, such as to create the `warm` instances. Called after each change, too."""
         if self._closed:
             for instance in (*self._idle, *self._held):
                 self._take_care("retire", instance)
@@ -195,7 +160,7 @@ class Pool(Generic[T]):
             task.add_done_callback(self._makers.discard)
 
     def _is_short(self) -> bool:
-        if self._capacity is not None and self._places >= self._capacity:
+        if self.capacity is not None and self._places >= self.capacity:
             return False
         coming = len(self._idle) + self._at_work["healthy"] + self._at_work["make"]
         ahead = coming + self._at_work["reset"] < len(self._waiting) + (self._config.warm or 0)
@@ -203,7 +168,6 @@ class Pool(Generic[T]):
 
     @property
     def _places(self) -> int:
-        """Number of occupied places of `capacity`."""
         return len(self._idle) + len(self._held) + self._at_work.total()
 
     def _place(self, instance: _Instance[T]) -> None:
@@ -220,10 +184,6 @@ class Pool(Generic[T]):
             if not waiter.done():  # a cancelled waiter withdraws only when its task runs
                 return waiter
         return None
-
-    def _replace(self, instance: _Instance[T]) -> None:
-        self._broken += 1
-        self._take_care("retire", instance)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=f"pool {self.name}")
@@ -253,7 +213,7 @@ class Pool(Generic[T]):
             self._place(instance)
         finally:
             slow.cancel()
-        self._advance()
+        self.advance()
 
     def _reason(self, error: BaseException, expired: bool) -> BaseException:
         text = f"{self.name}: {self._labels['make']}"
@@ -284,8 +244,9 @@ class Pool(Generic[T]):
             if sound or kind == "retire":
                 self._pass_on(kind, instance)
             else:
-                self._replace(instance)
-            self._advance()
+                self._broken += 1
+                self._take_care("retire", instance)
+            self.advance()
 
     def _pass_on(self, kind: str, instance: _Instance[T]) -> None:
         if kind == "healthy":
@@ -303,14 +264,12 @@ class Pool(Generic[T]):
         if waiter.done():
             return
         self._waiting.remove(waiter)
-        seconds, capacity = self._config.wait_seconds, self._capacity
+        seconds, capacity = self._config.wait_seconds, self.capacity
+        reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
         if capacity is not None and self._places >= capacity:
             reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
-        else:
-            reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
-        waiter.set_exception(
-            ToolInfrastructureError(f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}")
-        )
+        problem = f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}"
+        waiter.set_exception(ToolInfrastructureError(problem))
 
 
 class Lease(Generic[T]):
@@ -322,8 +281,7 @@ class Lease(Generic[T]):
         self.value = instance.value
 
     async def release(self, broken: bool = False) -> None:
-        """Release the instance: reset it for the next holder, even if this is cancelled, or replace it if it is broken
-        or worn. Does nothing the second time."""
+        """Reset the instance for the next holder, even if cancelled, or replace it if broken or worn. Idempotent."""
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._pool._let_go(instance, broken)

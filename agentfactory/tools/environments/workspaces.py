@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import errno
+import itertools
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,22 +32,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REMOVE = 'chmod -R u+rwX -- "$1"; rm -rf -- "$1"'
-"""Shell command that removes the folder $1."""
 _SWEEP = f"cat >/dev/null; for _ in 1 2 3 4 5 6 7 8 9 10; do {_REMOVE}; sleep 0.5; done"
-"""Shell command that removes the folder $1 when its stdin closes. It repeats, because servers, whose stdin closes too,
-may keep writing for a moment."""
+"""Removes the folder $1 when its stdin closes, repeatedly, because servers may keep writing for a moment."""
 
 _threads = ThreadPoolExecutor(4, "folders")
-"""For copies and removals, which take seconds for thousands of files: many chains that begin together must not exhaust
-asyncio's own threads. More threads make them no faster, and the event loop slower."""
+"""For copies and removals: many chains that begin together must not exhaust asyncio's own threads."""
 
 
 @dataclass(frozen=True)
 class ChainProgram:
-    """A program whose processes each have a folder, which starts as a copy of `template`, if set.
-
-    When a process has ended, its folder is removed, or moved to a path reserved before in `kept`.
-    """
+    """A program whose processes each have a folder, a copy of `template` if set, which is removed at their end, or
+    moved to a path reserved before in `kept`."""
 
     program: StdioServerParameters
     template: Path | None = None
@@ -107,8 +103,7 @@ def give_to_sandbox(folder: Path) -> None:
 
 
 def check_template(field: str, template: Path) -> int:
-    """Return the size of a template in bytes. Raises SettingError if it is no folder, cannot be read, has links that
-    lead out of it (through which a chain could write anywhere) or special files, or exceeds the free space."""
+    """Return a template's size in bytes. Raises SettingError if it cannot be copied safely."""
     if not os.path.isdir(template):
         raise SettingError(field, f"{template} is not a folder", "name an existing one")
     tree = TreeCopy(template)
@@ -149,28 +144,22 @@ def _keep(folder: Path, place: Path) -> None:
     try:
         folder.rename(place)
     except OSError as error:
-        try:
-            if error.errno != errno.EXDEV:
-                raise
+        if error.errno == errno.EXDEV:
+            # to another file system, with links, pipes and sparse files intact
             make_writable(folder)
-            _copy_as_it_is(folder, place)
-        except OSError as refused:
-            _tell_lost(place.name, place.parent, refused)
+            command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            error = OSError((done.stderr.splitlines() or ["cp failed"])[0])
+            if done.returncode == 0:
+                return remove_folder(folder)
+            remove_folder(place)
+        _tell_lost(place.name, place.parent, error)
     remove_folder(folder)
 
 
 def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
     told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
     notify(logger, f"keep_workspaces {kept}", told)
-
-
-def _copy_as_it_is(folder: Path, place: Path) -> None:
-    """Copy a chain's folder to another file system, with links, pipes and sparse files intact. Raises OSError."""
-    command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        remove_folder(place)
-        raise OSError((done.stderr.splitlines() or ["cp failed"])[0])
 
 
 def remove_folder(folder: Path) -> None:
@@ -181,29 +170,24 @@ def remove_folder(folder: Path) -> None:
 
 
 def _free(path: Path) -> Path:
-    """Create `path`, or the first of `path-2`, `path-3`, ... that does not exist, since a chain may be retried, and
-    return it. Raises OSError."""
-    number, free = 1, path
-    while True:
-        try:
+    """Create `path`, or the first of `path-2`, `path-3`, ... that is free, and return it. Raises OSError."""
+    for number in itertools.count(1):
+        free = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
             free.mkdir()
             return free
-        except FileExistsError:
-            number += 1
-            free = path.with_name(f"{path.name}-{number}")
+    raise AssertionError
 
 
 @cache
 def _root() -> Path:
-    """Return the parent of this process's chain folders, removed when it ends; by a sweeper if it was killed."""
     root = Path(tempfile.mkdtemp(prefix="agentfactory-chains-"))
     # a command that runs chains itself kills all its descendants before it ends, so its sweeper too
     atexit.register(subprocess.call, ["sh", "-c", _REMOVE, "sh", root])
     root.chmod(0o711)  # sandboxes of root run as nobody; each folder in it belongs to one user
     sweep = ["sh", "-c", _SWEEP, "sh", str(root)]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL  # its stdin closes with this process
-    sweeper = subprocess.Popen(sweep, cwd="/", stdin=pipe, stdout=none, stderr=none, start_new_session=True)
-    _sweepers.append(sweeper)
+    _sweepers.append(subprocess.Popen(sweep, cwd="/", stdin=pipe, stdout=none, stderr=none, start_new_session=True))
     return root
 
 

@@ -1,5 +1,4 @@
-"""Coordinates in images, and their sizes for models: tasks use pixels of the file, and each model the convention of its
-training."""
+"""Coordinates in images, and their sizes for models: tasks use pixels of the file, each model its own convention."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,11 @@ from PIL import Image
 from agentfactory.base.messages import ToolSpec
 
 Size = tuple[int, int]
-"""Width and height in pixels."""
 PLACEHOLDER = "{coordinates}"
 """Placeholder in the description of a tool or its arguments, replaced with the model's coordinate convention."""
 VIEW_FIELD = "model_view"
 """The field of a task that gives tools a ModelView."""
 MOST_ASPECT = 200
-"""Largest ratio of an image's sides."""
 _TOKEN = 28
 """Side of an image token in pixels, if the model's is unknown."""
 
@@ -28,11 +25,8 @@ class SizeRule:
     """The resizing of images by models like Qwen's (arXiv:2409.12191, section 2.1) and GLM's (arXiv:2507.01006)."""
 
     token: int
-    """Side of an image token in pixels."""
     min_pixels: int
-    """Smallest area of an image."""
     max_pixels: int
-    """Largest area of an image."""
     grows: bool = False
     """True to enlarge the whole image if a side is shorter than a token (GLM); False to enlarge only that side."""
 
@@ -42,18 +36,15 @@ class SizeRule:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """Return an image's (width, height) for the model: multiples of `token`, an area from `min_pixels` to
-        `max_pixels`, and nearly the same aspect ratio. Raises ValueError if that exceeds MOST_ASPECT, or if no such
-        size exists, because `min_pixels` and `max_pixels` are too close."""
+        """Return an image's (width, height) for the model: multiples of `token`, an area within the bounds, nearly the
+        same aspect ratio. Raises ValueError."""
         tried = [self._fitted(width, height)]
         # a narrow image may still be too large: the server would resize it again
         while (again := self._fitted(*tried[-1])) != tried[-1]:
             if again in tried:
-                raise ValueError(
-                    f"the image has {width} x {height} pixels, and no size near that of whole tokens ({self.token} x "
-                    f"{self.token}) has from {self.min_pixels} to {self.max_pixels} pixels; set "
-                    "model.max_image_pixels to at least twice model.min_image_pixels"
-                )
+                problem = f"no size near that has from {self.min_pixels} to {self.max_pixels} pixels in whole tokens"
+                fix = "set model.max_image_pixels to at least twice model.min_image_pixels"
+                raise ValueError(f"the image has {width} x {height} pixels, and {problem}; {fix}")
             tried.append(again)
         return again
 
@@ -137,11 +128,6 @@ class ModelView:
         """True if the prompt must give the model image sizes, which it cannot infer."""
         return self.coordinates is Coordinates.PIXELS
 
-    @property
-    def is_fine(self) -> bool:
-        """True if whole numbers are too coarse as coordinates."""
-        return self.coordinates is Coordinates.RELATIVE1
-
     def shown(self, image: Image.Image) -> Image.Image:
         """Return an RGB image in the size that the model gets, if that is known. Raises ValueError."""
         return image if self.sizes is None else self.sizes.fit(image)
@@ -159,14 +145,14 @@ class ModelView:
         ValueError, for the model to read, if it is outside."""
         x, y = self.to_pixels(point, size)
         width, height = size
-        # tolerate half a pixel, because models may round
         if not (-0.5 <= x <= width + 0.5 and -0.5 <= y <= height + 0.5):
             raise ValueError(f"got {list(point)}, outside of the image, which ends at {self.stated(size, size)}")
         return min(max(x, 0), width), min(max(y, 0), height)
 
     def stated(self, places: Sequence[float], size: Size) -> list[float]:
         """Return `from_pixels`, rounded as the model would."""
-        return [round(number, 3) if self.is_fine else round(number) for number in self.from_pixels(places, size)]
+        digits = 3 if self.coordinates is Coordinates.RELATIVE1 else None
+        return [round(number, digits) for number in self.from_pixels(places, size)]
 
     def _units(self, size: Size) -> Size:
         match self.coordinates:
@@ -195,7 +181,6 @@ def stating(spec: ToolSpec, view: ModelView) -> ToolSpec:
 
 
 def _converted(places: Sequence[float], given: Size, wanted: Size) -> list[float]:
-    """Convert between units of two sizes. Raises ValueError for an odd number of values."""
     if len(places) % 2:
         raise ValueError(f"got {len(places)} numbers; a place has two, x and y")
     # multiply first: products of whole numbers are exact, so half pixels round correctly

@@ -19,7 +19,6 @@ _IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 MOST_PIXELS = 100_000_000
 """Maximum pixels of a decoded image: a small file may hold a huge one."""
 _ORIENTATION = 0x0112
-"""EXIF tag of the image's orientation."""
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -55,9 +54,7 @@ def decode(source: Any, base: Path = Path()) -> Image.Image:
         if image.mode in ("I", "F"):
             raise ValueError(f"its pixels are numbers of 32 bits ({image.mode}); save it with 8 or 16 bits per colour")
         if image.has_transparency_data:
-            image = image.convert("RGBA")
-            white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         return image.convert("RGB")
     except Exception as error:  # boundary: each of Pillow's decoders raises others for damaged files
         raise ValueError(f"{name} cannot be decoded: {error}") from error
@@ -87,7 +84,6 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return the transposition that turns an image upright; None if none is needed."""
     try:
         return _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # boundary: damaged EXIF data raises anything, and viewers show such an image unturned

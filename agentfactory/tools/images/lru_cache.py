@@ -14,7 +14,6 @@ class ByteCache(Generic[Key, Value]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        """Total bytes of all values."""
         self._values: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
 
     def __len__(self) -> int:

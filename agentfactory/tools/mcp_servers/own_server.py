@@ -26,6 +26,7 @@ from agentfactory.tools.environments.environment import (
     ANCHOR_KEY,
     Environment,
     anchor_text,
+    is_environment,
     overrides,
     reset_schema,
     reward_schema,
@@ -38,14 +39,12 @@ logger = logging.getLogger(__name__)
 CHAIN_KEY = "agentfactory/chain"
 """Key in a call's `_meta`: the chain whose state the call uses."""
 SECONDS_KEY = "agentfactory/seconds"
-"""Key in the `_meta` of a call of `reset`: the time limit of the environment's reset(), in seconds. It begins when the
-chain has an instance."""
+"""Key in the `_meta` of a call of `reset`: the time limit of reset() itself, in seconds."""
 NOT_FOR_MODELS = "agentfactory/not_for_models"
 """Key in the data of an error that ends the chain: no model caused it, and none may read it."""
 ROLE_KEY = "agentfactory/role"
-"""Key in a listed tool's `_meta`: `tool`, or the role of one of an environment's tools that no model may see: `reset`,
-`reward`, `close`, `gauges`, `take_images`. A server that lists roles checks arguments itself and returns
-`agentfactory.tools.calls.mcp_results.ERROR_KEY`."""
+"""Key in a listed tool's `_meta`: `tool`, or the role of an environment's hidden tool. A server that lists roles checks
+arguments itself, and returns ERROR_KEY of `calls.mcp_results`."""
 
 
 def build_server(
@@ -56,21 +55,9 @@ def build_server(
     idle_seconds: float | None = None,
     result_bytes: int | None = None,
 ) -> Server[Any] | MCPServer:
-    """Create one MCP server from `@tool` functions and bound methods, and at most one Environment class.
-
-    A single MCP server object of the SDK is returned unchanged.
-
-    Args:
-        name: The server's name in errors.
-        pool: Pool of the Environment's instances.
-        options: Constructor arguments of the Environment's instances.
-        idle_seconds: After this time without a call a chain counts as gone; None: its instance waits for `close`.
-        result_bytes: Maximum bytes of a result, which is cut here; None: the client cuts it.
-
-    Raises:
-        TypeError: an object of another kind, two Environments, two tools with one name, options that do not fit, or
-            pool or options without an Environment.
-    """
+    """Create one MCP server from `@tool` functions and bound methods, and at most one Environment class, with its pool
+    and constructor `options`; an MCP server object is returned unchanged. After `idle_seconds` a chain counts as gone;
+    results are cut to `result_bytes`. Raises TypeError for anything else."""
     own: OwnServer | None = None
     if len(objects) != 1 or not isinstance(objects[0], (Server, MCPServer)):
         own = OwnServer(name, objects, pool or PoolConfig(), options or {}, idle_seconds, result_bytes)
@@ -102,16 +89,18 @@ class OwnServer(Server[Any]):
         self._functions: dict[str, ToolFunction] = {}
         self._methods: dict[str, tuple[str, ToolFunction]] = {}
         self._listing: dict[str, mcp_types.Tool] = {}
-        environments = [given.__name__ for given in objects if _is_environment(given)]
+        environments = [given.__name__ for given in objects if is_environment(given)]
         if len(environments) > 1:
             fix = "name one, and serve each by a server of its own"
             raise TypeError(f"server {name}: {' and '.join(environments)} are Environments; {fix}")
         for given in objects:
             if is_tool(given):
-                _check_bound(given)
+                if next(iter(inspect.signature(given).parameters), None) == "self":
+                    fix = f"serve an instance's method, as in `instance.{given.spec.name}`"
+                    raise TypeError(f"{given.spec.name} is a method of a class: {fix}")
                 self._functions[given.spec.name] = given
                 self._list(given.spec, "tool")
-            elif _is_environment(given):
+            elif is_environment(given):
                 self._list_environment(given)
                 self.host = EnvironmentHost(given, name, pool, options, idle_seconds)
             else:
@@ -162,22 +151,16 @@ class OwnServer(Server[Any]):
         meta = context.meta or {}
         seconds = meta.get(SECONDS_KEY)
         limit = float(seconds) if isinstance(seconds, (int, float)) else None
-        return await self._answer(params.name, params.arguments or {}, meta.get(CHAIN_KEY), limit)
+        return await self.call(params.name, params.arguments or {}, meta.get(CHAIN_KEY), limit)
 
     async def call(
-        self, tool: str, arguments: dict[str, Any], chain: str, reset_seconds: float | None = None
+        self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None = None
     ) -> mcp_types.CallToolResult:
-        """Return the result of a call from this process, with a copy of the arguments. `reset_seconds`: see
-        SECONDS_KEY. Raises MCPError."""
-        return await self._answer(tool, deepcopy(arguments), chain, reset_seconds)
-
-    async def _answer(
-        self, tool: str, arguments: dict[str, Any], chain: Any, reset_seconds: float | None
-    ) -> mcp_types.CallToolResult:
+        """Return the result of a call, with a copy of the arguments; `chain` is its key. Raises MCPError."""
         if tool not in self._listing:
             raise MCPError(mcp_types.INVALID_PARAMS, f"server {self.name} has no tool {tool}")
         try:
-            return await self._call(tool, arguments, chain, reset_seconds)
+            return await self._call(tool, deepcopy(arguments), chain, reset_seconds)
         except InvalidArguments as error:
             return failure(CallError.INVALID_ARGUMENTS, str(error))
         except MCPError:
@@ -210,7 +193,7 @@ class OwnServer(Server[Any]):
         if name == "reset":
             return await self.host.reset(chain, arguments, self._opening, reset_seconds)
         if name == "reward":
-            return await self.host.call(chain, name, arguments, lambda value, _: _verdict(value))
+            return await self.host.call(chain, name, arguments, self._verdict)
         if name == "take_images":
             return await self.host.call(chain, name, arguments, lambda told, _: _structured({"told": told}))
         if name == "close":
@@ -222,14 +205,15 @@ class OwnServer(Server[Any]):
     def _result(self, value: Any) -> mcp_types.CallToolResult:
         return result_of(value, self._most)
 
+    def _verdict(self, value: Any, held: Held) -> mcp_types.CallToolResult:
+        return _structured(EnvironmentReward.parse(value, "reward()").to_json())
+
     def _opening(self, value: Any, held: Held) -> mcp_types.CallToolResult:
         if isinstance(value, Finish):
             raise TypeError("reset() returned finish(...), but it only begins the chain")
         return self._observed(value, held)
 
     def _observed(self, value: Any, held: Held) -> mcp_types.CallToolResult:
-        """Return the result of an environment's method, with the anchor of its state. Raises ToolInfrastructureError
-        if `anchor` fails, because the model did not cause that."""
         result = self._result(value)
         if not overrides(type(held.environment), "anchor"):
             return result
@@ -254,20 +238,6 @@ class OwnServer(Server[Any]):
 
 
 _HIDDEN = ("reset", "reward", "close", "gauges", "take_images")
-
-
-def _is_environment(given: Any) -> bool:
-    return isinstance(given, type) and issubclass(given, Environment)
-
-
-def _check_bound(given: ToolFunction) -> None:
-    if next(iter(inspect.signature(given).parameters), None) == "self":
-        name = given.spec.name
-        raise TypeError(f"{name} is a method of a class: serve an instance's method, as in `instance.{name}`")
-
-
-def _verdict(value: Any) -> mcp_types.CallToolResult:
-    return _structured(EnvironmentReward.parse(value, "reward()").to_json())
 
 
 def _structured(answer: dict[str, Any]) -> mcp_types.CallToolResult:

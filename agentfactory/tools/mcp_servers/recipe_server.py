@@ -31,16 +31,10 @@ _GAUGE_SECONDS = 2.0
 
 
 class ToolServer:
-    """An MCP server of a recipe, from `open` to `close`. Its `isolation` says what a chain gets exclusively; by default
-    a process, from a program or container that is not ours: even servers that annotate all tools as read-only keep
-    state.
-
-    Shared: one connection for all chains. If `pool.capacity` is set, a chain needs one of that many places. Isolated: a
-    pool of connections, each to a separate process, container or session, which one chain at a time uses. Only an
-    environment has a reset, so instances of other servers serve one chain each, unless `pool.max_uses` is set.
-
-    `tools` are the model's tools; `hidden` maps roles to the environment's other tools.
-    """
+    """An MCP server of a recipe, from `open` to `close`. Shared: one connection for all chains, with `pool.capacity`
+    places. Isolated, as programs and containers of others are by default: a pool of connections, each to a process or
+    session for one chain; only environments have a reset, so others serve one chain. `tools` are the model's, `hidden`
+    maps roles to the environment's."""
 
     def __init__(
         self,
@@ -92,7 +86,7 @@ class ToolServer:
         if self.isolated:
             self._first.append(connection)
             self._pool = self._instances()
-            self._pool.warm_up()
+            self._pool.advance()
             return
         self._shared = connection
         if self.config.module is not None:
@@ -101,19 +95,22 @@ class ToolServer:
             if getattr(self.config.pool, field):
                 problem = "all chains share the server, so no instance is created or replaced"
                 raise ValueError(f"mcp_servers.{self.name}.pool.{field}: {problem}; set isolation, or remove it")
+
+        async def make() -> Connection:
+            return connection
+
         if self.config.pool.capacity is not None:
-            self._pool = self._places(self._shared)
+            self._pool = Pool(f"tool server {self.name}", make, self.config.pool)
 
     async def close(self) -> None:
         """Close all connections and end all processes that were started here."""
         if self._pool is not None:
             await self._pool.close()
-        for connection in (*self._first, *([self._shared] if self._shared else [])):
+        for connection in filter(None, (*self._first, self._shared)):
             await connection.close()
 
     async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
-        """Return the connection for the chain `chain`, and the lease to release at its end, or None. Raises
-        ToolInfrastructureError if none became free in time, or none could be created."""
+        """Return a chain's connection, and the lease to release, or None. Raises ToolInfrastructureError."""
         if self._pool is None:
             assert self._shared is not None
             return self._shared, None
@@ -208,18 +205,13 @@ class ToolServer:
                 self._each = taken
                 if self._pool is not None and self.config.pool.capacity is None:
                     self._pool.capacity = max(1, self._memory // taken)
+                    self._pool.advance()
                     self._log_processes(self._pool.capacity)
         await connection.close()
 
     def _log_processes(self, capacity: int | None) -> None:
         record = {"server": self.name, "processes": capacity, "mebibytes_each": self._each >> 20}
         self._log({"event": "tool_server_isolated", **record})
-
-    def _places(self, shared: Connection) -> Pool[Connection]:
-        async def make() -> Connection:
-            return shared
-
-        return Pool(f"tool server {self.name}", make, self.config.pool)
 
     def _note_list(self, tools: Sequence[Tool]) -> dict[str, str]:
         """Compare a list of tools with that of the run. Return the differences by name, and warn about them."""
@@ -250,10 +242,6 @@ class ToolServer:
         nameless = listed.pop("", None)
         if not listed:
             notify(logger, f"tools of {self.name}", f"tool server {self.name} lists no tools")
-        counts = Counter(tool.name for tool in tools)
-        if twice := [name for name, count in counts.items() if count > 1 and self._is_for_models(name)]:
-            text = f"tool server {self.name} lists several tools with the name {', '.join(twice)}; the first is used"
-            notify(logger, f"names of {self.name}", text)
         roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
         self._gauges = roles.get("gauges")
         declared = "reset" in roles  # a server of ours declares that it is an environment
@@ -262,12 +250,11 @@ class ToolServer:
             self.environment = EnvironmentTools.model_validate(given)
         if declared:  # its reset waits for an instance
             self.reset_seconds += self.config.pool.wait_seconds
-        for role in ("reset", "reward", "close") if self.environment else ():
-            tool = getattr(self.environment, role)
-            if tool is None:
+        for role in ("reset", "reward", "close"):
+            if (tool := getattr(self.environment, role, None)) is None:
                 continue
             if tool not in listed:
-                problem = f"the server has no tool {tool!r}, it offers {_names(listed)}"
+                problem = f"the server has no tool {tool!r}, it offers {', '.join(listed) or 'none'}"
                 fix = "name one of them" if role == "reset" else "set it to null"
                 raise ValueError(f"mcp_servers.{self.name}.environment.{role}: {problem}; {fix}")
             self.hidden[role] = listed[tool]
@@ -277,10 +264,9 @@ class ToolServer:
             raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
         hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}
         seen = {name: tool for name, tool in listed.items() if name not in hidden}
-        section, offered = f"mcp_servers.{self.name}", _names(seen)
-        allow, deny = self.config.allow, self.config.deny
-        for field, names in (("allow", allow or []), ("deny", deny)):
-            if unknown := [name for name in names if name not in seen]:
+        section, offered, allow = f"mcp_servers.{self.name}", ", ".join(seen) or "none", self.config.allow
+        for field in ("allow", "deny"):
+            if unknown := [name for name in getattr(self.config, field) or () if name not in seen]:
                 problem = f"the server has no tool {unknown[0]!r} for models, it offers {offered}"
                 raise ValueError(f"{section}.{field}: {problem}; name one of them")
         self.tools = [tool for name, tool in seen.items() if self._is_for_models(name)]
@@ -294,13 +280,8 @@ class ToolServer:
                 notify(logger, f"list of {self.name}", f"{text} {repair}" + ("" if tool.name else "; it is left out"))
 
 
-def _names(tools: dict[str, Tool]) -> str:
-    return ", ".join(tools) or "none"
-
-
 class CallCache:
-    """An LRU cache of `size` results, keyed by tool and arguments. Errors are not cached, and concurrent equal calls
-    are made once."""
+    """An LRU cache of `size` results by tool and arguments, without errors; equal concurrent calls are one."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -316,8 +297,7 @@ class CallCache:
         ask: Callable[[], Coroutine[Any, Any, CallToolResult]],
         timeout_seconds: float,
     ) -> CallToolResult:
-        """Return the result of the call `ask`, which must not have its own time limit. Raises its errors, and
-        CallTimeout if it did not arrive within `timeout_seconds`."""
+        """Return the result of the call `ask`, without a time limit of its own. Raises its errors and CallTimeout."""
         key = f"{tool} {json.dumps(arguments, sort_keys=True)}"
         if key in self._kept:
             self._kept.move_to_end(key)

@@ -1,8 +1,5 @@
-"""Connections to MCP servers: in this process, as a child on stdio, or over streamable HTTP.
-
-One owner task per connection opens it, waits, and closes it, because the SDK's cancel scopes must be exited by the task
-that entered them; other tasks only make calls. If a connection dies, its owner reopens it for the next call.
-"""
+"""Connections to MCP servers: in this process, on stdio, or over streamable HTTP. One owner task opens and closes each,
+because of the SDK's cancel scopes, and reopens a dead one for the next call."""
 
 import asyncio
 import logging
@@ -10,6 +7,7 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +29,7 @@ from agentfactory.base.messages import CallError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.tools.calls.mcp_results import bounded, failure
 from agentfactory.tools.calls.message_bounds import TOO_LARGE
+from agentfactory.tools.environments.environment_host import ANCHOR
 from agentfactory.tools.environments.workspaces import ChainProgram
 from agentfactory.tools.mcp_servers.own_server import CHAIN_KEY, NOT_FOR_MODELS, SECONDS_KEY, OwnServer
 from agentfactory.tools.mcp_servers.server_entry import Container, HttpAddress, Target
@@ -45,13 +44,11 @@ Log = Callable[[dict[str, Any]], None]
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
 """Seconds to wait before reopening a lost connection, by consecutive failures; after the last one, give up."""
 QUIET_SECONDS = 10.0
-"""Time after which the user is told that a server has not started."""
 OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
 LISTEN_DELAYS = (1.0, 10.0, 60.0)
 """Seconds to wait before listening to a server's changes again, by consecutive ends of the stream."""
 STDERR_TAIL = 2000
-"""Characters of a child's stderr that an error quotes."""
 
 
 class CallTimeout(Exception):
@@ -62,12 +59,8 @@ class CallTimeout(Exception):
 
 
 class Connection:
-    """One MCP server, kept open from `open` to `close`. `tools` is its list.
-
-    `generation` counts openings: when it changes, state in the server process is lost. Without `reopens` a lost
-    connection stays lost: its pool creates another. Results are cut to `result_bytes`. `on_list` gets each list of
-    tools, and returns how tools differ from those that the run began with, by name.
-    """
+    """One MCP server, kept open from `open` to `close`. `generation` counts openings, which lose its state; without
+    `reopens` it stays lost. `on_list` gets each list of tools, and returns differences by name."""
 
     def __init__(
         self,
@@ -137,12 +130,8 @@ class Connection:
         timeout_seconds: float | None = None,
         reset_seconds: float | None = None,
     ) -> mcp_types.CallToolResult:
-        """Call `tool` for `chain`, whose state is in the server process of `generation` if that is given. For
-        `reset_seconds` see SECONDS_KEY.
-
-        Raises CallTimeout after `timeout_seconds`, or the server's own time limit, and ToolInfrastructureError if the
-        server cannot be reached, died, lost the chain's state, changed this tool, or broke the protocol.
-        """
+        """Call `tool` for `chain`, whose state is in the process of `generation`, if given. Raises CallTimeout, and
+        ToolInfrastructureError if the server is gone, lost the state, changed the tool or broke the protocol."""
         client = await self._connected()
         if generation not in (None, self.generation):
             raise ToolInfrastructureError(f"tool server {self.name} was restarted and lost this chain's state")
@@ -158,8 +147,7 @@ class Connection:
                 result = await client.call_tool(tool, arguments, read_timeout_seconds=seconds, meta=meta)
         except TimeoutError:
             host = self._target.host if isinstance(self._target, OwnServer) else None
-            if host is not None and host.in_anchor(chain):
-                # the model did not cause it
+            if host is not None and host.running(chain) == ANCHOR:
                 text = f"{host.activity(chain)}, after {tool}, did not return within {seconds:g} s"
                 raise ToolInfrastructureError(f"tool server {self.name}: {text}; fix: correct it") from None
             raise CallTimeout(tool, seconds) from None
@@ -182,8 +170,7 @@ class Connection:
         return bounded(result, self._result_bytes)
 
     async def _failed(self, client: Client, tool: str, error: MCPError) -> mcp_types.CallToolResult:
-        """Return the result for the model of a call that the server answered with a JSON-RPC error. Raises
-        ToolInfrastructureError if the server changed the tool, or if one of ours hides the error from the model."""
+        """Return the model's result of a call that the server answered with a JSON-RPC error."""
         self._used = True
         data, text = error_data(error), error_text(error)
         if isinstance(data, dict) and NOT_FOR_MODELS in data:
@@ -246,9 +233,6 @@ class Connection:
             await asyncio.sleep(LISTEN_DELAYS[min(ends, len(LISTEN_DELAYS) - 1)])
             ends += 1
 
-    def _tell(self, repair: str) -> None:
-        notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
-
     async def answers(self) -> bool:
         """Return whether the server still answers and knows this connection, as far as its protocol can tell."""
         if not self.alive:
@@ -301,7 +285,6 @@ class Connection:
         self._client.exception()  # retrieved, in case nobody is waiting
 
     async def _live(self) -> str:
-        """Open the connection, keep it until it ends, and return why it ended."""
         started = time.perf_counter()
         self._ended.clear()
         self._used = self._unknown = self._in_session = self._changed = False
@@ -347,6 +330,10 @@ class Connection:
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Client]:
         target = self._target
+
+        def tell(repair: str) -> None:
+            notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
+
         async with AsyncExitStack() as stack:
             if isinstance(target, Container):
                 target = await stack.enter_async_context(target.running())
@@ -354,7 +341,7 @@ class Connection:
                 target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
                 self._proxy = proxy_for(target.url)
-                http = http_client(target, self._proxy, self._note, self._result_bytes, self._tell, self._receive)
+                http = http_client(target, self._proxy, self._note, self._result_bytes, tell, self._receive)
                 client = await stack.enter_async_context(http)
                 if target.session and not self._in_session:
                     raise ValueError("the server gives its clients no sessions (Mcp-Session-Id); use isolation: shared")
@@ -363,12 +350,10 @@ class Connection:
             served: Any = target
             if isinstance(target, StdioServerParameters):
                 errlog = await stack.enter_async_context(collected_stderr(self.name, self._keep_stderr))
-                limits = self._result_bytes, self._tell
-                served = stdio_transport(target, errlog, *limits, on_end=self._lost, on_start=self._started)
+                note_pid = partial(setattr, self, "pid")
+                most = self._result_bytes
+                served = stdio_transport(target, errlog, most, tell, on_end=self._lost, on_start=note_pid)
             yield await stack.enter_async_context(Client(served, cache=None, message_handler=self._receive))
-
-    def _started(self, pid: int) -> None:
-        self.pid = pid
 
     def _keep_stderr(self, text: str) -> None:
         self._stderr_tail = (self._stderr_tail + text)[-STDERR_TAIL:]

@@ -1,7 +1,6 @@
 """The other end of a connection: a recipe's MCP server entry resolved on this machine, with secrets filled in."""
 
 import asyncio
-import difflib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
 from agentfactory.base.config import CHAIN, Isolation, McpServerConfig
-from agentfactory.base.errors import SettingError, short
+from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.import_path import own_python, user_folders
 from agentfactory.base.user_code.loading import load_object
@@ -28,7 +27,6 @@ from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt import prebuilt
 
 PROGRAMS = ("docker", "podman")
-"""Programs that can run a container, in the order in which they are tried."""
 _ANSWER_SECONDS = 20.0
 _PASSED_ON = ("DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
 """Environment variables that configure docker's and podman's connection to their service."""
@@ -54,8 +52,7 @@ class Container:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StdioServerParameters]:
-        """Yield the command of a new container, which is removed when the context exits. The command line has only the
-        names of variables, not their values."""
+        """Yield the command of a new container, removed at exit; it has only names of variables, not values."""
         program = await find_program()
         name = f"agentfactory-{re.sub('[^a-zA-Z0-9_.-]', '-', self.server)}-{uuid.uuid4().hex[:12]}"
         variables = [part for key in self.env for part in ("--env", key)]
@@ -68,16 +65,11 @@ class Container:
 
 
 Target = Server[Any] | MCPServer | StdioServerParameters | ChainProgram | Container | HttpAddress
-"""The other end of a connection."""
 
 
 def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int) -> Target:
-    """Return the object, process, container or address that `config` names.
-
-    `command: python` is this interpreter, and its modules (`-m`) import like user code. Paths are relative to `base`.
-    Our own servers in this process cut results to `result_bytes`. Raises UserCodeError or TypeError if `module` cannot
-    be loaded or served, SettingError like `check_entry`.
-    """
+    """Return the object, process, container or address that `config` names, with paths relative to `base`. `command:
+    python` is this interpreter. Raises UserCodeError, TypeError, or SettingError like `check_entry`."""
     check_entry(name, config, base)
     if config.module is not None:
         loaded = load_object(config.module, base, prebuilt=prebuilt())
@@ -100,19 +92,10 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
 
 
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
-    """Check the variables and folders that an entry refers to. Starts nothing, and leaves no files. Paths below
-    `prepared`, which `prepare` will fill, need not exist yet.
-
-    Raises SettingError if an environment variable is not set, `${chain}` is misspelt, `workspace` cannot be copied,
-    `cwd` is not in it, or nothing can be moved to `keep_workspaces`.
-    """
+    """Check an entry's variables and folders; paths below `prepared` need not exist. Raises SettingError."""
     prefix = f"mcp_servers.{name}"
     expand_variables(f"{prefix}.headers", config.headers)
     expand_variables(f"{prefix}.env", config.env)
-    for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
-        for variable in _VARIABLE.findall(text):
-            if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
-                raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
     if config.keep_workspaces:
         check_kept(f"{prefix}.keep_workspaces", base / config.keep_workspaces)
     template = base / config.workspace if config.workspace else None
@@ -128,8 +111,7 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
 
 
 def program_of(command: str, args: list[str], cwd: Path) -> list[str]:
-    """Return the command line of a program that starts in `cwd`: `python` is this interpreter, with the user's import
-    path."""
+    """Return the command line of a program; `python` is this interpreter, with the user's import path."""
     if command != "python":
         return [command, *args]
     if args[:1] != ["-m"]:
@@ -142,26 +124,17 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def expand_variables(field: str, values: dict[str, str]) -> dict[str, str]:
-    """Replace `${NAME}` with environment variables, so a recipe refers to secrets without containing them. Raises
-    SettingError, below `field`, for a variable that is not set."""
+    """Replace `${NAME}` with environment variables. Raises SettingError, below `field`, for one that is not set."""
     known = os.environ | {"chain": CHAIN}  # in env; headers cannot have it
     for key, value in values.items():
         for name in _VARIABLE.findall(value):
             if name not in known:
-                fix = _did_you_mean(name) if field.endswith(".env") else ""
-                raise SettingError(f"{field}.{key}", f"the environment variable {name} is not set", fix or "export it")
+                raise SettingError(f"{field}.{key}", f"the environment variable {name} is not set", "export it")
     return {key: _VARIABLE.sub(lambda match: known[match[1]], value) for key, value in values.items()}
 
 
-def _did_you_mean(variable: str) -> str:
-    """Return the fix if `${variable}` is a misspelt `${chain}`, else an empty text: programs may use `${...}` too."""
-    is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
-    return f"did you mean {CHAIN}?" if is_close else ""
-
-
 async def find_program() -> str:
-    """Return the first of docker and podman that works here. Raises ToolInfrastructureError with the message of each if
-    neither works."""
+    """Return the first of docker and podman that works. Raises ToolInfrastructureError with their messages."""
     if _works:
         return _works[0]
     reasons = []

@@ -1,9 +1,5 @@
-"""Repair of a server's messages, before the MCP SDK validates them.
-
-For one part that does not fit its types, the SDK refuses a whole answer, or the whole list of tools. Here such a part
-becomes one that fits: in answers a text that the model reads, in lists of tools a description without the part.
-Each repair is reported, because other clients may refuse the server.
-"""
+"""Repair of a server's messages, before the MCP SDK refuses a whole answer or list for one wrong part: in answers it
+becomes a text that the model reads, in lists of tools it is left out. Each repair is reported."""
 
 import json
 import re
@@ -19,9 +15,7 @@ from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.tools.calls.mcp_results import SEEN_BY_MODELS
 
 MOST_PAGES = 1000
-"""Maximum pages of a server's list of tools."""
 Tell = Callable[[str], None]
-"""Reports a repair to the user."""
 
 _SERVERS_OWN = "agentfactory/error-data"
 """Key in the data of an error that the server sent, and not the SDK: the server's own data."""
@@ -53,9 +47,8 @@ class Repairs:
         self._methods.pop(coerce_request_id(number), None)
 
     def repaired(self, text: bytes, asked: int | str | None = None) -> list[bytes]:
-        """Return the messages in a text, one or a batch, as JSON for the SDK. Half a surrogate pair, and bytes that are
-        no UTF-8, become U+FFFD. `asked` is the id of the request that the text answers, if it is known. Raises
-        ValueError if the text is no JSON-RPC."""
+        """Return a text's messages, one or a batch, as JSON for the SDK, with U+FFFD for what is no UTF-8. `asked`: the
+        id of the request that it answers, if known. Raises ValueError if it is no JSON-RPC."""
         try:
             value = json.loads(text.decode("utf-8", "replace"), strict=False)
             batch = value if isinstance(value, list) else [value]
@@ -66,8 +59,7 @@ class Repairs:
             raise ValueError("it is nested too deeply") from None
 
     def repaired_body(self, part: bytes, asked: int | str | None) -> bytes:
-        """Return a part of an HTTP body with its message repaired; unchanged if there is none. A prefix such as
-        `data: ` stays."""
+        """Return a part of an HTTP body, with a prefix such as `data: `, with its message repaired, if any."""
         if (start := re.search(rb"[{\[]", part)) is None:
             return part
         body = part[start.start() :].rstrip()
@@ -95,9 +87,8 @@ class Repairs:
             message["id"] = number = asked
         method = self._methods.pop(coerce_request_id(number), "") if isinstance(number, (int, str)) else ""
         if error is None:
-            result = message.get("result")
-            mend = _MENDS.get(method, _mend_other)
-            return message | {"result": mend(result, self._tell)}
+            result, mend = message.get("result"), _MENDS.get(method)
+            return message | {"result": _object(result) if mend is None else mend(result, self._tell)}
         message.pop("result", None)
         return message | {"error": _mend_error(error, of_call=method == "tools/call")}
 
@@ -133,8 +124,7 @@ def error_text(error: MCPError) -> str:
 
 
 async def list_tools(client: Client) -> list[Tool]:
-    """List a server's tools, with the schemas that it sent. Raises ToolInfrastructureError if the list cannot be
-    used."""
+    """List a server's tools, with the schemas that it sent. Raises ToolInfrastructureError."""
     tools: list[Tool] = []
     cursors: set[str] = set()
     cursor: str | None = None
@@ -166,10 +156,6 @@ def _mend_error(error: Any, of_call: bool) -> dict[str, Any]:
     }
 
 
-def _mend_other(result: Any, tell: Tell) -> dict[str, Any]:
-    return _object(result)
-
-
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -197,8 +183,6 @@ def _mend_tools(result: Any, tell: Tell) -> dict[str, Any]:
 
 
 def _mend_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool with the fields that are used here, which leave out its output schema: the SDK would refuse an
-    answer that does not fit it. A tool that cannot be called gets an empty name."""
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         return {"name": "", "inputSchema": {"type": "object"}, "_meta": {REPAIR: f"has no name: {short(tool)}"}}
     mended: dict[str, Any] = {"name": tool["name"]}
@@ -213,9 +197,8 @@ def _mend_tool(tool: Any) -> dict[str, Any]:
     if not _fits_the_sdk(schema):
         mended["inputSchema"], meta[_SCHEMA] = {"type": "object"}, schema
     if isinstance(hints := tool.get("annotations"), dict):
-        mended["annotations"] = {
-            key: value for key, value in hints.items() if isinstance(value, bool) and key.endswith("Hint")
-        }
+        known = [key for key, value in hints.items() if isinstance(value, bool) and key.endswith("Hint")]
+        mended["annotations"] = {key: hints[key] for key in known}
     return mended | ({"_meta": meta} if meta else {})
 
 
@@ -267,8 +250,7 @@ _FIELDS_OF_RESULTS = ("_meta", "content", "isError", "resultType", "structuredCo
 
 
 def _mend_block(item: Any, repairs: list[str]) -> list[dict[str, Any]]:
-    """Return a block of an answer with the fields that are used here; also the text beside a part that has to be left
-    out."""
+    """Return a block of an answer with the fields used here, and the text beside a part that is left out."""
     match item:
         case {"type": "text", "text": str(text)}:
             return [_text(text)]
@@ -319,7 +301,6 @@ _UNREADABLE = ("_meta", "annotations", "blob", "data", "text")
 
 
 def _image(data: str, kind: str) -> dict[str, Any]:
-    """Return an image block. Its kind is recognised if the server names none that models can see."""
     prefix, comma, rest = data.partition(",")
     data = "".join((rest if comma and prefix.startswith("data:") else data).split())
     plain = kind.partition(";")[0].strip().lower()
@@ -330,7 +311,6 @@ def _image(data: str, kind: str) -> dict[str, Any]:
 
 
 _STARTS = {"iVBORw0KGgo": "image/png", "/9j/": "image/jpeg", "R0lGOD": "image/gif", "UklGR": "image/webp"}
-"""The beginning of an image in base64 -> its kind."""
 
 
 def _word(item: dict[str, Any], key: str) -> str:

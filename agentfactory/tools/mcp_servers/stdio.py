@@ -1,8 +1,4 @@
-"""The stdio transport: a server's process, and its messages line by line.
-
-Unlike the MCP SDK's own transport, it bounds a message while it arrives: the SDK keeps a line of any length and joins
-each chunk to all previous ones.
-"""
+"""The stdio transport: a server's process, and its messages line by line, bounded while they arrive."""
 
 import asyncio
 import json
@@ -42,11 +38,8 @@ async def stdio_transport(
     on_end: Callable[[], None],
     on_start: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[TransportStreams]:
-    """Start `server` and yield the streams of its messages, bounded to `most` (see MessageFilter) and repaired.
-
-    `on_start` is called with its pid, and `on_end` when its stdout ends. On exit its stdin is closed, and the rest of
-    its process group is ended after two seconds. Raises OSError if it cannot be started.
-    """
+    """Start `server` and yield the streams of its messages, bounded to `most` and repaired; `on_start` gets its pid,
+    `on_end` is called when its stdout ends. At exit its process group is ended. Raises OSError."""
     process = await anyio.open_process(
         [server.command, *server.args],
         env=get_default_environment() | (server.env or {}),
@@ -66,8 +59,7 @@ async def stdio_transport(
                 messages = messages_of(line, repairs)
                 if isinstance(messages[0], Exception) and not told:
                     told, name = True, " ".join([server.command, *server.args])
-                    text = f"a line on stdout of {name} is no message: {line[:200]!r}"
-                    notify(logger, f"garbage of {name}", text)
+                    notify(logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}")
                 try:
                     for message in messages:
                         await incoming_end.send(message)
@@ -165,12 +157,10 @@ def messages_of(line: bytes, repairs: Repairs) -> Sequence[SessionMessage | Exce
 
 
 def _reason(error: ValueError) -> str:
-    """Return the beginning of an error, without the advice of the library that raised it."""
     return " ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)[:300]
 
 
 async def _end(process: Process) -> None:
-    """Close the process's stdin, let it end, and kill it and its children if they remain."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):

@@ -142,7 +142,6 @@ async def _refusal(response: httpx2.Response, has_messages: bool) -> str:
 
 
 async def _beginning(response: httpx2.Response, whole: bool) -> bytes:
-    """Read the beginning of a body; with `whole` all of it, which must be bounded."""
     if whole:
         return await response.aread()
     read = b""
@@ -154,7 +153,6 @@ async def _beginning(response: httpx2.Response, whole: bool) -> bytes:
 
 
 def _error_of(body: bytes) -> dict[str, Any] | None:
-    """Return the JSON-RPC error in a body; None if there is none."""
     try:
         message = json.loads(body)
     except (ValueError, RecursionError):

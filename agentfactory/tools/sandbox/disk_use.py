@@ -1,8 +1,5 @@
-"""Disk usage of untrusted programs' folders: every entry, at any path length, and deleted files that are still open.
-
-Run as a program with the names of folders, it prints its result as JSON. It needs only the standard library, because it
-also runs with rights that file modes do not limit (`bubblewrap.reader`).
-"""
+"""Disk usage of untrusted programs' folders, with deleted open files. Run as a program on folders, also beyond file
+modes (`bubblewrap.reader`), it prints JSON, and needs only the standard library."""
 
 import errno
 import json
@@ -83,7 +80,6 @@ def add_deleted(use: DiskUse, folders: Iterable[Path], processes: Iterable[int])
 
 
 def _add_folder(use: DiskUse, top: int) -> None:
-    """Count everything below the open folder `top`, and close it."""
     # each step opens one name of an open folder: a path may be longer than the system takes, and parts of it may change
     open_folders = [(top, _add_entries(use, top))]
     try:
@@ -132,7 +128,6 @@ def _add_entries(use: DiskUse, opened: int) -> list[str]:
 
 
 def _is_gone(error: OSError) -> bool:
-    """Return whether a folder has been removed or replaced."""
     return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ELOOP
 
 

@@ -34,18 +34,15 @@ def reap(token: str) -> None:
         pass
     for _ in range(_SWEEPS):
         for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) != os.getpid():
-                _end(int(name), token.encode())
+            if not name.isdigit() or int(name) == os.getpid():
+                continue
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    if token.encode() in file.read().split(b"\0"):
+                        os.kill(int(name), 9)
+            except OSError:  # the process has ended, or belongs to another user
+                continue
         time.sleep(_PAUSE_SECONDS)
-
-
-def _end(pid: int, token: bytes) -> None:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            if token in file.read().split(b"\0"):
-                os.kill(pid, 9)
-    except OSError:  # the process has ended, or belongs to another user
-        return
 
 
 if __name__ == "__main__":

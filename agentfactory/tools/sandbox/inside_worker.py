@@ -25,8 +25,7 @@ _Module = type(sys)
 
 
 class Output(io.TextIOBase):
-    """`sys.stdout` and `sys.stderr`: up to `half` characters per cell are written to the descriptor immediately, then
-    only the tail is kept."""
+    """`sys.stdout` and `sys.stderr`: up to `half` characters per cell are written, then only the tail is kept."""
 
     encoding, errors = "utf-8", "backslashreplace"
 
@@ -127,8 +126,6 @@ class Interpreter:
 
 
 def _cut(text: str, half: int) -> str:
-    """Return at most `half` characters, from both ends: the end of a long traceback or value is as informative as its
-    beginning."""
     if len(text) <= half:
         return text
     quarter = half // 2
@@ -136,7 +133,6 @@ def _cut(text: str, half: int) -> str:
 
 
 def _explain(error: BaseException) -> str:
-    """Return the traceback, starting at the first frame of the user's own code."""
     import linecache
     import traceback
 
@@ -162,7 +158,6 @@ def _alarm(signum: int, frame: object) -> None:
 
 
 def _run_script(file: str, stdin: str) -> int:
-    """Run the program `file` as `__main__`. Return the exit status for this process."""
     os.dup2(os.open(stdin, os.O_RDONLY), 0)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     sys.argv = [file]

@@ -31,8 +31,7 @@ class Interpreter:
 
 @cache
 def find_interpreter(user: int | None) -> Interpreter:
-    """Return the Python that this process runs on if the sandbox's user can read it, else the system's. `user` is the
-    user id of sandboxes, None for the user of this process. Raises SandboxUnavailable if neither can be used."""
+    """Return a Python that the user id of sandboxes can read: ours or the system's. Raises SandboxUnavailable."""
     own = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
     system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     reasons = []
@@ -60,16 +59,12 @@ def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[s
     """Return name below the folder of packages -> installed path, for `packages` and their dependencies. Raises
     ValueError if one is not installed, or they are for another version of Python."""
     if packages and interpreter.version != sys.version_info[:2]:
-        raise ValueError(
-            f"packages: they are installed for Python {sys.version_info.major}.{sys.version_info.minor}, and the "
-            f"sandbox runs {interpreter.executable}, which is {'.'.join(map(str, interpreter.version))}; use a Python "
-            "in a folder that every user can read, or remove the packages"
-        )
+        problem = f"packages: they are for another Python than the sandbox's, {interpreter.executable}"
+        raise ValueError(f"{problem}; use a Python in a folder that every user can read, or remove the packages")
     paths: dict[str, Path] = {}
-    pending, seen = list(packages), set()
+    pending, seen = [*map(canonicalize_name, packages)], set[str]()
     while pending:
-        name = canonicalize_name(pending.pop())
-        if name in seen:
+        if (name := pending.pop()) in seen:
             continue
         seen.add(name)
         try:
@@ -83,7 +78,7 @@ def package_paths(packages: tuple[str, ...], interpreter: Interpreter) -> dict[s
         for text in distribution.requires or []:
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                pending.append(requirement.name)
+                pending.append(canonicalize_name(requirement.name))
     return paths
 
 

@@ -35,8 +35,7 @@ _TOKEN = f"sandbox-of-{os.getpid()}-{secrets.token_hex(8)}"
 """Part of the command line of each sandbox of this process; the reaper finds leftovers by it."""
 
 starter = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
-"""The thread that starts sandboxes. One with --die-with-parent dies with the thread that started it, so that thread
-must live until the end. One is enough: a start takes some milliseconds."""
+"""Starts sandboxes: one with --die-with-parent dies with the thread that started it, which must live until the end."""
 _reapers: dict[int | None, "subprocess.Popen[bytes]"] = {}
 """Reapers by the user id of their sandboxes; each ends automatically with this process."""
 
@@ -52,9 +51,7 @@ class SandboxProcess:
     outputs: list[int]
     """Memory files of fixed size that replace its stdout and stderr; their file offsets are shared with it."""
     init: int | None = None
-    """Process id, outside, of the first process inside."""
     init_handle: int | None = field(default=None, init=False)
-    """pidfd of that process."""
     folder: str | None = None
     """Workspace of a sandbox of kind none, which we must remove."""
     status: int | None = None
@@ -117,9 +114,8 @@ def start_program(
     port: int | None,
     full: bool,
 ) -> SandboxProcess:
-    """Start a program that may start others; called in the thread of `starter`. `outputs`: descriptors of its stdout
-    and stderr. With `port`, the first message on the socket carries the socket that listens on it inside. `full`: no
-    file can grow."""
+    """Start a program that may start others, in the thread of `starter`. `port`: the first message on the socket
+    carries the socket that listens on it inside. `full`: no file can grow."""
     user = sandbox_user()
     interpreter = find_interpreter(user)
     _watch_over(interpreter, user)
@@ -129,8 +125,7 @@ def start_program(
     if port is not None:
         folders = (interpreter.executable, *library_folders(interpreter))
         view = replace(view, readable=(*view.readable, *folders))
-        code = _HELPERS.read_text()
-        enter = [str(interpreter.executable), "-I", "-S", "-c", code, "enter", str(theirs.fileno()), str(port)]
+        enter = [*_helper(interpreter, "enter"), str(theirs.fileno()), str(port)]
 
     def arguments(status: int, seccomp: int, variables: int) -> list[str]:
         prefix = bubblewrap.program_command(bwrap, view, limits.memory_mb, seccomp, variables, status)
@@ -151,11 +146,8 @@ def start_program(
 
 
 def _limited(limits: ProgramLimits, full: bool) -> str:
-    """Return the shell program that sets limits and becomes the command, in the folder of the first argument. If an
-    earlier command has removed or locked that folder, the command begins in /, where it can repair this.
-
-    Shells differ in the meaning of -p and -u; ulimit -f counts blocks of 512 bytes. Processes are counted in the
-    sandbox's own user namespace, so their limit is set inside."""
+    """Return the shell program that sets limits, counted inside, and becomes the command in the folder $1, or in / if
+    that is locked. ulimit -f counts blocks of 512 bytes."""
     told = f"files take more than {limits.disk_mb} MiB, or cannot be measured: none can grow before some are removed"
     size = f"trap '' XFSZ; ulimit -f 0; echo '{told}' >&2; " if full else f"ulimit -f {limits.disk_mb << 11}; "
     return (
@@ -168,8 +160,7 @@ def _limited(limits: ProgramLimits, full: bool) -> str:
 
 
 def start(settings: SandboxSettings, output_bytes: list[int]) -> SandboxProcess:
-    """Start a sandbox; called in the thread of `starter`. `output_bytes`: one size for stdout and stderr together, or
-    one for each."""
+    """Start a sandbox, in the thread of `starter`. `output_bytes`: one size for stdout and stderr, or one for each."""
     bubblewrapped = settings.kind is SandboxKind.BUBBLEWRAP
     user = sandbox_user() if bubblewrapped else None
     interpreter = find_interpreter(user)
@@ -218,8 +209,7 @@ def _popen_bwrap(
     outputs: list[int],
     passed: tuple[int, ...],
 ) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start bwrap. `arguments` returns its command, given the descriptor that bwrap writes to and one descriptor for
-    each of `contents`. Returns the process, and the descriptor that reads bwrap's output."""
+    """Start bwrap by `arguments`, which gets a descriptor to write to and one for each of `contents`."""
     read_end, write_end = os.pipe()
     inherited = [write_end]
     try:
@@ -241,8 +231,12 @@ def _options(control: socket.socket, folder: str, settings: SandboxSettings) -> 
 
 def _watch_over(interpreter: Interpreter, user: int | None) -> None:
     if user not in _reapers:
-        command = [str(interpreter.executable), "-I", "-S", "-c", _HELPERS.read_text(), "reap", _TOKEN]
+        command = [*_helper(interpreter, "reap"), _TOKEN]
         _reapers[user] = _popen(command, {}, user, [subprocess.DEVNULL], (), stdin=subprocess.PIPE)
+
+
+def _helper(interpreter: Interpreter, name: str) -> list[str]:
+    return [str(interpreter.executable), "-I", "-S", "-c", _HELPERS.read_text(), name]
 
 
 def _popen(
@@ -279,7 +273,6 @@ def _filter(processes: bool = False) -> bytes:
 
 
 def _bounded_file(size: int) -> int:
-    """Create a memory file limited to `size` bytes, rounded up to pages."""
     descriptor = os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, -(-size // _PAGE) * _PAGE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)

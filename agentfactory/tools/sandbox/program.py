@@ -32,12 +32,9 @@ logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[2]
 _CHUNK = 1 << 16
 _MEMORY_SECONDS = 0.05
-"""Interval of memory checks."""
 _FIRST_DISK_SECONDS, _DISK_SECONDS, _DISK_SHARE = 0.05, 1.0, 0.1
-"""First disk measurement, early enough for many short programs; interval of later ones; share of a core that the
-measurements of all programs together may take, which lengthens the interval."""
+"""First disk measurement, interval of later ones, and the share of a core for all, which lengthens it."""
 _watched = set[object]()
-"""The programs whose disk is measured."""
 _measuring = ThreadPoolExecutor(2, "disk use")
 """Only two threads, because each may have many folders open."""
 _LEAST_FREE = 1 << 30, 0.05
@@ -53,7 +50,6 @@ _SHARES = re.compile(rb"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+)", re.MULTILINE)
 """Memory of a process, in KiB: `_SIZES` counts shared pages in full, `_SHARES` divides them among their users."""
 
 Listening = Callable[[socket.socket], AbstractAsyncContextManager[None]]
-"""A server on a listening socket, which runs as long as its context."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,6 @@ class ProgramResult:
     """The result of a program. None of its text can be trusted."""
 
     status: int
-    """Exit status; 128 plus the signal's number if it was killed."""
     stdout: str
     stderr: str
     ended: str | None = None
@@ -140,17 +135,11 @@ async def _started(starting: "Future[SandboxProcess]") -> SandboxProcess:
 async def _supervised(
     started: SandboxProcess, view: View, limits: ProgramLimits, before: DiskUse, seconds: float | None
 ) -> str | None:
-    """Wait until the program exits or exceeds a limit. Return the reason to kill it; None if it exited. `before`: disk
-    usage of its folders at its start."""
+    """Wait for an exit (None), or a reason to kill the program. `before`: disk usage of its folders at its start."""
     folders = list(view.folders.values())
     in_memory = [place for place in ("/dev/shm", "/tmp") if place not in view.folders]
-    watches = [
-        _memory(started, limits.memory_mb, in_memory),
-        _disk(started, folders, limits.disk_mb, before),
-        _free_space(folders),
-    ]
-    if seconds is not None:
-        watches.append(_clock(seconds))
+    watches = [_memory(started, limits.memory_mb, in_memory), _disk(started, folders, limits.disk_mb, before)]
+    watches += [_free_space(folders), *([] if seconds is None else [_clock(seconds)])]
     tasks = [asyncio.create_task(watch) for watch in watches]
     end = asyncio.create_task(process.ended(os.pidfd_open(started.popen.pid)))
     try:
@@ -217,8 +206,7 @@ def _content(file: str) -> bytes:
 
 
 def _used_at(root: str, place: str) -> tuple[int, int]:
-    """Return the number of files on a sandbox's file system, and the KiB of their blocks; 0 if it is inaccessible or
-    gone."""
+    """Return the number of files on a sandbox's file system, and the KiB of their blocks; 0 if inaccessible."""
     try:
         if os.stat(root).st_dev == os.stat("/").st_dev:  # bwrap has not left the machine's root yet
             return 0, 0
@@ -263,7 +251,6 @@ async def _disk(started: SandboxProcess, folders: list[Path], most: int, before:
 
 
 async def _measured(folders: list[Path], root: int | None = None) -> DiskUse:
-    """Measure the disk usage of folders, and of deleted files that the process `root` or a descendant has open."""
     processes = () if root is None else _processes(root)
     return await asyncio.get_running_loop().run_in_executor(_measuring, _measure, folders, processes)
 
@@ -333,7 +320,6 @@ class _Output:
         os.close(self.write_end)
 
     async def read(self) -> None:
-        """Read until every process has closed the other end."""
         os.close(self.write_end)
         reader = asyncio.StreamReader()
         pipe = os.fdopen(self._read_end, "rb", 0)
@@ -357,9 +343,8 @@ class _Output:
 
 
 def start_confined(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start `command`, of this Python, like subprocess.Popen. It ends with this process, and sees its libraries, but no
-    network, home, temporary files or processes of this machine. Where bubblewrap does not work, it sees all, with a
-    notice."""
+    """Start `command` like subprocess.Popen, ending with this process, without network, home and other processes.
+    Without bubblewrap, it sees all, with a notice."""
     try:
         prefix = _confinement()
     except SandboxUnavailable as error:

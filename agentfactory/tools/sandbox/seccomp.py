@@ -1,10 +1,6 @@
-"""The system call filter of a sandbox, as the BPF program that `bwrap --seccomp` loads.
-
-It is an allowlist: all other calls, including those of future kernels, return ENOSYS. So there is no ptrace, no mount,
-no namespace, no io_uring, no bpf, no keyring, and no memory outside RLIMIT_AS (memfd, System V). Creating a process or
-a socket returns EPERM: a sandbox is a single process, which makes its memory limit effective. The filter for
-multi-process programs allows processes, and sockets of the families Unix, IPv4 and IPv6.
-"""
+"""The system call filter of a sandbox, the BPF program for `bwrap --seccomp`: an allowlist; all other calls return
+ENOSYS. Creating a process or socket returns EPERM, which makes the memory limit of a single process effective; the
+filter for multi-process programs allows processes, and sockets of the families Unix, IPv4 and IPv6."""
 
 import errno
 import platform
@@ -150,8 +146,7 @@ def _of_families(number: int, families: tuple[int, ...]) -> list[bytes]:
 
 
 def _step(operation: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Return one instruction; `then` and `otherwise` are the numbers of following instructions that a comparison
-    skips."""
+    """Return one instruction; `then` and `otherwise` are the numbers of instructions that a comparison skips."""
     return struct.pack("=HBBI", operation, then, otherwise, value)
 
 
@@ -160,7 +155,6 @@ def _refuse(number: int) -> bytes:
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-    """Convert ascending `numbers` to the (first, last) of each contiguous run."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

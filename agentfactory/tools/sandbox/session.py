@@ -21,12 +21,10 @@ from agentfactory.tools.sandbox.process import SandboxProcess
 _START_SECONDS = 60.0
 _FILE_SECONDS = 30.0
 _GRACE_SECONDS = 0.5
-"""Grace period after a cell's time limit, in which Python code is interrupted and keeps its variables; then everything
-is killed."""
+"""Time after a cell's limit in which Python code is interrupted and keeps its variables."""
 _WATCH_SECONDS = 0.1
 _MOST_FILES = 20_000
-"""Maximum number of files and folders in a workspace: each takes about 1 KiB of the kernel's memory, which no size
-limit counts."""
+"""Maximum files and folders in a workspace: each takes about 1 KiB of kernel memory, which no limit counts."""
 _STRAY_MESSAGES = 100
 _LARGEST_MESSAGE = 1 << 17
 _LONGEST_NAME = 100
@@ -44,7 +42,6 @@ class CellResult:
 
     text: str
     error: str | None = None
-    """Name of the exception; None if the cell ran to its end."""
     lost: str | None = None
     """Reason why the sandbox was ended, which also removes variables and files; None if it was not."""
 
@@ -58,7 +55,6 @@ class ScriptResult:
     stderr: str
     """The first 64 KiB."""
     status: int
-    """Exit status; 128 plus the signal's number if it was killed."""
     timed_out: bool
 
 
@@ -127,7 +123,6 @@ class Sandbox:
             return self._result({name: data.decode("utf-8", "replace") for name, data in answer.items()})
 
     def _result(self, answer: dict[str, str]) -> CellResult:
-        """Build the cell's result from an untrusted answer."""
         head, tail = self._process.said(rewind=True), answer.get("tail", "")
         left_out = int(count) if re.fullmatch(r"\d{1,15}", count := answer.get("left_out", ""), re.ASCII) else 0
         for part in (answer.get("value"), answer.get("traceback")):
@@ -138,8 +133,7 @@ class Sandbox:
         return CellResult(text.rstrip("\n"), answer.get("error", "")[:_LONGEST_NAME] or None)
 
     async def write(self, name: str, content: bytes) -> None:
-        """Write a file to the workspace, replacing one of the same name. Raises ValueError if the name leads out of the
-        workspace, or that is full; SandboxLost if the sandbox was ended."""
+        """Write a file to the workspace. Raises ValueError if it leads out or does not fit, SandboxLost."""
         if not is_inside(name):
             raise ValueError(f"files: {name!r} does not name a file of the workspace; give a relative path without ..")
         for start in range(0, max(1, len(content)), DATA_BYTES):
@@ -151,9 +145,8 @@ class Sandbox:
                     raise ValueError(f"files: {name} cannot be written: {fault.decode(errors='replace')}")
 
     async def read(self, patterns: Sequence[str], largest: int) -> dict[str, bytes | None]:
-        """Return regular files of the workspace whose name (a relative path) matches one of the shell `patterns`, and
-        whose content was neither written by `write` nor returned before; no hidden ones. All together have at most
-        `largest` bytes; a file that does not fit is None. Raises SandboxLost if the sandbox was ended."""
+        """Return new or changed regular files of the workspace that match `patterns`, of at most `largest` bytes
+        together; None for one that does not fit. Raises SandboxLost."""
         files: dict[str, bytearray | None] = {}
         name = ""
         argument = "\n".join((str(largest), *patterns))
@@ -277,7 +270,6 @@ class Sandbox:
         raise SandboxLost("it flooded its own channel")
 
     async def _end(self) -> str:
-        """Return the reason why no more messages arrive."""
         if self._fault is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_SECONDS):
@@ -321,8 +313,7 @@ async def run_script(
 
 
 def bounded(head: str, left_out: int, tail: str, limit: int) -> str:
-    """Return `head` and `tail` in at most `limit` characters plus a marker, which also counts the `left_out` characters
-    between them."""
+    """Return `head` and `tail` in at most `limit` characters plus a marker, which counts `left_out` characters, too."""
     if not left_out and len(head) + len(tail) <= limit:
         return head + tail
     half = limit // 2

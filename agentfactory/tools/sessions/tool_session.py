@@ -40,11 +40,9 @@ logger = logging.getLogger(__name__)
 _MAX_DEPTH = 64
 """Maximum nesting of arguments. The SDK drops arguments nested some 200 levels deep, and the call would hang."""
 _CLOSE_SECONDS = 10.0
-"""Time limit for closing an environment."""
 _TAKE_IMAGES = "take_images"
 """Role of the environment's tool that takes images and returns a label for each."""
 _NAMED_VALUES = 4
-"""Number of values of structured content that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,6 @@ class Route:
 
 @dataclass
 class _Share:
-    """A chain's connection to one server, and the state of its use."""
-
     server: ToolServer
     connection: Connection
     lease: Lease[Connection] | None
@@ -69,11 +65,9 @@ class _Share:
     asked: bool = False
     """True once a reset began: the environment must then be closed, even if the reset failed."""
     generation: int | None = None
-    """Generation of the server process that contains the chain's state."""
     spoiled: bool = False
     """True if the instance must not serve another chain: it failed, or may still be running an abandoned call."""
     anchored: bool = False
-    """True once a result had an anchor."""
     anchor: str | None = None
     """Anchor of the state after the last call; None if it is unknown."""
 
@@ -108,17 +102,14 @@ class ToolSession:
 
     @property
     def anchor(self) -> str | None:
-        """Anchor of the chain's state, combined over all environments that give anchors; None if the state of one has
-        none, or none gives any."""
+        """Anchor of the chain's state over all environments that give one; None if one has none."""
         anchors = [share.anchor for share in self._shares.values() if share.anchored]
         if not anchors or None in anchors:
             return None
         return anchors[0] if len(anchors) == 1 else anchor_text(anchors)
 
     async def call(self, call: ToolCall, timeout_seconds: float | None = None) -> ToolResult:
-        """Make one call, within `timeout_seconds` or else the server's time limit. Errors caused by the model are
-        returned as a result that it can read. Raises ToolInfrastructureError if the server died, broke the protocol,
-        or lost this chain's state."""
+        """Make one call within a time limit. The model's errors are results. Raises ToolInfrastructureError."""
         started = time.perf_counter()
         route = self._routes.get(call.name)
         if route is None:
@@ -171,12 +162,8 @@ class ToolSession:
         return parts
 
     async def reward(self, prediction: str = "") -> EnvironmentReward | None:
-        """Return the environment's reward for the chain; None if no environment gives one. Rewards of several are added
-        up, and their metrics get the prefix `SERVER/`. Those that declare `prediction` get that of the chain.
-
-        Raises EnvironmentRewardError if reward() failed, or its answer is neither a number nor an object with `reward`;
-        ToolInfrastructureError if the server died, or lost this chain's state.
-        """
+        """Return the environments' rewards for the chain, added up, with metrics as `SERVER/...` if there are several;
+        None without one. Raises EnvironmentRewardError for a wrong answer, ToolInfrastructureError."""
         judges = [share for share in self._shares.values() if "reward" in share.server.hidden]
         if not judges:
             return None
@@ -198,9 +185,8 @@ class ToolSession:
         return total
 
     async def begin(self, task: dict[str, Any], limit: Deadline | None = None) -> None:
-        """Acquire a connection to each server, and reset every environment with `task`, within `limit`. Servers come
-        one after the other, in the recipe's order, so chains that need several scarce instances never deadlock. Raises
-        ToolInfrastructureError."""
+        """Connect to each server, in the recipe's order so that chains never deadlock, and reset environments with
+        `task`, within `limit`. Raises ToolInfrastructureError."""
         doing, openings, resetting = "", [], list[ToolServer]()
 
         def note() -> None:
@@ -267,12 +253,10 @@ class ToolSession:
             if share.generation not in (None, share.connection.generation):
                 return  # it died meanwhile, which was told
             name = share.server.name
-            what = f"its {share.server.hidden['close'].name}"
-            if (kind := share.server.environment_class) is not None:
-                what = f"{kind.__name__}.release()"
+            kind = share.server.environment_class
+            what = f"its {share.server.hidden['close'].name}" if kind is None else f"{kind.__name__}.release()"
             late = f"it did not return within {_CLOSE_SECONDS:g} s; fix: correct it"
-            text = f"environment {name}: {what} failed: {str(error) or late}"
-            notify(logger, f"close of {name}", text)
+            notify(logger, f"close of {name}", f"environment {name}: {what} failed: {str(error) or late}")
         finally:
             if share.lease is not None:
                 await share.lease.release(broken=share.server.isolated and share.spoiled)
@@ -286,7 +270,6 @@ class ToolSession:
         failure: type[ToolInfrastructureError] = ToolInfrastructureError,
         reset_seconds: float | None = None,
     ) -> CallToolResult:
-        """Call one of an environment's hidden tools. Raises `failure` if it fails or takes too long."""
         server = share.server
         tool = server.hidden[role].name
         try:
@@ -378,7 +361,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
-    """Extract the reward from an answer: an object, or text that is JSON of a number or an object."""
     answer: Any = result.structured_content
     try:
         if answer is None:

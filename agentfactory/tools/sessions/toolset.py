@@ -26,26 +26,15 @@ from agentfactory.tools.sessions.tool_session import Route, ToolSession
 logger = logging.getLogger(__name__)
 
 _NAMED_PARTS = 8
-"""Number of unusable parts of a server's schemas that its warning names."""
 
 
 @asynccontextmanager
 async def open_toolset(
     recipe: ToolsRecipe, base: Path, log: Log = lambda record: None, objects: Sequence[Any] = (), processes: int = 1
 ) -> "AsyncIterator[Toolset]":
-    """Open every tool and MCP server of `recipe` concurrently; close them on exit.
-
-    Args:
-        base: Folder that the recipe's paths are relative to.
-        log: Receives records {"event": "tool_server_opened" | "tool_server_lost" | "tool_server_isolated",
-            "server": name, ...}.
-        objects: Served in this process in addition to the recipe's: `@tool` functions and methods, Environment classes,
-            MCP server objects.
-        processes: Number of processes like this one, which share the machine's memory.
-
-    Raises UserCodeError, TypeError or ValueError if the recipe is wrong, such as for names that clash or tools that a
-    server does not have; ToolInfrastructureError if a server could not be started or reached.
-    """
+    """Open every tool and MCP server of `recipe`, with paths relative to `base`, and the tools `objects`; close them on
+    exit. `log` gets records {"event": "tool_server_opened" | "_lost" | "_isolated", ...}; `processes` like this one
+    share the memory. Raises UserCodeError, TypeError or ValueError for a wrong recipe, ToolInfrastructureError."""
     servers: dict[str, ToolServer] = {}
     most = recipe.limits.result_bytes
     programs = sum(1 for config in recipe.mcp_servers.values() if config.command or config.container)
@@ -82,8 +71,7 @@ async def open_toolset(
 
 
 class Toolset:
-    """The tools of a recipe. `specs` are the descriptions for the model, in the order of the recipe and of each
-    server's list."""
+    """The tools of a recipe. `specs` describe them for the model, in the order of the recipe and its servers."""
 
     def __init__(self, servers: Sequence[ToolServer]) -> None:
         self._servers = servers
@@ -111,8 +99,7 @@ class Toolset:
         return [server.name for server in self._servers if server.environment]
 
     def harmless(self, reads: bool) -> list[ToolSpec]:
-        """Return the tools whose annotations declare them non-destructive and confined to their server: the read-only
-        ones (`reads`), or the others."""
+        """Return the tools declared non-destructive and confined: the read-only ones (`reads`), or the others."""
         said = {
             server.config.prefix + tool.name
             for server in self._servers
@@ -151,12 +138,8 @@ class Toolset:
     @property
     def needed(self) -> dict[str, str]:
         """Row field that a reset requires -> "the reset of SERVER"."""
-        return {
-            field: f"the reset of {server.name}"
-            for server in self._servers
-            if server.environment
-            for field in required_of(server.hidden["reset"].input_schema)
-        }
+        resets = {server.name: server.hidden["reset"].input_schema for server in self._servers if server.environment}
+        return {field: f"the reset of {name}" for name, schema in resets.items() for field in required_of(schema)}
 
     def check_rows(self, tasks: Sequence[dict[str, Any]], section: str, has_rewards: bool) -> None:
         """Raise SettingError, with the row's number, if a row of `section` lacks a field that a reset needs, or an
@@ -175,9 +158,7 @@ class Toolset:
     async def chain(
         self, key: str, task: dict[str, Any], limit: Deadline | None = None
     ) -> "AsyncIterator[ToolSession]":
-        """Open a session for the chain `key`, unique in this run: reset its environments with `task`, within `limit`,
-        and release them on exit. Raises ToolInfrastructureError if an instance or a reset did not come in time, or a
-        server died."""
+        """Open a session for `key`, with environments reset within `limit`. Raises ToolInfrastructureError."""
         session = ToolSession(key, self._servers, self._routes)
         try:
             await session.begin(task, limit)
@@ -197,11 +178,8 @@ class Toolset:
     async def gauges(self) -> dict[str, float]:
         """Return `environments/<server>/<gauge>` of every pool: see `Pool.gauges`."""
         answers = await asyncio.gather(*(server.gauges() for server in self._servers))
-        return {
-            f"environments/{server.name}/{key}": value
-            for server, answer in zip(self._servers, answers, strict=True)
-            for key, value in answer.items()
-        }
+        found = [(server.name, answer) for server, answer in zip(self._servers, answers, strict=True)]
+        return {f"environments/{name}/{key}": value for name, answer in found for key, value in answer.items()}
 
     async def closed(self) -> None:
         """Wait until all ended chains have released their resources."""

@@ -34,7 +34,6 @@ class WorldTask(vf.Task[WorldData]):
 
 class WorldConfig(vf.TasksetConfig):
     url: str = ""
-    """Address of the server."""
     key_var: str = "AGENTFACTORY_WORLD_KEY"
     """Environment variable with the server's key."""
 
@@ -89,18 +88,11 @@ class World:
     async def tools(self) -> list[dict[str, Any]]:
         """Return the tools for the model."""
         found = (await self._ask("step", {"type": "list_tools"}))["observation"]["tools"]
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool["description"],
-                    "parameters": tool["input_schema"],
-                },
-            }
+        functions = [
+            {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
             for tool in found
-            if tool["name"] != END
         ]
+        return [{"type": "function", "function": function} for function in functions if function["name"] != END]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool; return its result. Sets `ended` if it ends the episode."""
