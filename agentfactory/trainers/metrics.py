@@ -126,8 +126,7 @@ def _means(groups: list[Group]) -> dict[str, float]:
 
 
 def _recomputed(row: Row) -> int:
-    """Return the number of context tokens that a server recomputed for new weights, which end a KV cache unless it is
-    kept."""
+    """Return the number of context tokens that a server recomputed for new weights."""
     changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
     return sum(old.end for old, new in changes if not new.mixed)
 

@@ -53,8 +53,6 @@ _FIXES = {
 """Tracker -> the fix if it does not start."""
 
 
-class TrackingError(Exception):
-    """A tracker does not start; the message says which one, why, and how to fix it."""
 
 
 class Tracking:
@@ -72,7 +70,7 @@ class Tracking:
     ) -> None:
         """Start the trackers, for the run called `name` in `folder`; they show `recipe` as its configuration. `done`
         steps are kept from an earlier attempt. `images` is the folder of the images that chains refer to. Raises
-        TrackingError if a tracker does not start."""
+        ValueError if a tracker does not start."""
         self._config = config
         self._folder = folder
         self._done = done
@@ -90,10 +88,8 @@ class Tracking:
                 # their own errors and those of their servers have no common base class
                 except Exception as error:
                     self._end(failed=True)
-                    raise TrackingError(
-                        f"track.trackers: {tracker} does not start: {error}; fix: {_FIXES[tracker]}, or leave it out: "
-                        f"metrics.jsonl has the same numbers"
-                    ) from error
+                    fix = f"{_FIXES[tracker]}, or leave it out: metrics.jsonl has the same numbers"
+                    raise ValueError(f"track.trackers: {tracker} does not start: {error}; fix: {fix}") from error
             # immediately: if the next tracker does not start, a later attempt can continue this one's run
             (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")
 
@@ -213,7 +209,7 @@ def conversation(messages: Sequence[Message]) -> str:
 
 
 def _images(chain: Trajectory, store: ImageStore | None) -> list[Image.Image]:
-    """Return a chain's last images; remote images are not fetched."""
+    """Return a chain's last images, except remote ones."""
     parts = [part for m in chain.messages if isinstance(m.get("content"), list) for part in m["content"]]
     urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
     held = [url for url in urls if url.startswith("data:image/") or (store is not None and stored_digest(url))]
@@ -222,11 +218,7 @@ def _images(chain: Trajectory, store: ImageStore | None) -> list[Image.Image]:
 
 
 def _log_table(
-    running: GeneralTracker,
-    tracker: str,
-    step: int,
-    chains: Sequence[tuple[Group, Trajectory]],
-    store: ImageStore | None,
+    running: Any, tracker: str, step: int, chains: Sequence[tuple[Group, Trajectory]], store: ImageStore | None
 ) -> None:
     module = importlib.import_module(tracker)
     data = [
@@ -250,8 +242,8 @@ def _log_table(
 
 
 def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Remove possible secrets from the recipe before it is shown elsewhere: literal values of the tool servers'
-    environment variables and headers, and URL queries. A plain `${NAME}` is not secret."""
+    """Remove possible secrets from a recipe: values of the tool servers' environment variables and headers, except a
+    plain `${NAME}`, and URL queries."""
     servers: dict[str, Any] = {}
     for server, section in (recipe.get("mcp_servers") or {}).items():
         kept = dict(section)

@@ -112,7 +112,7 @@ def _each_run(
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    """Apply sdpa with a mask. Groups take the place of lines: their heads share keys, which transformers would copy."""
+    # groups take the place of lines: their heads share keys, which transformers would copy
     _, heads, length, _ = query.shape
     groups = key.shape[1]
     grouped = query.reshape(groups, heads // groups, length, -1)

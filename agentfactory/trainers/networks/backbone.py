@@ -43,7 +43,6 @@ class Backbone(nn.Module):
 
     @property
     def is_lora(self) -> bool:
-        """True if an adapter is trained instead of the network's own weights."""
         return has_adapter(self.model)
 
     @property

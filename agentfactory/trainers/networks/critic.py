@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 
 def role_of(name: str) -> Role:
-    """Return the role that trains the weight of this name in an ActorCritic (or in a Policy alone)."""
+    """Return the role that trains the weight of this name."""
     return Role.CRITIC if name.startswith("critic.") or CRITIC_ADAPTER in name.split(".") else Role.POLICY
 
 
@@ -67,9 +67,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, role: Role, *inputs: Any, **named: Any) -> tuple[Float[Tensor, "targets"], ...] | Tensor:
         """For the policy, return the result of `Policy.forward`; for the critic, the value of the state in which each
-        label is sampled.
-
-        A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between."""
+        label is sampled. A backward pass raises RuntimeError if the other role's forward pass came in between."""
         if role == Role.POLICY:
             return tuple(map(self._guarded, self.policy(*inputs, **named)))
         return self._guarded(self._values(*inputs))
@@ -96,10 +94,7 @@ class ActorCritic(nn.Module):
 
 def _check_adapter(model: "PeftModel", name: str, gradient: Tensor) -> None:
     if model.active_adapter != name:
-        raise RuntimeError(
-            f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
-            "backward pass before the other's forward pass"
-        )
+        raise RuntimeError(f"backward pass of adapter {name} after a forward pass of {model.active_adapter}")
 
 
 def make_actor_critic(

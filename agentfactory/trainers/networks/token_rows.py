@@ -1,8 +1,5 @@
-"""Rows of single tokens in the head and the embedding: finding rows that were never trained, and training rows beside
-an adapter.
-
-Rows of tokens that pretraining never saw are all equal, so the network gives them the same probability, and an adapter
-on the layers cannot change that."""
+"""Rows of single tokens in the head and the embedding: finding rows that were never trained, which are all equal, so
+that an adapter on the layers cannot tell them apart, and training rows beside an adapter."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -53,8 +50,7 @@ class TokenNeeds:
 @torch.no_grad()
 def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: Iterable[int]) -> dict[int, Alike]:
     """Return the tokens whose rows cannot be told apart from those of others."""
-    ids = sorted(set(tokens))
-    if not ids:
+    if not (ids := sorted(set(tokens))):
         return {}
     rows = weight[ids].float()
     lengths = rows.norm(dim=1).clamp(min=1e-12)
@@ -91,16 +87,12 @@ def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None)
     lora = recipe.model.lora
     asked = lora.trainable_tokens if lora is not None else None
     if needs is None:
-        if asked is not None:
-            raise ValueError("model.lora.trainable_tokens needs the run's tokenizer and format")
         return []
     alike = untrained_tokens(network, needs.tokens)
     if lora is None:
         if alike:
-            fix = (
-                "they can be learned, but slowly: watch the share of malformed turns, or choose another rollout.parser"
-            )
-            notify(logger, "untrained tokens", f"{describe(alike, needs)}; {fix}", see=_PAGE)
+            fix = "they are learned slowly: watch the share of malformed turns, or choose another rollout.parser"
+            notify(logger, "untrained tokens", f"{_describe(alike, needs)}; {fix}", see=_PAGE)
         return []
     if isinstance(asked, list):
         trained = [token_id(needs.tokenizer, text) for text in asked]
@@ -108,16 +100,15 @@ def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None)
         trained = sorted(alike) if asked == "auto" else []
     if left := {token: found for token, found in alike.items() if token not in trained}:
         problem = "missing" if asked is None else f"got {', '.join(map(repr, asked or []))}"
-        problem = f"{problem}, but {describe(left, needs)}, and an adapter on the layers cannot change that"
+        problem = f"{problem}, but {_describe(left, needs)}, and an adapter on the layers cannot change that"
         raise SettingError("model.lora.trainable_tokens", problem, _fix(left, needs.tokens))
     if asked == "auto":
-        told = f"{describe(alike, needs)}; their rows are trained" if alike else "no row needs training"
+        told = f"{_describe(alike, needs)}; their rows are trained" if alike else "no row needs training"
         inform(logger, f"model.lora.trainable_tokens=auto: {told}", see=_PAGE)
     return trained
 
 
-def describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
-    """Return a sentence about tokens that the network cannot tell from others, with figures."""
+def _describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
     name = needs.tokenizer.convert_ids_to_tokens
     named = ", ".join(f"{name(token)} ({token})" for token in alike)
     most = max(alike.values(), key=lambda found: found.others)
@@ -185,21 +176,18 @@ def _initial_rows(
 
 @torch.no_grad()
 def copy_rows(network: Any, source: str, target: str) -> None:
-    """Give the adapter `target` the rows of the adapter `source`."""
     for _, layer in rows_of(network):
         if layer.tied_adapter is None:
             layer.trainable_tokens_delta[target].data = layer.trainable_tokens_delta[source].data.clone()
 
 
 def compute_rows_alone(network: Any) -> None:
-    """Make peft's layers compute the trained rows beside the frozen table, without copies and gradients of all its
-    rows."""
+    """Make peft's layers compute the trained rows beside the frozen table, without copies of all its rows."""
     for _, layer in rows_of(network):
         layer.forward_adapters = MethodType(_forward, layer)
 
 
 def _forward(self: Any, inputs: Tensor, active_adapters: list[str]) -> Tensor:
-    """Return the output of the table with its rows replaced by those of the active adapter."""
     table = self.base_layer
     output: Tensor = table(inputs)
     name = next((name for name in active_adapters if name in self.trainable_tokens_delta), None)
