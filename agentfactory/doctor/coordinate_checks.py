@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
@@ -29,8 +29,7 @@ pixels are those of the file."""
 _TEMPERATURE, _TOKENS = 0.1, 512
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A grey picture with a red square, whose `box` is in pixels."""
 
     image: Image.Image
@@ -38,7 +37,6 @@ class Picture:
 
 
 def pictures() -> list[Picture]:
-    """Return the pictures to ask a model about."""
     made = []
     for width, height, left, top in PLACES:
         image = Image.new("RGB", (width, height), (200, 200, 200))
@@ -97,7 +95,6 @@ def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
 
 
 async def _ask(recipe: Recipe, asked: Sequence[Picture]) -> list[str]:
-    """Return the model's answers."""
     rollout = {"temperature": _TEMPERATURE, "max_tokens": _TOKENS, "max_turns": 1, "parser": recipe.rollout.parser}
     server = {"api_key_env": recipe.server.api_key_env, "retry_seconds": 10.0}
     url = recipe.server.urls[0]

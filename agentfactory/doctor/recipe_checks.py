@@ -70,7 +70,6 @@ def check_output(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _weights(model: str) -> int:
-    """Return the bytes of the model's files, if it is a folder here."""
     folder = Path(model)
     return sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else 0
 
@@ -172,11 +171,9 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
     """Check that a server started here can listen."""
-    if (fault := address_fault(recipe)) is not None:
-        yield problem("port", fault.problem, fault.fix)
-    else:
-        port = f"port {recipe.server.port}" if recipe.server.port else "a port"
-        yield ok("port", f"{port} of {recipe.server.host} is free")
+    fault, port = address_fault(recipe), f"port {recipe.server.port}" if recipe.server.port else "a port"
+    told = f"{port} of {recipe.server.host} is free"
+    yield ok("port", told) if fault is None else problem("port", fault.problem, fault.fix)
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:

@@ -63,8 +63,6 @@ class ScaleOptions(Section):
     of the batch's (grpo only)."""
 
 
-
-
 class ReturnOptions(Section):
     """Options of estimators that use returns: `estimator: reinforce_pp`."""
 

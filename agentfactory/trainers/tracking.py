@@ -53,8 +53,6 @@ _FIXES = {
 """Tracker -> the fix if it does not start."""
 
 
-
-
 class Tracking:
     """The trackers of one run, on rank 0. As a context manager, it ends their runs with this one. If a tracker fails
     during the run, the run continues with a warning: the tracker's data is in metrics.jsonl."""

@@ -121,9 +121,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        moved: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved, streams={name: stream.to(device) for name, stream in self.streams.items()})
 
 
@@ -153,14 +151,10 @@ def make_batches(
     get equal work; those with fewer micro-batches get additional ones of weight zero. `normaliser` defaults to the sum
     of the weights. `vision` belongs to a model that accepts images.
 
-    Raises ValueError if there is no row, rows differ in their streams, the normaliser is not positive, or rows have
-    images that the model does not accept."""
+    Raises ValueError if there is no row, the normaliser is not positive, or the model does not accept the images."""
     if not rows:
         raise ValueError("there is no row to train on")
     names = list(rows[0].streams)
-    for row in rows:
-        if set(row.streams) != set(names):
-            raise ValueError(f"a row has the streams {sorted(row.streams)}, another {sorted(names)}")
     if normaliser is None:
         normaliser = float(sum(np.sum(row.streams["weight"]) for row in rows))
     if not normaliser > 0.0:

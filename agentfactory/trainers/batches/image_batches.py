@@ -64,8 +64,8 @@ class ImageLoader:
 
     def _images(
         self,
-        read: Sequence[Inputs],
-        grids: Sequence[Grid],
+        read: list[Inputs],
+        grids: list[Grid],
         places: tuple[int, ...],
         rotary: Tensor | None,
         device: torch.device,
@@ -75,8 +75,7 @@ class ImageLoader:
         return Images(inputs, counts, places, None if rotary is None else rotary.to(device))
 
     def _read(self, digest: str, grid: Grid) -> Inputs:
-        kept = self._kept.get(digest)
-        if kept is not None:
+        if (kept := self._kept.get(digest)) is not None:
             return kept
         if self._store is None:
             raise ValueError(f"the rows have the image {digest}, and the run has no folder of images")

@@ -80,14 +80,13 @@ class TrainState:
 def compact(ids: Iterable[str]) -> list[list[str]]:
     """Compact ids to ranges [first, last] of ids that differ only in a number at their end, without a gap."""
     ranges: list[list[str]] = []
-    after: str | None = None
+    after = ""
     for prefix, digits in sorted(map(_split, ids), key=lambda parts: (parts[0], len(parts[1]), parts[1])):
-        name = prefix + digits
-        if name == after:
-            ranges[-1][1] = name
+        if ranges and prefix + digits == after:
+            ranges[-1][1] = after
         else:
-            ranges.append([name, name])
-        after = f"{prefix}{int(digits) + 1:0{len(digits)}d}" if digits else None
+            ranges.append([prefix + digits] * 2)
+        after = f"{prefix}{int(digits) + 1:0{len(digits)}d}" if digits else ""
     return ranges
 
 
@@ -96,11 +95,8 @@ def expand(ranges: list[list[str]]) -> list[str]:
     ids: list[str] = []
     for first, last in ranges:
         prefix, digits = _split(first)
-        if first == last:
-            ids.append(first)
-        else:
-            end = int(_split(last)[1]) + 1
-            ids += [f"{prefix}{number:0{len(digits)}d}" for number in range(int(digits), end)]
+        numbers = range(int(digits), int(_split(last)[1]) + 1) if first != last else ()
+        ids += [f"{prefix}{number:0{len(digits)}d}" for number in numbers] or [first]
     return ids
 
 
@@ -127,8 +123,8 @@ class Checkpoints:
         files: Callable[[], Mapping[str, Path]] = dict,
         resume: Path | None = None,
     ) -> None:
-        """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
-        records their lengths, so that a resumed run can truncate them. `resume` is the checkpoint to continue from."""
+        """`info` (JSON) is added to each checkpoint, and so are the lengths of `files`, to which the run appends, so
+        that a resumed run can truncate them. `resume` is the checkpoint to continue from."""
         self.train_state = TrainState.from_json(checkpoint_folder.read_info(resume)) if resume else TrainState()
         self.path = resume
         """The newest checkpoint known to be durable."""
@@ -140,7 +136,7 @@ class Checkpoints:
         self._in_writing: list[str] = []
         self._durable: list[str] = []
         self._train = train
-        self._info = {**(info or {})}
+        self._info = dict(info or {})
         self._files = files
         self._resume = resume
 
@@ -187,8 +183,8 @@ class Checkpoints:
         files = self._files() if main else {}
         if main:
             sizes = {name: file.stat().st_size for name, file in files.items()}
-            info = {**self._info, **self.train_state.to_json(), "files": sizes}
-            info[checkpoint_folder.ONLY_BEST] = only_best
+            state = {**self.train_state.to_json(), checkpoint_folder.ONLY_BEST: only_best}
+            info = {**self._info, **state, "files": sizes}
         self._writer.begin(step, learner, info, files.values(), self._prune)
         self._in_writing = self.train_state.take_groups()
         self.saved_step = step
@@ -239,5 +235,5 @@ class Checkpoints:
         known = {*train_state.metrics, *train_state.after}
         not_yet = train_state.evaluated is None and wanted.startswith("eval/")
         if wanted not in known and not not_yet:
-            problem = f"the run has no metric {wanted!r}"
-            raise SettingError("train.keep_best", problem, f"name one of {', '.join(sorted(known))}")
+            fix = f"name one of {', '.join(sorted(known))}"
+            raise SettingError("train.keep_best", f"the run has no metric {wanted!r}", fix)

@@ -7,7 +7,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,9 @@ def verify(path: Path) -> list[str]:
 def newest_whole(paths: list[Path]) -> Path | None:
     """Return the last of `paths` that is not damaged."""
     for path in reversed(paths):
-        try:
+        with suppress(DamagedCheckpointError):
             verify(path)
-        except DamagedCheckpointError:
-            continue
-        return path
+            return path
     return None
 
 
@@ -189,12 +187,8 @@ def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | No
         except (OSError, ValueError, LookupError):
             continue  # deleted in the meantime, or written by another program
     for name in metric_names(metric):
-        found = [
-            BestCheckpoint(path, step_of(path), name, value)
-            for path, figures in measured.items()
-            if (value := figure(figures, name)) is not None
-        ]
-        if found:
+        values = {path: figure(figures, name) for path, figures in measured.items()}
+        if found := [BestCheckpoint(path, step_of(path), name, v) for path, v in values.items() if v is not None]:
             return max(found, key=lambda best: (best.value, best.step))
     return None
 

@@ -50,7 +50,6 @@ class CheckpointWriter:
     the threads agree through a process group of their own, because their collective calls must not mix with others."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`tokenizer` is not changed while checkpoints are written."""
         self._folder = folder
         self._tokenizer = tokenizer
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -62,12 +61,10 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """True if a checkpoint was begun for which `wait` has not been called."""
         return self._writing is not None
 
     @property
     def is_done(self) -> bool:
-        """True if `wait` would return immediately in this process."""
         return self._writing is None or self._writing.done()
 
     def begin(
@@ -81,12 +78,9 @@ class CheckpointWriter:
         """Copy the learner and write the checkpoint of `step` in the background, after the previous one is written.
 
         On rank 0, `info` (JSON) goes to `trainer_state.json`, `files` are made durable before the checkpoint, and
-        `after` is called once it is durable. Raises the error of the previous one, and FileExistsError if the
-        checkpoint exists."""
+        `after` is called once it is durable. Raises the error of the previous one."""
         self.wait()
         path = checkpoint_folder.checkpoint_path(self._folder, step)
-        if path.exists():
-            raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
         part, weights = part_of(learner), learner.policy.gather()
         own = [value.to_local() if isinstance(value, DTensor) else value for value in part.values()]
         named = weights.meta if self._rank == 0 else {}
@@ -141,7 +135,7 @@ class CheckpointWriter:
         return copy.path
 
     def _fill(self, aside: Path, copy: _Copy) -> dict[str, str]:
-        """Write all but the state (rank 0), or compute the digests of this process's part of the state (others)."""
+        """Write all but the state (rank 0), or return the digests of this process's part of the state (others)."""
         if self._rank != 0:
             own, names = f"{TRAINING_STATE}/{prefix(self._rank)}", checkpoint_folder.files_of(aside)
             return {name: checkpoint_folder.digest(aside / name) for name in names if name.startswith(own)}
@@ -151,8 +145,7 @@ class CheckpointWriter:
         (aside / checkpoint_folder.INFO).write_text(text + "\n", encoding="utf-8")
         for file in copy.files:
             checkpoint_folder.flush(file)
-        # the digests of rank 0's files are computed with the rest
-        return {}
+        return {}  # its digests are computed with the rest
 
     def _together(self, path: Path, act: Callable[[], Result]) -> list[Result]:
         """Call `act` in every process; return the results by rank. Raises an error of any process in all of them."""

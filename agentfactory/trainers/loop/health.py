@@ -1,7 +1,7 @@
 """Symptoms from which no run recovers on its own, detected by comparing each step's metrics with earlier steps'."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, log, sqrt
@@ -96,7 +96,8 @@ class Health:
         for name, share in shares.items():
             least, recent = self._least.get(name, share), self._recent(name)
             self._least[name] = least if recent is None else min(least, recent)
-        texts = {symptom: look(self, figures) for symptom, look in _LOOKS.items()}
+        # in the order of Symptom: _unstable and _format use the best that _success notes
+        texts: dict[Symptom, str | None] = {symptom: getattr(self, f"_{symptom}")(figures) for symptom in Symptom}
         new = [symptom for symptom, text in texts.items() if text is not None and symptom not in self._told]
         self._told = {symptom for symptom, text in texts.items() if text is not None}
         where = f"step {figures['step']}"
@@ -190,10 +191,8 @@ class Health:
 
     def _late_chains(self, figures: Figures) -> str | None:
         # a step in which no chain ended has no count of them
-        last = list(self._steps)[-SUCCESS_STEPS:]
-        cancelled, ended, tokens = (
-            sum(step.get(name, 0.0) for step in last) for name in ("cancelled/chains", "chains", "cancelled/tokens")
-        )
+        last, names = list(self._steps)[-SUCCESS_STEPS:], ("cancelled/chains", "chains", "cancelled/tokens")
+        cancelled, ended, tokens = (sum(step.get(name, 0.0) for step in last) for name in names)
         untrained = self._recent("staleness/untrained")
         if untrained is not None and untrained > LATE_TOKENS:
             return f"{untrained:.0%} of the sampled tokens of the last {SUCCESS_STEPS} steps were too old to train"
@@ -230,8 +229,8 @@ class Health:
         )
         causes = []
         if self._has_risen(_UNREADABLE) and symptom is not Symptom.FORMAT:
-            lost = f"the calls of {malformed} cannot be read ({self._change(_MALFORMED)})"
-            causes.append(f"the format has been lost: {lost}")
+            change = self._change(_MALFORMED)
+            causes.append(f"the format has been lost: the calls of {malformed} cannot be read ({change})")
         if self._has_risen(_CUT):
             causes.append(f"{cut} are cut at rollout.max_tokens ({self._change(_CUT)})")
         if causes:
@@ -257,8 +256,7 @@ class Health:
         return fmean(values) if len(values) == SUCCESS_STEPS else None
 
     def _chance(self, name: str) -> float:
-        """Return by how much a metric may differ by chance: by its changes between steps, without the largest, the
-        suspect."""
+        """Return by how much a metric may differ by chance: by its changes between steps, without the largest."""
         values = [step[name] for step in self._steps if name in step]
         changes = sorted((after - before) ** 2 for before, after in pairwise(values))[:-1]
         return CHANCE_FACTOR * sqrt(fmean(changes)) if changes else 0.0
@@ -279,16 +277,6 @@ class Health:
         return self._run[sign]
 
 
-_LOOKS: dict[Symptom, Callable[[Health, Figures], str | None]] = {
-    Symptom.NO_GRADIENT: Health._no_gradient,
-    Symptom.ENTROPY: Health._entropy,
-    Symptom.MISMATCH: Health._mismatch,
-    Symptom.SUCCESS: Health._success,
-    Symptom.UNSTABLE: Health._unstable,
-    Symptom.FORMAT: Health._format,
-    Symptom.LATE_CHAINS: Health._late_chains,
-}
-"""In this order: _unstable and _format use the best that _success notes."""
 _MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
 _CALLS = "trajectory/tool_calls"
 _TINY = 1e-9

@@ -43,9 +43,9 @@ class Turns:
 class TimeShare(Turns):
     """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
 
-    `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
-    the server stays asleep: `waking` wakes it around the update of its weights. A turn that ends with an error offloads
-    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt."""
+    `training` sends the server to sleep, and offloads the learner at its end; `waking` wakes the server around the
+    update of its weights. A turn that ends with an error offloads nothing. A run that is stopped within a turn leaves
+    its server asleep for the next attempt."""
 
     server_sleeps = True
 
@@ -100,11 +100,11 @@ class TimeShare(Turns):
         self._server.sleep()
         freed = (free_memory(self._device) or 0) - (before or 0)
         if first and freed < _LEAST_FREED:
-            raise SyncError(
-                f"placement.mode: time_share: {self._server.url} reports that it sleeps but freed only {max(freed, 0)} "
-                f"bytes of {self._device}: start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use "
-                "placement.mode=separate"
+            problem = (
+                f"{self._server.url} reports that it sleeps but freed only {max(freed, 0)} bytes of {self._device}"
             )
+            fix = "start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use placement.mode=separate"
+            raise SyncError(f"placement.mode: time_share: {problem}: {fix}")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

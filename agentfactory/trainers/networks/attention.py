@@ -173,9 +173,8 @@ def selects_keys(network: PreTrainedModel) -> bool:
 
 
 def use_ours(network: PreTrainedModel) -> None:
-    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS, which also accept
-    `attention_arguments`. Networks that select keys keep transformers' own: they mask other keys only if the name is
-    "sdpa" or "eager"."""
+    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS. Networks that select keys keep
+    transformers' own: they mask other keys only if the name is "sdpa" or "eager"."""
     ours = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}.get(network.config._attn_implementation)
     if ours and not selects_keys(network):
         network.set_attn_implementation(ours)

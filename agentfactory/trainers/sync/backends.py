@@ -4,7 +4,7 @@ needs torch.
 A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
 weight_sync.py."""
 
-import importlib
+import pkgutil
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,10 +115,8 @@ def _resolved(recipe: TrainRecipe) -> str:
 
 
 def _load(recipe: TrainRecipe) -> Extension:
-    name = _resolved(recipe)
-    if name not in BACKENDS:
-        return load_extension("sync.backend", name, {}, INPUTS, recipe.sync)
-    # imported only now, because it needs torch
-    module, _, attribute = _CLASSES[name].partition(":")
-    ours = {name: getattr(importlib.import_module(module), attribute)}
+    name, ours = _resolved(recipe), {}
+    if name in BACKENDS:
+        # imported only now, because it needs torch
+        ours[name] = pkgutil.resolve_name(_CLASSES[name])
     return load_extension("sync.backend", name, ours, INPUTS, recipe.sync)

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -127,13 +126,8 @@ def layouts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
                 yield Layout((own,), (state[own],), vocabulary=True)
 
 
-def is_experts(name: str) -> bool:
-    """Return whether a server's parameter contains experts, whose layout depends on the kernel."""
-    return _EXPERTS.search(name) is not None
-
-
 def _names(name: str) -> Iterator[str]:
-    """Yield the trainer's possible names for a server's name, beginning with the same name."""
+    """Yield the trainer's possible names for a server's name."""
     yield name
     for server, trainer in _PREFIXES:
         if name.startswith(server):
@@ -180,12 +174,6 @@ logger = logging.getLogger(__name__)
 _VOCABULARY_MULTIPLE = 64
 _MOST_PENDING = 2**29
 """Maximum bytes of weights held until their digests are computed."""
-
-
-def file_digest(file: Path) -> str:
-    """Return the sha256 of a file, in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 Served = Mapping[str, Mapping[str, str]]
@@ -284,7 +272,7 @@ class Content:
             found = next((layout for layout in possible if self._matches(layout, workers[key], checksum)), None)
             if found is not None:
                 unproven[_replica(key)] -= set(found.names)
-            elif not possible or checksum.startswith(UNKNOWN) or (is_experts(name) and _hides_order(checksum)):
+            elif not possible or checksum.startswith(UNKNOWN) or (_EXPERTS.search(name) and _hides_order(checksum)):
                 unknown.add(name)
             else:
                 raise SyncError(f"the server's {key} differs from the trainer's after the update")
@@ -292,13 +280,11 @@ class Content:
         if left and not unknown:
             raise SyncError(f"the server returned no checksum for {_some(left)}")
         if unknown:
-            notify(
-                logger,
-                "weights that only the canary proves",
+            text = (
                 f"the server has {_some(unknown)} under a name or in a layout that the trainer does not know; of the "
-                f"trainer's {len(self.state)} weights, only the canary proves {len(left)}",
-                see="docs/servers.md",
             )
+            text += f"trainer's {len(self.state)} weights, only the canary proves {len(left)}"
+            notify(logger, "weights that only the canary proves", text, see="docs/servers.md")
         return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
 
     def _expect(self, served: Served) -> Iterator[_Expected]:
@@ -338,10 +324,8 @@ class Content:
         if function in (ON_CPU, ON_GPU):
             return any(rest == digest for digest in self._sglang_digests(layout, function))
         if function not in FUNCTIONS:
-            raise SyncError(
-                f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
-                "install the same release of AgentFactory in both environments"
-            )
+            problem = f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}"
+            raise SyncError(f"{problem}: install the same release of AgentFactory in both environments")
         dtype, shape, digest = rest.split(":")
 
         def digest_here() -> str | None:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content
-from agentfactory.trainers.sync.full_sync import FullSync, holds_full_weights
+from agentfactory.trainers.sync.full_sync import FullSync, described, holds_full_weights
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, find, on_each
 
@@ -144,24 +144,18 @@ class IpcSync(FullSync):
             self._shared.append(Buffer(sum(value.nbytes for _, value in part), self._device))
             self._copy |= zip([name for name, _ in part], self._shared[-1].views(part), strict=True)
 
-    def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[None]]:
+    def _keep(self, state: dict[str, Tensor], pool: ThreadPoolExecutor) -> list[Future[Any]]:
         if self._device.type == "cpu":
-            return [
-                pool.submit(buffer.fill, part) for buffer, part in zip(self._shared, self._parts(state), strict=True)
-            ]
-
-        def copy() -> None:
-            for name, value in state.items():
-                self._copy[name].copy_(value)
-
-        return [pool.submit(copy)]
+            pairs = zip(self._shared, self._parts(state), strict=True)
+            return [pool.submit(buffer.fill, part) for buffer, part in pairs]
+        return [pool.submit(self._copy[name].copy_, value) for name, value in state.items()]
 
     def _parts(self, state: dict[str, Tensor]) -> list[Part]:
         sizes = [value.nbytes for value in state.values()]
         return list(parts(state, max(*sizes, min(sum(sizes) // _PARTS, self._buffer_bytes))))
 
     @contextmanager
-    def _filled(self, state: dict[str, Tensor], copied: list[Future[None]]) -> Iterator[Iterator[tuple[Part, Buffer]]]:
+    def _filled(self, state: dict[str, Tensor], copied: list[Future[Any]]) -> Iterator[Iterator[tuple[Part, Buffer]]]:
         """Yield an iterator of a version's parts, each in a buffer, as soon as they can be read. A part must not be
         read any more once the next one has been returned."""
         found = self._parts(state)
@@ -187,18 +181,12 @@ class IpcSync(FullSync):
         answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
         own = memory_key(self._device)
         readable = answer.get("memory")  # not reported by vLLM, which reads its GPUs' memory
-        if readable is None and own == CPU:
-            raise SyncError(
-                f"sync.backend: ipc: {server.url} reads weights only from GPU memory, and the trainer has no GPU; "
-                "use sync.backend: file"
-            )
-        if readable is not None and own not in readable:
-            raise SyncError(
-                f"sync.backend: ipc: {server.url} can read the memory of {', '.join(readable)}, and the trainer's is "
-                f"{own}; let both use one GPU, or use sync.backend: file"
-            )
+        if own not in readable if readable is not None else own == CPU:
+            places = "GPUs" if readable is None else ", ".join(readable)
+            problem = f"{server.url} can read the memory of {places}, and the trainer's is {own}"
+            raise SyncError(f"sync.backend: ipc: {problem}; let both use one GPU, or use sync.backend: file")
 
-    def _update(self, server: ServerControl, content: Content, copied: list[Future[None]]) -> None:
+    def _update(self, server: ServerControl, content: Content, copied: list[Future[Any]]) -> None:
         # every time, because a server restarted since the last version is not initialised
         self._init(server)
 
@@ -238,20 +226,15 @@ def parts(state: dict[str, Tensor], capacity: int) -> Iterator[Part]:
 
 def update_info(part: Part, buffer: Buffer) -> dict[str, Any]:
     """Return the description of a part in a buffer for the receiver."""
-    return {
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii"),
-        "names": [name for name, _ in part],
-        "dtype_names": [str(value.dtype).removeprefix("torch.") for _, value in part],
-        "shapes": [list(value.shape) for _, value in part],
-        "tensor_sizes": [value.nbytes for _, value in part],
-    }
+    handles = base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii")
+    sizes = [value.nbytes for _, value in part]
+    return {"ipc_handles_pickled": handles, **described(part), "tensor_sizes": sizes}
 
 
 def _check_shared_memory(size: int) -> None:
     # writing beyond the available memory would kill the process by a signal; containers have 64 MiB by default
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else size
     if free < size:
-        raise SyncError(
-            f"sync.backend: ipc: {_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and the weights take "
-            f"{size / 2**20:.0f} MiB there; enlarge it (docker run --shm-size), or use sync.backend: file"
-        )
+        problem = f"{_SHARED_MEMORY} has {free >> 20} MiB free, and the weights take {size >> 20} MiB there"
+        fix = "enlarge it (docker run --shm-size), or use sync.backend: file"
+        raise SyncError(f"sync.backend: ipc: {problem}; {fix}")

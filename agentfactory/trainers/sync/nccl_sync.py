@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, served_checksums
-from agentfactory.trainers.sync.full_sync import FullSync, parts_beyond
+from agentfactory.trainers.sync.full_sync import FullSync, described, parts_beyond
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, find
 
@@ -34,25 +34,9 @@ _TIMEOUT = timedelta(minutes=30)
 _GROUP_ENDED = "its NCCL group has ended: resume the run from its last checkpoint"
 
 
-class BroadcastGroup(Protocol):
-    """A process group of the trainer (rank 0) and all workers of all servers."""
-
-    device: torch.device
-    """The device of the sent buffers."""
-
-    def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
-        """Send `buffer` from rank 0 to every worker; return when it may be freed."""
-
-    def close(self) -> None:
-        """Leave the group."""
-
-
-OpenGroup = Callable[[str, int, int], BroadcastGroup]
-"""(Master address, master port, world size) -> the group, joined as rank 0. Blocks until all have joined."""
-
-
 class VllmGroup:
-    """The process group that vLLM's workers join, with vLLM's rendezvous and NCCL communicator. Untested on a GPU."""
+    """The process group of the trainer (rank 0) and all of vLLM's workers, with vLLM's rendezvous and NCCL
+    communicator. Untested on a GPU."""
 
     def __init__(self, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -60,8 +44,10 @@ class VllmGroup:
         rendezvous = {"master_address": address, "master_port": port, "world_size": world_size}
         self._communicator: Any = trainer_init(rendezvous)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        """The device of the sent buffers."""
 
     def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
+        """Send `buffer` to every worker; return when it may be freed."""
         self._communicator.broadcast(buffer, src=0)
         torch.cuda.current_stream().synchronize()
 
@@ -71,9 +57,8 @@ class VllmGroup:
 
 class TorchGroup:
     """The process group of torch.distributed that servers other than vLLM join, by `backend` nccl (untested) or gloo.
-
-    SGLang's workers join by `init_custom_process_group`: torch's `init_process_group` without its global state. Both
-    ends need the same prefixes of the store's keys, so this one calls the same function of torch."""
+    SGLang's workers join by a copy of torch's `init_process_group`; both ends need the same prefixes of the store's
+    keys, so this one calls the same function of torch."""
 
     def __init__(self, address: str, port: int, world_size: int, backend: str) -> None:
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
@@ -98,6 +83,10 @@ class TorchGroup:
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
+
+
+OpenGroup = Callable[[str, int, int], VllmGroup | TorchGroup]
+"""(Master address, master port, world size) -> the group, joined as rank 0. Blocks until all have joined."""
 
 
 def group_for(answers: Sequence[Mapping[str, Any]]) -> OpenGroup:
@@ -162,7 +151,7 @@ class NcclSync(FullSync):
         }
         # servers respond only when the group is complete, so call them while joining it
         offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
-        joined: list[BroadcastGroup] = []
+        joined: list[VllmGroup | TorchGroup] = []
         _together(
             lambda: joined.append(open_group(address, port, 1 + sum(workers))),
             *(
@@ -177,11 +166,7 @@ class NcclSync(FullSync):
         if not self._served:
             self._served = {server.url: served_checksums(server) for server in self._servers}
         content = Content(state.meta, self._served, keep=False)
-        info = {
-            "names": list(state.meta),
-            "dtype_names": [str(value.dtype).removeprefix("torch.") for value in state.meta.values()],
-            "shapes": [list(value.shape) for value in state.meta.values()],
-        }
+        info = described(state.meta.items())
 
         def broadcast() -> None:
             for buffer in packed(content.passing(state.stream()), self._buffer_bytes):
@@ -221,8 +206,7 @@ class NcclSync(FullSync):
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
-    """Yield weights as a stream of buffers. A buffer ends with the weight that exceeds `buffer_bytes`; the receiver
-    applies the same rule to names, dtypes and shapes alone."""
+    """Yield weights as a stream of buffers, each of which ends with the weight that exceeds `buffer_bytes`."""
     for part in parts_beyond(weights, buffer_bytes):
         yield torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in part])
 
@@ -233,12 +217,12 @@ def _together(*calls: Callable[[], object]) -> None:
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def run(call: Callable[[], object]) -> None:
-        failure: BaseException | None = None
         try:
             call()
         except BaseException as error:
-            failure = error
-        ended.put(failure)
+            ended.put(error)
+        else:
+            ended.put(None)
 
     for call in calls:
         threading.Thread(target=run, args=(call,), daemon=True).start()

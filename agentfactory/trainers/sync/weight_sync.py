@@ -36,7 +36,6 @@ class SyncReport:
 
     @property
     def published(self) -> Published:
-        """The part of the report that rollouts need."""
         return Published(self.version, self.model, self.label)
 
     @property
@@ -49,10 +48,8 @@ class ForeignWeightsError(SyncError):
     """A server with weights that this run did not push."""
 
     def __init__(self, server: ServerControl, what: str) -> None:
-        super().__init__(
-            f"{server.url} {what}; fix: if another process pushes weights to it, end that process, or give each run "
-            "its own server"
-        )
+        fix = "if another process pushes weights to it, end that process, or give each run its own server"
+        super().__init__(f"{server.url} {what}; fix: {fix}")
 
 
 class WeightSync(Protocol):
@@ -68,7 +65,7 @@ class WeightSync(Protocol):
 
     def restore(self, url: str) -> SyncReport:
         """Load the last pushed version into the server at `url`, which was restarted or skipped, and prove it as `push`
-        does, without the policy or other processes. If the server still has the version, nothing is sent."""
+        does, without policy or other processes. A server that still has it gets nothing."""
 
     def close(self) -> None:
         """Remove files written for the servers that they no longer need."""
@@ -112,8 +109,7 @@ def served_models(server: ServerControl) -> list[str]:
 
 def base_model(servers: list[ServerControl]) -> str:
     """Return the servers' common name of the base model. Raises SyncError if the names differ."""
-    names = {server.url: served_models(server)[0] for server in servers}
-    if len(set(names.values())) > 1:
-        listed = ", ".join(f"{url}: {name}" for url, name in names.items())
-        raise SyncError(f"the servers have different names for the model ({listed}); start them with the same one")
-    return next(iter(names.values()))
+    first, *others = {served_models(server)[0] for server in servers}
+    if others:
+        raise SyncError(f"the servers call the model {', '.join([first, *others])}; start them with the same name")
+    return first

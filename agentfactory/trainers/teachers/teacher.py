@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
@@ -37,14 +37,11 @@ class Teacher:
         """`rows` is the size of the policy's vocabulary, and `missing` are its tokens that the teacher cannot read."""
         self._config = config
         self._frozen = frozen
+        self.network = frozen.network
+        """The separate network; None if the teacher uses the policy's."""
         self._rows = rows
         self._missing = missing or {}
         self._seconds = 0.0
-
-    @property
-    def network(self) -> nn.Module | None:
-        """The separate network; None if the teacher uses the policy's."""
-        return self._frozen.network
 
     def logprobs(
         self, model: nn.Module, ids: Tensor, sources: Tensor, labels: Tensor, *rest: Any
@@ -62,12 +59,11 @@ class Teacher:
         self._check(ids, labels)
         count = self._config.top_k
         assert count is not None
-
-        def measure(logits: Tensor, chunk: slice) -> Tensor:
-            return top_k(logits[:, : self._rows], count)
-
         with self._timed(ids.device):
-            return self._frozen.forward(model, ids, sources, labels, *rest, measure=measure)[2]
+            found = self._frozen.forward(
+                model, ids, sources, labels, *rest, measure=lambda logits, chunk: top_k(logits[:, : self._rows], count)
+            )
+        return found[2]
 
     def measure(
         self, model: nn.Module, temperature: float, ids: Tensor, sources: Tensor, labels: Tensor, *places: Any
@@ -78,13 +74,12 @@ class Teacher:
         with self._timed(ids.device):
             hidden = self._frozen.states(model, ids, sources, *places)
         kind, beta = _measured(self._config)
-        return lambda logits, chunk: divergence(
-            kind, logits, self._frozen.logits(model, hidden[chunk], temperature), beta
-        )
+        theirs = partial(self._frozen.logits, model, temperature=temperature)
+        return lambda logits, chunk: divergence(kind, logits, theirs(hidden[chunk]), beta)
 
     def longest(self, policy: Policy) -> int | None:
         """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
-        network = (self.network if isinstance(self.network, Policy) else policy).network
+        network = (self.network or policy).network
         limit = position_limit(network.config.to_dict())
         found: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
         return found if limit is None else limit.length

@@ -26,8 +26,8 @@ class PolicyUpdate:
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
     """Perform `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
 
-    The proximal log-probabilities come from the first update's own forward pass, whose micro-batches all use the
-    weights from before the update. The mismatch correction weights the policy term by proximal over behaviour."""
+    The proximal log-probabilities are those of the first update's own forward pass. The mismatch correction weights the
+    policy term by proximal over behaviour."""
     train = recipe.train
     config, teacher = train.loss, recipe.teacher
     policy_loss = PolicyLoss(config)
@@ -89,24 +89,18 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
         streams = part.streams
         terms, clipped = value_loss(values, streams["value"], streams["return"], train.critic.value_clip)
         real = streams["weight"] > 0
-        return Terms(
-            loss=(streams["weight"] * terms).sum(),
-            sums={"value_loss": terms.detach()[real].sum(), "value_clipped": clipped[real].sum()},
-        )
+        sums = {"value_loss": terms.detach()[real].sum(), "value_clipped": clipped[real].sum()}
+        return Terms(loss=(streams["weight"] * terms).sum(), sums=sums)
 
-    policy_term = None if critic_only else loss
-    critic_term = critic_loss if learner.has_critic else None
-    updates = [learner.update(batch, policy_term, critic_term) for _ in range(train.updates_per_batch)]
+    terms = None if critic_only else loss, critic_loss if learner.has_critic else None
+    updates = [learner.update(batch, *terms) for _ in range(train.updates_per_batch)]
     return PolicyUpdate(updates, before)
 
 
 def update_metrics(updates: list[Update], batch: Batch) -> dict[str, float]:
     """Return means over a step's updates; entropy and mismatch are those before the first."""
     count, first = len(updates), updates[0]
-    metrics = {
-        "loss": sum(update.loss for update in updates) / count,
-        "grad_norm": sum(update.grad_norm for update in updates) / count,
-    }
+    metrics = {name: sum(getattr(update, name) for update in updates) / count for name in ("loss", "grad_norm")}
     for name, key in _MEANS.items():
         if key in first.sums:
             metrics[name] = sum(update.sums[key] for update in updates) / count / batch.tokens
