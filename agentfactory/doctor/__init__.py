@@ -128,7 +128,6 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
 
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
-    """Yield the checks for one stage."""
     yield "open files", partial(check_open_files, most_chains(recipe, recipe.rollout.workers))
     yield "run folder", partial(check_output, recipe)
     yield "memory", lambda: check_fit(recipe, memory_room())

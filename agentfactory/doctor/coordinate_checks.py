@@ -20,7 +20,6 @@ PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), 
 """Width and height of each picture, and the square's top left corner. No two coordinate systems give similar numbers
 for all pictures."""
 SIDE = 240
-"""Side of the square, in pixels."""
 CLEAR = 0.5
 """Minimum mean IoU of the model's coordinate system."""
 CLOSE = 0.1

@@ -97,7 +97,6 @@ def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) 
 
 
 def check_memory(room: int) -> Iterator[Finding]:
-    """Check that there is enough memory for small models."""
     text, fix = f"{gib(room)} of {gib(psutil.virtual_memory().total)} free", "end other processes; small models need"
     yield warning("memory", text, f"{fix} {gib(_LITTLE_MEMORY)}") if room < _LITTLE_MEMORY else ok("memory", text)
 
@@ -116,7 +115,6 @@ def check_disk(folder: Path) -> Iterator[Finding]:
 
 
 def gib(size: float) -> str:
-    """Format bytes as GiB."""
     return f"{size / 2**30:.1f} GiB"
 
 

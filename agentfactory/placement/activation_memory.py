@@ -26,15 +26,12 @@ from agentfactory.trainers.networks.critic import ActorCritic, Role
 from agentfactory.trainers.networks.network import body_of, decoder_layers
 from agentfactory.trainers.networks.policy import Measure, Policy
 from agentfactory.trainers.networks.token_rows import table_of
-from agentfactory.trainers.teachers.divergences import divergence
-from agentfactory.trainers.teachers.teacher import top_k_measure
+from agentfactory.trainers.teachers.teacher import divergence, top_k_measure
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Live bytes at the peak of a phase."""
-
     rest: float = 0.0
     logits: float = 0.0
     """Bytes of tensors with one column per token of the vocabulary."""

@@ -61,7 +61,6 @@ def _first(tower: Any) -> Any:
 
 
 def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, checkpointing: bool) -> int:
-    """Return the bytes per patch of an image."""
     first = _first(tower)
     width, values = first.shape[0], first[0].numel()
     lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList) and part is not tower]

@@ -32,7 +32,6 @@ class Need:
     server: ServerMemory | None
     """Memory on each of the server's devices; None if no server is planned."""
     notes: tuple[str, ...] = ()
-    """Notes on the sources of the values, and on omissions."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Sum:
 
     @property
     def of(self) -> str:
-        """The room as text."""
         return " GiB" if self.room is None else f" of {gib(self.room)} GiB"
 
 
@@ -69,12 +67,10 @@ class Plan:
 
     mode: str
     devices: str
-    """The devices as text."""
     need: Need
     cache: int
     """Bytes of the server's KV cache on each of its devices."""
     sums: tuple[Sum, ...]
-    """Sums with the whole cache."""
     least: tuple[Sum, ...]
     """Sums with the smallest cache that the server can work with."""
     utilization: float | None = None
@@ -172,7 +168,6 @@ class _Room:
 
 
 def device_of(recipe: Recipe, machine: Machine) -> Device:
-    """Return the kind of device that the recipe is planned for."""
     return "cuda" if machine.gpus or recipe.placement.gpu_memory_gib else "cpu"
 
 

@@ -120,7 +120,6 @@ def _units(model: Policy | ActorCritic, recipe: TrainRecipe) -> tuple[int, list[
 
 
 def _gathered(weights: Iterable[Tensor], recipe: TrainRecipe) -> int:
-    """Return the bytes of whole weights and of their gradients."""
     counts = ((weight.numel() * (1 + weight.requires_grad), used_dtype(weight, recipe)) for weight in weights)
     return sum(count * dtype.itemsize for count, dtype in counts)
 

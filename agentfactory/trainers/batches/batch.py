@@ -101,7 +101,6 @@ class MicroBatch:
 
     ids: Int[Tensor, "batch length"]
     positions: Int[Tensor, "1 length"] | None
-    """Position of each token in its rows; None if each line counts from 0."""
     ends: Int[Tensor, "1 length"] | None
     """Position of the last token that attends to this one, plus one; None if lines attend causally."""
     sources: Int[Tensor, "targets"]
@@ -120,7 +119,6 @@ class MicroBatch:
     """True if any micro-batch of the step has images, on any process."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return a copy on `device`."""
         moved: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved, streams={name: stream.to(device) for name, stream in self.streams.items()})
 
@@ -133,7 +131,6 @@ class Batch:
     normaliser: float
     """Divisor of the losses, the same for all processes."""
     tokens: int
-    """Number of trained tokens in all processes."""
 
 
 def make_batches(

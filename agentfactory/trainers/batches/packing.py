@@ -70,7 +70,6 @@ def grow(rows: Iterable[tuple[int, Ids]]) -> Tree:
 
 
 def _shared(one: Ids, other: Ids) -> int:
-    """Return the number of tokens in the common prefix."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -39,22 +39,18 @@ class TrainState:
     """The servers' labels of the versions; see agentfactory.rollout.inference.weight_versions.WeightVersions."""
     metrics: dict[str, Any] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
-    """Evaluation of the initial weights."""
     after: dict[str, float] = field(default_factory=dict)
-    """The latest evaluation."""
     evaluated: int | None = None
     best: float | None = None
     """The highest evaluation of the metric that `train.keep_best` names."""
 
     def finish(self, step: int, groups: list[str], seconds: float) -> None:
-        """Note that `step` is finished and has trained `groups`."""
         self.step = step
         self.seconds += seconds
         self.groups += groups
         self.trained.update(groups)
 
     def note_evaluation(self, step: int, figures: dict[str, float]) -> None:
-        """Note an evaluation of the weights of `step`."""
         self.evaluated = step
         self.after = figures
         if step == 0:
@@ -67,7 +63,6 @@ class TrainState:
         return groups
 
     def to_json(self) -> dict[str, Any]:
-        """Return the data for `trainer_state.json`."""
         return {**asdict(self), "trained": compact(self.trained), "version": self.step}
 
     @classmethod
@@ -91,7 +86,6 @@ def compact(ids: Iterable[str]) -> list[list[str]]:
 
 
 def expand(ranges: list[list[str]]) -> list[str]:
-    """Invert `compact`."""
     ids: list[str] = []
     for first, last in ranges:
         prefix, digits = _split(first)
@@ -151,7 +145,6 @@ class Checkpoints:
         return None if found is None else TokenNeeds(found, self._tokenizer)
 
     def due(self, step: int) -> bool:
-        """Return whether the recipe requests a checkpoint of `step`."""
         every = self._train.checkpoint_every
         return step == self._train.steps or (every > 0 and step % every == 0)
 

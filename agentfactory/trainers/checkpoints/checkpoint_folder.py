@@ -30,12 +30,10 @@ class DamagedCheckpointError(Exception):
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -167,8 +165,6 @@ BY_EVALUATION = ("eval/sampled/success", "eval/sampled/reward")
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint with the highest value of the metric."""
-
     path: Path
     step: int
     metric: str

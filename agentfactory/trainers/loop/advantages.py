@@ -335,7 +335,6 @@ class Estimator:
 
 
 def _floats(lists: Any) -> PerToken:
-    """Return lists of numbers as floats; none if a user's function returned anything else."""
     try:
         return [[float(value) for value in numbers] for numbers in lists]
     except (TypeError, ValueError, OverflowError):

@@ -16,7 +16,6 @@ from agentfactory.trainers.config import Symptom
 Figures = Mapping[str, Any]
 
 WINDOW = 20
-"""Number of previous steps that the current one is compared with."""
 SETTLED = 4
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
@@ -272,7 +271,6 @@ class Health:
         return usual is None or figures[name] <= usual
 
     def _lasts(self, sign: str, there: bool) -> int:
-        """Return for how many consecutive steps a sign has been present."""
         self._run[sign] = self._run.get(sign, 0) + 1 if there else 0
         return self._run[sign]
 

@@ -45,8 +45,7 @@ from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.learner import Learner, Update
-from agentfactory.trainers.update.mismatch import mismatch_by_kind
-from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+from agentfactory.trainers.update.policy_update import mismatch_by_kind, update_metrics, update_policy
 
 
 class GroupSource(Protocol):
@@ -117,15 +116,12 @@ class TrainResult:
     """Time in training steps, including waiting for groups, without evaluation and checkpoints."""
     checkpoint: Path | None
     before: dict[str, float]
-    """Evaluation of the initial weights."""
     after: dict[str, float]
-    """Evaluation of the last weights."""
     evaluated: int | None
     stopped: Signals | Symptom | None
 
     @classmethod
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
-        """Create the result of a loop that has ended."""
         line = checkpoints.train_state
         return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, line.evaluated, stop.agreed_on)
 
@@ -177,8 +173,6 @@ def train_rl(
 
 @dataclass(frozen=True)
 class _Learned:
-    """The result of a step's updates."""
-
     credited: Credited
     batch: Batch
     updates: list[Update]
@@ -375,7 +369,6 @@ class _Loop:
         return True
 
     def save(self, only_best: bool = False) -> None:
-        """Begin a checkpoint, which is written while training continues."""
         self.checkpoints.save(self.learner, only_best)
         self.acknowledge()
 

@@ -21,7 +21,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def name_of(number: int) -> str:
-    """Return a signal's name in messages."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 

@@ -86,7 +86,6 @@ class TimeShare(Turns):
         self._offload = Offload(learner) if self._moves else None
 
     def waking(self, sync: WeightSync) -> WeightSync:
-        """Wrap `sync`, so that it wakes the server that this object sends to sleep."""
         return _WakingSync(sync, self._server, self._timed)
 
     def take_seconds(self) -> dict[str, float]:

@@ -45,7 +45,6 @@ class _Chain:
     id: str
     reward: float
     limit: int
-    """The source's max_total_tokens."""
     turn_rewards: list[float]
     ends: list[int]
     """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
@@ -127,7 +126,6 @@ class Credit:
 
     @property
     def sources(self) -> list[Row]:
-        """The row that each of `rows` was made from."""
         return [source for chain in self._chains() for source in chain.sources]
 
     @property

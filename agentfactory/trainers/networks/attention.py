@@ -25,7 +25,6 @@ IGNORED = {"s_aux": "attention sinks", "indices": "selected keys", "block_indice
 SELECTIONS = ("index_topk", "index_topk_blocks", "indexer_budget", "keep_window_size")
 """Fields of configurations whose networks select some keys per query."""
 BLOCK = 128
-"""Tokens per block of FlexAttention's masks."""
 
 
 @dataclass(frozen=True)

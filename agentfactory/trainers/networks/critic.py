@@ -45,7 +45,6 @@ class Critic(nn.Module):
         self.head = nn.Parameter(torch.zeros(width))
 
     def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
-        """Return values, in units of reward."""
         # fsdp2 gathers the head in the network's precision, but values are computed in float32
         dtype = torch.promote_types(self.head.dtype, torch.float32)
         return hidden.to(dtype) @ self.head.to(dtype)
@@ -82,7 +81,6 @@ class ActorCritic(nn.Module):
         return values
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
-        """Return the weights that a role trains."""
         return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
 
     def _guarded(self, output: Tensor) -> Tensor:

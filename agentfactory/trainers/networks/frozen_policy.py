@@ -36,7 +36,6 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def forward(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-        """Return the result of `Policy.forward` with these weights."""
         if self.network is not None:
             return self.network(*inputs, **named)  # type: ignore[no-any-return]
         role = (Role.POLICY,) if isinstance(self._accelerator.unwrap_model(model), ActorCritic) else ()
@@ -44,7 +43,6 @@ class FrozenPolicy:
             return model(*role, *inputs, **named)  # type: ignore[no-any-return]
 
     def logprobs(self, model: nn.Module, *inputs: Any, **named: Any) -> Float[Tensor, "targets"]:
-        """Return the log-probability of each label."""
         return self.forward(model, *inputs, **named)[0]
 
     @torch.no_grad()
@@ -59,7 +57,6 @@ class FrozenPolicy:
     def logits(
         self, model: nn.Module, hidden: Float[Tensor, "chunk width"], temperature: float = 1.0
     ) -> Float[Tensor, "chunk vocabulary"]:
-        """Return the logits of hidden states: see `Policy.logits`."""
         with self._in_use(model) as policy:
             return policy.logits(hidden, temperature)
 

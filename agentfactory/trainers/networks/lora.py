@@ -33,7 +33,6 @@ REFERENCE_ADAPTER = "reference"
 
 
 def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
-    """Return whether an adapter has been added to this network."""
     return not isinstance(model, PreTrainedModel)
 
 
@@ -103,7 +102,6 @@ def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def copy_adapter(model: "PeftModel", source: str, target: str) -> None:
-    """Give one adapter the weights of another of the same shape."""
     weights = _weights_of(model, source)
     for key, value in _weights_of(model, target).items():
         value.copy_(weights[key])

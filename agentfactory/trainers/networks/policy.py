@@ -130,7 +130,6 @@ class Policy(Backbone):
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
-        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights."""
         assert has_adapter(self.model)
         return lora.save_adapter(self.model, folder, state)
 

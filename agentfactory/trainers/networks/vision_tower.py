@@ -100,7 +100,6 @@ def _within(language: str, names: list[str]) -> str:
 
 
 def _patterns(asked: str | list[str]) -> dict[str, str]:
-    """Return regular expressions of the modules' whole names, by target."""
     return {asked: asked} if isinstance(asked, str) else {target: rf"(.*\.)?{re.escape(target)}" for target in asked}
 
 

@@ -36,7 +36,6 @@ class Backend:
     adapters: bool = False
     """True if it sends adapters instead of all weights."""
     routes: tuple[str, ...] = FULL_ROUTES
-    """Server routes that it calls."""
     transfer: str | None = "file"
     """Backend in vLLM's --weight-transfer-config; None omits the flag."""
     engines: tuple[str, ...] = ("vllm", "embedded", "sglang")

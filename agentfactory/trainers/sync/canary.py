@@ -59,7 +59,6 @@ class OtherVersionError(SyncError):
 
 
 Forward = Callable[..., tuple[Tensor, ...]]
-"""A function with the signature of Policy's forward pass."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +289,6 @@ class Canary:
 
 
 def on_replicas(server: ServerControl, act: Callable[[int | None], Result]) -> list[Result]:
-    """Return the results of `act` for each replica of a server, called concurrently."""
     replicas = server.replicas()
     with ThreadPoolExecutor(len(replicas)) as pool:
         return [*pool.map(act, replicas)]

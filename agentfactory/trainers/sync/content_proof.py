@@ -48,8 +48,6 @@ _EXPERTS = re.compile(r"\.experts\.(routed_experts\.)?w(13|2)_(weight|bias)$")
 
 @dataclass(frozen=True)
 class Worker:
-    """A tensor-parallel worker of a server."""
-
     rank: int = 0
     count: int = 1
 
@@ -75,7 +73,6 @@ class Layout:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that distinguishes the layouts of one state."""
         return self.names, len(self.pieces), self.dim, self.swapped
 
     def arranged(self, shape: Sequence[int], worker: Worker) -> Tensor | None:
@@ -103,7 +100,6 @@ class Layout:
         return self.stack([p.narrow(d, start, size) for (p, size), start in zip(pairs, starts, strict=True)])
 
     def stack(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return pieces as one tensor."""
         return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), self.dim)
 
 
@@ -177,7 +173,6 @@ _MOST_PENDING = 2**29
 
 
 Served = Mapping[str, Mapping[str, str]]
-"""The checksums of each server, by URL."""
 
 
 def served_checksums(server: ServerControl) -> dict[str, str]:
@@ -194,7 +189,6 @@ class _Expected:
     checksum: str
     worker: Worker
     layout: tuple[object, ...]
-    """The Layout.key."""
     missing: set[str]
     """The trainer's names of required weights that have not been read yet."""
     needs: tuple[str, ...]
@@ -211,7 +205,6 @@ class Content:
         for longer than its digest takes, and only the layouts in `served` can be proven."""
         self.state = dict(state)
         self.served: dict[str, Mapping[str, str]] = {}
-        """The checksums of proven servers."""
         self._keep = keep
         self._digests: dict[object, str | None] = {}
         self._lock = threading.Lock()

@@ -13,7 +13,6 @@ from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneE
 from agentfactory.trainers.sync.weight_sync import INITIAL_LABEL, ForeignWeightsError, SyncReport, base_model
 
 FORGET_FEATURES = "/reset_encoder_cache"
-"""Route that drops the vision tower's features of all images."""
 
 
 def update_full_weights(

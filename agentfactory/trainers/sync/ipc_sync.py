@@ -31,7 +31,6 @@ _PARTS = 8
 _SHARED_MEMORY = Path("/dev/shm")
 
 Part = list[tuple[str, Tensor]]
-"""Weights sent together."""
 
 
 class Buffer:

@@ -3,7 +3,6 @@
 import http.client
 import json
 import logging
-import select
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -14,7 +13,6 @@ from agentfactory.base.http.server_keys import pinned
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, METRICS_ROUTE, REPLICA_HEADER, parse_loads
-from agentfactory.rollout.inference.stalls import STALL_SECONDS
 
 logger = logging.getLogger(__name__)
 _ANSWER_BYTES = 1 << 26
@@ -30,7 +28,6 @@ class ServerGoneError(SyncError):
 
 
 SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
-"""Routes that sleep requires."""
 _SHARING = "placement.mode: time_share"
 
 
@@ -85,7 +82,6 @@ class ServerControl:
             self.post("/pause?mode=keep&clear_cache=false")
 
     def resume(self) -> None:
-        """Continue frozen requests. A server that sleeps resumes when its cache wakes."""
         if not self.asleep:
             self.post("/resume")
 
@@ -128,12 +124,6 @@ class ServerControl:
             if replica is not None:
                 headers[REPLICA_HEADER] = str(replica)
             connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
-            # readable or closed
-            waiting = select.poll()
-            waiting.register(connection.sock, select.POLLIN)
-            if not waiting.poll(1000 * STALL_SECONDS):
-                text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
-                notify(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
             content = response.read(_ANSWER_BYTES + 1)
             if len(content) > _ANSWER_BYTES:

@@ -21,8 +21,6 @@ INITIAL_LABEL = "default"
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The report of one version that the servers have loaded."""
-
     version: int
     label: str
     """The servers' name of the version in `weight_versions`: an adapter's name, or a common prefix and the version."""
@@ -99,7 +97,6 @@ def find(servers: Sequence[ServerControl], url: str) -> ServerControl:
 
 
 def served_models(server: ServerControl) -> list[str]:
-    """Return the names of a server's models, the base model first."""
     cards = server.get("/v1/models").get("data", [])
     names = [card["id"] for card in sorted(cards, key=lambda card: card.get("parent") is not None)]
     if not names:

@@ -73,7 +73,6 @@ def with_scores(
 
 
 def is_graded(streams: dict[str, Tensor]) -> Bool[Tensor, "targets"]:
-    """Return which targets a teacher has graded."""
     if (top := streams.get("teacher_top")) is not None:
         return (top[:, 0] >= 0).any(-1)
     if (scores := streams.get("teacher")) is not None:

@@ -164,7 +164,6 @@ def _bytes_of(tensor: Tensor) -> Bytes:
 
 
 def _lay(tensors: list[Tensor], memory: Bytes) -> None:
-    """Move tensors to other memory, at the same offsets."""
     for tensor in tensors:
         laid = torch.empty(0, dtype=tensor.dtype, device=memory.device)
         laid.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

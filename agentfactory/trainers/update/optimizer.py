@@ -74,7 +74,6 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all weights that have a gradient."""
         for matrix, part in self._parts.items():
             # pass loaded or scheduled settings to the parts, which have no own state
             part.param_groups = [group for group in self.param_groups if group["matrix"] is matrix]
