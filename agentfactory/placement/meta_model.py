@@ -52,10 +52,8 @@ _WITHOUT_WEIGHTS = (
 
 def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
     """Return the first difference between the architectures of `served`, such as a quantised copy, and `model`, such as
-    "vocab_size is 152064, not 151936"; None if an adapter of one fits the other.
-
-    Compare fields, then the shapes of all weights below the head. Quantisation, and whether the head is tied, may
-    differ."""
+    "vocab_size is 152064, not 151936"; None if an adapter of one fits the other: fields and shapes below the head are
+    equal."""
     first, second = model.get_text_config(), served.get_text_config()
     for name in _WITHOUT_WEIGHTS:
         here, there = getattr(first, name, None), getattr(second, name, None)

@@ -1,5 +1,4 @@
-"""Experiment trackers, through accelerate's classes: the metrics, the recipe, and a table with a few chains per
-step."""
+"""Experiment trackers, through accelerate's classes: the metrics, the recipe, and a table of a few chains per step."""
 
 import importlib
 import json

@@ -64,8 +64,7 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
 
 
 def only_targets(row: TrainingRow, kept: np.ndarray) -> TrainingRow | None:
-    """Return the row with the targets where `kept` is true, or None if there are none; earlier tokens stay as
-    context."""
+    """Return the row with the targets where `kept` is true, or None if there are none; other tokens are context."""
     if not kept.any():
         return None
     targets = row.targets[kept]

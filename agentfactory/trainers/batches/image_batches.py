@@ -43,8 +43,7 @@ class ImageLoader:
         self._kept: ByteCache[str, Inputs] = ByteCache(KEPT_BYTES)
 
     def load(self, spans: Sequence[ImageSpan], rotary: Tensor | None, device: torch.device) -> Images:
-        """Return the images of `spans`, line by line. Raises ValueError if one is not stored, or does not match its
-        tokens."""
+        """Return the images of `spans`. Raises ValueError if one is not stored, or does not match its tokens."""
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
         read = [self._read(digest, grid) for digest, grid in grids.items()]
@@ -88,8 +87,7 @@ class ImageLoader:
 
 
 def images_beside(saved: Path) -> Path:
-    """Return the image folder of saved groups: in the run's folder if they are in its `trajectories`, else beside
-    them."""
+    """Return the image folder of saved groups: in the run's folder, for its `trajectories`, else beside them."""
     folder = saved if saved.is_dir() else saved.parent
     return (folder.parent if folder.name == "trajectories" else folder) / "images"
 

@@ -76,11 +76,9 @@ def _shared(one: Ids, other: Ids) -> int:
 
 
 def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
-    """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost.
-
-    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order. A row longer than
-    the budget is in a tree with only its own prefixes. With several `processes`, trees are cut smaller if the busiest
-    process then finishes sooner."""
+    """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost: ranges of the
+    rows in lexicographic order. A row longer than the budget is in a tree with only its own prefixes. With several
+    `processes`, trees are cut smaller if the busiest process then finishes sooner."""
     # by bytes: any order of tokens works if it is the same everywhere
     order = sorted(range(len(rows)), key=lambda number: rows[number].tobytes())
     lengths = np.array([len(rows[number]) for number in order])

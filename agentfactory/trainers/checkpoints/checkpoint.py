@@ -103,10 +103,9 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of a training loop, to save to and to resume from. Every process has one.
-
-    A step waits for a copy of the learner, but not for its writing. A checkpoint counts once it is durable: then `path`
-    names it, and `take_groups` returns its groups."""
+    """The checkpoints of a training loop, to save to and to resume from; every process has one. A step waits for a copy
+    of the learner, but not for its writing. A checkpoint counts once it is durable: then `path` names it, and
+    `take_groups` returns its groups."""
 
     def __init__(
         self,
@@ -149,8 +148,8 @@ class Checkpoints:
         return step == self._train.steps or (every > 0 and step % every == 0)
 
     def is_best(self, accelerator: Accelerator) -> bool:
-        """Return, in all ranks, whether the last finished step was evaluated and is the best so far by
-        `train.keep_best`. Every process calls it."""
+        """Return, in all ranks, whether the last finished step has the best evaluation so far. Every process calls
+        it."""
         is_best, state = False, self.train_state
         if accelerator.is_main_process and state.evaluated == state.step > 0:
             names = [name for name in checkpoint_folder.metric_names(self._train.keep_best) if name in state.after]

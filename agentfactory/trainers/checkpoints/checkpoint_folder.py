@@ -96,8 +96,8 @@ def files_of(folder: Path) -> list[str]:
 
 
 def verify(path: Path) -> list[str]:
-    """Compare every file that was written with its digest; return their names. Raises DamagedCheckpointError, also if
-    the folder holds anything but files and folders."""
+    """Return the names of all files with a digest. Raises DamagedCheckpointError if one differs, or is no plain
+    file."""
     try:
         digests = untrusted_files.read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:

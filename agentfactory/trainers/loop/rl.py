@@ -149,10 +149,8 @@ def train_rl(
     images: Path | None = None,
 ) -> TrainResult:
     """Run steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
-    weights. Version 0 is the initial weights; step k ends with version k.
-
-    Every process calls it. `checkpoints` contains the state to continue from. `images` is the folder of the chains'
-    images."""
+    weights. Version 0 is the initial weights; step k ends with version k. Every process calls it. `checkpoints`
+    contains the state to continue from. `images` is the folder of the chains' images."""
     with services.turns.training():
         needs = checkpoints.token_needs(accelerator)
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)

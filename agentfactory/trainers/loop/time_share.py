@@ -41,11 +41,10 @@ class Turns:
 
 
 class TimeShare(Turns):
-    """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
-
+    """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it:
     `training` sends the server to sleep, and offloads the learner at its end; `waking` wakes the server around the
-    update of its weights. A turn that ends with an error offloads nothing. A run that is stopped within a turn leaves
-    its server asleep for the next attempt."""
+    update of its weights. A turn that ends with an error offloads nothing. A stopped run leaves its server asleep for
+    the next attempt."""
 
     server_sleeps = True
 
@@ -72,7 +71,7 @@ class TimeShare(Turns):
         """Raise SyncError if the server does not sleep, ServerGoneError if it does not come back."""
         with self._timed("seconds/sleep"):
             retry_until_answered(
-                self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: self._stop.heard
+                self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: bool(self._stop.heard)
             )
         with self._timed("seconds/bring_in"):
             if self._offload is not None:

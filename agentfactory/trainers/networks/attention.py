@@ -80,8 +80,7 @@ def attention_by_runs(
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
     """Attention function for transformers, which without `runs` is transformers' own sdpa. Work and memory grow with
-    the attended pairs of tokens. Raises SettingError for attention sinks and selected keys, which torch cannot
-    compute."""
+    the attended pairs of tokens. Raises SettingError for attention sinks and selected keys."""
     for name, ignored in IGNORED.items():
         if options.get(name) is not None:
             raise SettingError("train.attention", f"sdpa would ignore the model's {ignored} ({name})", "use eager")

@@ -41,8 +41,7 @@ Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "ch
 
 
 class Policy(Backbone):
-    """A causal language model that scores tokens. Its head runs only on scored tokens, in chunks; log-softmax and
-    entropy are at least in float32."""
+    """A causal language model that scores tokens, in chunks. Log-softmax and entropy are at least in float32."""
 
     def __init__(
         self,

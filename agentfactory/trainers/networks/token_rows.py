@@ -71,8 +71,7 @@ def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: It
 
 
 def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
-    """Return the tokens that the network cannot tell from others: by its head, those written; by its embedding, all
-    needed."""
+    """Return the tokens that the network cannot tell apart: written ones by its head, all needed by its embedding."""
     tokens.check(len(table_of(network.get_input_embeddings())))
     written, read = tokens.written.values(), tokens.read.values()
     head = find_alike("head", table_of(network.get_output_embeddings()), written)
@@ -81,9 +80,8 @@ def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
 
 def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None) -> list[int]:
     """Return the ids of the tokens whose rows the recipe trains beside its adapter (model.lora.trainable_tokens).
-
     Raises SettingError if the run needs a token that the network cannot tell from others, and an adapter leaves it so.
-    If all weights are trained, warn of it."""
+    If all weights are trained, warn."""
     lora = recipe.model.lora
     asked = lora.trainable_tokens if lora is not None else None
     if needs is None:
@@ -137,8 +135,7 @@ def table_of(module: Any) -> Tensor:
 
 
 def tables_of(network: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
-    """Return peft's `trainable_token_indices`: embedding and head with `tokens`, or the embedding if they are one
-    table."""
+    """Return peft's `trainable_token_indices`: embedding and head with `tokens`, or one table that is both."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     tables = [embedding] if head.weight is embedding.weight else [embedding, head]
     return {name: list(tokens) for name, module in network.named_modules() if module in tables} if tokens else {}

@@ -47,9 +47,8 @@ _SAME: dict[str, Any] = {
 
 
 def make_accelerator(recipe: TrainRecipe) -> Accelerator:
-    """Create the accelerator of this process; `model.dtype` sets its precision. Raises LaunchError if accelerate did
-    not set up `train.processes` processes under `train.strategy`, SettingError if a variable would change training
-    beside the recipe."""
+    """Create the accelerator of this process. Raises LaunchError if accelerate did not set up `train.processes`
+    processes under `train.strategy`, SettingError if a variable would change training beside the recipe."""
     check_launch_variables()
     train = recipe.train
     if recipe.sync.backend != "ipc":

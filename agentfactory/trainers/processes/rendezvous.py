@@ -104,8 +104,7 @@ def _start_of(pid: int) -> str | None:
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield store, rank and number of ranks. Without a file (ranks started by hand) the store is a TCP server on
-    loopback."""
+    """Yield store, rank and number of ranks. For ranks started by hand, the store is a TCP server on loopback."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if file := urlsplit(url).path:
         yield FileStore(file, world), rank, world

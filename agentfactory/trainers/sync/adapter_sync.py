@@ -22,8 +22,7 @@ class LoraSync:
 
     No server reports the content of a loaded adapter, so the proof links the name to it. The name was unused on the
     server, which afterwards lists it with exactly the given path. The path contains the digest of the weights, was
-    never used before, and the file still has this digest after loading. The canary checks that the server computes with
-    them."""
+    never used before, and the file still has this digest after loading. The canary checks the rest."""
 
     def __init__(self, servers: list[ServerControl], folder: Path, prefix: str, keep: int) -> None:
         """Adapters are called {prefix}{version}; a repeated push of a version appends -2, -3 and so on.
@@ -73,9 +72,8 @@ class LoraSync:
         self._unfinished = version
 
     def _complete(self, server: ServerControl) -> None:
-        """Load missing adapters, and unload adapters no longer in use, which may remain on a server that was away or
-        served an earlier attempt. After sleep, a server may list adapters that it has lost (vLLM #53888), so all are
-        loaded again."""
+        """Load missing adapters, and unload others, which may remain on a server that was away. After sleep, a server
+        may list adapters that it has lost (vLLM #53888), so all are loaded again."""
         listed = _listed(server)
         for name, root in listed.items():
             ours = root is not None and Path(root).parent == self._folder.resolve()

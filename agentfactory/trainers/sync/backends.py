@@ -1,7 +1,5 @@
 """The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`, which alone
-needs torch.
-
-A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
+needs torch. A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
 weight_sync.py."""
 
 import pkgutil
@@ -65,8 +63,7 @@ update (rollout.inflight: keep)."""
 
 
 def backend_of(recipe: TrainRecipe) -> Backend:
-    """Return the recipe's backend; for `auto`, without information on devices. Raises SettingError for a user's own
-    class."""
+    """Return the recipe's backend; for `auto`, that without information on devices. Raises SettingError."""
     name = _resolved(recipe)
     if name in BACKENDS:
         return BACKENDS[name]

@@ -66,8 +66,7 @@ class Drift:
         return self._proven is not None
 
     def start(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """Judge the first version and measure the noise. `server` are scores with the prefix cache, `fresh` without
-        it."""
+        """Judge the first version, by scores with the prefix cache and without it (`fresh`), and measure the noise."""
         gap = _rms(server - fresh)
         self.noise = max(self._size(server - trainer), gap, self.noise)
         self._proven, self._latest = (server, trainer), server
@@ -115,8 +114,7 @@ class Drift:
         return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
 
     def _furthest(self, astray: Scores, trained: Scores) -> tuple[float, float]:
-        """Return the largest excess of the server's distance over half of the trainer's change in a context, as
-        both."""
+        """Return server's distance and trainer's change in the context where the former exceeds the latter most."""
         if self._rounded:
             return self._size(astray), self._size(trained)
         far, moved = self._sizes(astray), self._sizes(trained)

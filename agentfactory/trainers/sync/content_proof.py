@@ -76,8 +76,8 @@ class Layout:
         return self.names, len(self.pieces), self.dim, self.swapped
 
     def arranged(self, shape: Sequence[int], worker: Worker) -> Tensor | None:
-        """Return the required content of a worker's parameter of this shape, without padding zeros at the end; None if
-        this layout has no such shape."""
+        """Return what a worker's parameter of this shape must have, without padding; None if this layout has no such
+        shape."""
         whole = list(self.pieces[0].shape)
         whole[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
         if list(shape) == whole:
@@ -240,12 +240,10 @@ class Content:
 
     def check(self, checksums: dict[str, str], replicas: int = 1) -> str:
         """Raise SyncError unless the checksums of all `replicas` of a server match, weight by weight; return the sha256
-        of names and checksums, in hex.
-
-        A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
-        without our plugin, or SGLang's (see `sglang_hash`). A server may prefix names with its worker
-        ("dp0:pp0:pcp0:tp0:") and pad a vocabulary with zeros. Weights in an unknown layout are reported, and only the
-        canary proves them."""
+        of names and checksums, in hex. A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in
+        row-major order, as vLLM computes it without our plugin, or SGLang's (see `sglang_hash`). A server may prefix
+        names with its worker ("dp0:pp0:pcp0:tp0:") and pad a vocabulary with zeros. Weights in an unknown layout are
+        reported, and only the canary proves them."""
         # several servers are proven concurrently, and mostly need the same digests
         with self._lock:
             while self._pending:

@@ -35,8 +35,7 @@ _GROUP_ENDED = "its NCCL group has ended: resume the run from its last checkpoin
 
 
 class VllmGroup:
-    """The process group of the trainer (rank 0) and all of vLLM's workers, with vLLM's rendezvous and NCCL
-    communicator. Untested on a GPU."""
+    """The process group of the trainer (rank 0) and all of vLLM's workers, by vLLM's code. Untested on a GPU."""
 
     def __init__(self, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -129,8 +128,7 @@ class NcclSync(FullSync):
         open_group: OpenGroup | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Join one group with all workers of all servers, by `open_group` if given. Raises SyncError if that cannot
-        work."""
+        """Join one group with all workers of all servers. Raises SyncError if that cannot work."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         self._last: SyncReport | None = None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.base.errors import SettingError
@@ -218,8 +218,7 @@ def top_k_divergence(
 
 
 def top_k(logits: Logits, k: int) -> Float[Tensor, "tokens 2 k"]:
-    """Return the k most likely tokens of each line, as floats, and their log-probabilities; -1 and 0 if there are
-    fewer."""
+    """Return each line's k most likely tokens, as floats, and their log-probabilities; -1 and 0 if there are fewer."""
     found = logits.topk(min(k, logits.shape[-1]))
     pair = torch.stack([found.indices.to(logits.dtype), found.values - logits.logsumexp(-1, keepdim=True)], -2)
     missing = k - pair.shape[-1]

@@ -140,11 +140,6 @@ def settings_in(state: Part) -> dict[str, Any]:
     return settings
 
 
-def prefix(rank: int) -> str:
-    """Return the prefix of the names of the files that a process writes."""
-    return f"__{rank}_"
-
-
 def load_state(checkpoint: Path, learner: Learner) -> None:
     """Restore `learner` from the state in a checkpoint. Every process calls it.
 

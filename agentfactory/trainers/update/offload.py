@@ -77,8 +77,7 @@ def _wait_for(device: torch.device) -> None:
 class Offload:
     """The offloadable tensors of a learner: weights, buffers, constants of quantised weights, optimiser state,
     reference. Not for weights that several processes share. An offloaded learner can be gathered and saved, but cannot
-    compute. Tensors remain the same objects and change only their memory, so an optimiser and tied layers find them on
-    both sides."""
+    compute. Tensors change only their memory, so an optimiser and tied layers find them on both sides."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner

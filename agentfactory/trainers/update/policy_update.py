@@ -13,17 +13,8 @@ from agentfactory.rollout.token_row import Row
 from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow
 from agentfactory.trainers.config import MismatchConfig, TrainRecipe
 from agentfactory.trainers.teachers.graded_rows import is_graded
+from agentfactory.trainers.update import losses
 from agentfactory.trainers.update.learner import Learner, Targets, Terms, Update
-from agentfactory.trainers.update.losses import (
-    Flags,
-    PerToken,
-    PolicyLoss,
-    RowNumbers,
-    behaviour_kl,
-    kl,
-    over_sequence,
-    value_loss,
-)
 
 
 @dataclass(frozen=True)
@@ -35,13 +26,12 @@ class PolicyUpdate:
 
 
 def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_only: bool = False) -> PolicyUpdate:
-    """Perform `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs).
-
-    The proximal log-probabilities are those of the first update's own forward pass. The mismatch correction weights the
-    policy term by proximal over behaviour."""
+    """Perform `updates_per_batch` optimiser updates, each on the whole batch (PPO's epochs). The proximal
+    log-probabilities are those of the first update's own forward pass. The mismatch correction weights the policy term
+    by proximal over behaviour."""
     train = recipe.train
     config, teacher = train.loss, recipe.teacher
-    policy_loss = PolicyLoss(config)
+    policy_loss = losses.PolicyLoss(config)
     before: list[dict[str, Tensor]] = []
 
     def loss(
@@ -85,11 +75,11 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
                 before[index]["divergence"] = divergence.detach().where(graded, torch.nan)
             sums |= {"teacher_kl": divergence.detach()[graded].sum(), "graded": graded.sum()}
         if config.behaviour_kl:
-            held = behaviour_kl(logprob, streams["behaviour"])
+            held = losses.behaviour_kl(logprob, streams["behaviour"])
             terms = terms + config.behaviour_kl * held
             sums["behaviour_kl"] = held.detach()[real].sum()
         if config.kl.coefficient and config.kl.place == "loss":
-            distance = kl(config.kl.estimator, logprob, streams["reference"])
+            distance = losses.kl(config.kl.estimator, logprob, streams["reference"])
             terms = terms + config.kl.coefficient * distance
             sums["kl"] = distance.detach()[real].sum()
         if config.entropy_bonus:
@@ -98,7 +88,7 @@ def update_policy(learner: Learner, batch: Batch, recipe: TrainRecipe, critic_on
 
     def critic_loss(part: MicroBatch, values: Targets) -> Terms:
         streams = part.streams
-        terms, clipped = value_loss(values, streams["value"], streams["return"], train.critic.value_clip)
+        terms, clipped = losses.value_loss(values, streams["value"], streams["return"], train.critic.value_clip)
         real = streams["weight"] > 0
         sums = {"value_loss": terms.detach()[real].sum(), "value_clipped": clipped[real].sum()}
         return Terms(loss=(streams["weight"] * terms).sum(), sums=sums)
@@ -137,7 +127,9 @@ _FIRST = {
 # ---- mismatch between trainer and server
 
 
-def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowNumbers) -> tuple[PerToken, Flags]:
+def mismatch_weights(
+    config: MismatchConfig, log_ratio: losses.PerToken, sequence: losses.RowNumbers
+) -> tuple[losses.PerToken, losses.Flags]:
     """Return weights of the policy's terms that correct the difference between the server's sampling probabilities and
     the trainer's, and whether a token's ratio is truncated or masked. `log_ratio` = proximal - behaviour; the weights
     carry no gradient. With w = exp(log_ratio), and W its product over the sequence:
@@ -153,7 +145,7 @@ def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowN
     if config.correction == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
     if not config.correction.startswith("token"):
-        log_ratio = over_sequence(log_ratio, sequence, mean=config.correction == "geometric_mask")
+        log_ratio = losses.over_sequence(log_ratio, sequence, mean=config.correction == "geometric_mask")
     ratio, bounds = log_ratio.exp(), config.options
     if config.correction.endswith("truncate"):
         return ratio.clamp(max=bounds.high), ratio > bounds.high
@@ -162,7 +154,7 @@ def mismatch_weights(config: MismatchConfig, log_ratio: PerToken, sequence: RowN
     return kept.where(~limited, 0.0), limited
 
 
-def mismatch_kl(trainer: PerToken, server: PerToken) -> PerToken:
+def mismatch_kl(trainer: losses.PerToken, server: losses.PerToken) -> losses.PerToken:
     """Return the k3 estimate of KL(server || trainer) from tokens that the server sampled (Schulman, 2020,
     "Approximating KL divergence"): exp(d) - 1 - d with d = trainer - server. Never negative."""
     difference = trainer - server
