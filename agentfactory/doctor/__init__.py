@@ -31,8 +31,8 @@ def run(
     coordinates: bool = False,
     look: Check | None = None,
 ) -> bool:
-    """Print all findings; with `coordinates`, also determine the model's image coordinates. If there is no problem,
-    also print the findings of `look`, which takes longer. Return True if there is no problem."""
+    """Print all findings; with `coordinates`, also the model's image coordinates, and without a problem also the
+    findings of `look`, which takes longer. Return True if there is no problem."""
     counts: Counter[Severity] = Counter()
     said = set()
 

@@ -37,7 +37,7 @@ def check_versions() -> Iterator[Finding]:
     for text in importlib.metadata.requires(DISTRIBUTION) or []:
         requirement = Requirement(text)
         required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not required and (requirement.marker is None or "extra" not in str(requirement.marker)):
+        if not required and "extra" not in str(requirement.marker):
             continue  # for another operating system
         wanted = f"{requirement.name}{requirement.specifier}"
         try:

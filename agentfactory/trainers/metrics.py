@@ -91,8 +91,7 @@ METRICS = [
 
 
 def group_metrics(groups: list[Group], ages: Counter[int], sources: Sequence[str] = ()) -> dict[str, float]:
-    """Return means over a batch's chains, and over those of each of `sources`. `ages` counts tokens by age in
-    versions."""
+    """Return means over a batch's chains, and over those of each of `sources`. `ages` counts tokens by age."""
     metrics = _means(groups)
     if ages:
         rows = [row for group in groups for chain in group.trajectories for row in chain.rows]

@@ -173,17 +173,12 @@ def make_batches(
         if batching != "packed":
             blocks += [[[row] for row in block] for block in stack([tree for tree in own if tree.plain], token_budget)]
         shares.append(blocks)
-    most = max(len(share) for share in shares)
-    tokens = sum(len(row.targets) for row in rows)
-    return [
-        Batch(
-            [_micro_batch(block, rows, inputs, names, vision, seen) for block in share]
-            + [_idle(rows[0], seen)] * (most - len(share)),
-            normaliser,
-            tokens,
-        )
-        for share in shares
-    ]
+    most, tokens = max(map(len, shares)), sum(len(row.targets) for row in rows)
+    batches = []
+    for blocks in shares:
+        parts = [_micro_batch(block, rows, inputs, names, vision, seen) for block in blocks]
+        batches.append(Batch(parts + [_idle(rows[0], seen)] * (most - len(blocks)), normaliser, tokens))
+    return batches
 
 
 def _micro_batch(

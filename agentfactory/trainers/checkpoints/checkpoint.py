@@ -148,12 +148,11 @@ class Checkpoints:
         return step == self._train.steps or (every > 0 and step % every == 0)
 
     def is_best(self, accelerator: Accelerator) -> bool:
-        """Return, in all ranks, whether the last finished step has the best evaluation so far. Every process calls
-        it."""
+        """Return, in all ranks, whether the last step has the best evaluation so far. Every process calls it."""
         is_best, state = False, self.train_state
         if accelerator.is_main_process and state.evaluated == state.step > 0:
-            names = [name for name in checkpoint_folder.metric_names(self._train.keep_best) if name in state.after]
-            value = checkpoint_folder.figure(state.after, names[0]) if names else None
+            names = (name for name in checkpoint_folder.metric_names(self._train.keep_best) if name in state.after)
+            value = checkpoint_folder.figure(state.after, next(names, ""))
             if value is not None and (state.best is None or value > state.best):
                 state.best, is_best = value, True
         return of_rank_0(accelerator, is_best)

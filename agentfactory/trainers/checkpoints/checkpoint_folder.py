@@ -96,8 +96,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def verify(path: Path) -> list[str]:
-    """Return the names of all files with a digest. Raises DamagedCheckpointError if one differs, or is no plain
-    file."""
+    """Return the names of all files with a digest. Raises DamagedCheckpointError unless all match."""
     try:
         digests = untrusted_files.read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:

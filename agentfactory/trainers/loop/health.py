@@ -100,10 +100,8 @@ class Health:
         new = [symptom for symptom, text in texts.items() if text is not None and symptom not in self._told]
         self._told = {symptom for symptom, text in texts.items() if text is not None}
         where = f"step {figures['step']}"
-        return [
-            warning(one, f"{where}: {texts[one]}; {self._cause(one, figures)}; see {_PAGES.get(one, PAGE)}")
-            for one in new
-        ]
+        told = {one: f"{where}: {texts[one]}; {self._cause(one, figures)}; see {_PAGES.get(one, PAGE)}" for one in new}
+        return [warning(one, text) for one, text in told.items()]
 
     def _no_gradient(self, figures: Figures) -> str | None:
         # if every chain succeeds, there is nothing left to learn

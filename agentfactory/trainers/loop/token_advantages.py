@@ -192,14 +192,11 @@ class Credit:
         chains = self._chains()
         costs, metrics = self._costs(chains)
         has_critic = self._recipe.train.has_critic
-        told = iter(zip(chains, costs, strict=True))
-        groups = [
-            [
-                ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [], c.anchors)
-                for c, cost in (next(told) for _ in group)
-            ]
-            for group in self._groups
-        ]
+        made = (
+            ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [], c.anchors)
+            for c, cost in zip(chains, costs, strict=True)
+        )
+        groups = [[next(made) for _ in group] for group in self._groups]
         advantages, targets = self._estimated(groups)
         if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
             problem = f"{Path(self._recipe.train.advantage.estimator).name} returned an advantage that is not a finite "

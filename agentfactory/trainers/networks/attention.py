@@ -47,13 +47,10 @@ class Runs:
         line = np.arange(len(places))
         # in preorder the next token is a child of the previous one, or begins another branch, which is not deeper
         branches = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
-        starts = np.concatenate(
-            [
-                # the first of a tree's branches, at depth 0, has plain causal attention
-                np.arange(start, end, RUN_LENGTH) if places[start] else [start]
-                for start, end in zip(branches, [*branches[1:], len(line)], strict=True)
-            ]
-        )
+        bounds = zip(branches, [*branches[1:], len(line)], strict=True)
+        # the first of a tree's branches, at depth 0, has plain causal attention
+        runs = [np.arange(start, end, RUN_LENGTH) if places[start] else [start] for start, end in bounds]
+        starts = np.concatenate(runs)
         context = [np.flatnonzero(last[:start] > start) for start in starts]
         # a run attends to some runs completely, and to others up to the branch of the run or of one that it attends to
         forks = [seen[-1:] + 1 for seen in context]

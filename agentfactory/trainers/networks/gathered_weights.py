@@ -30,10 +30,8 @@ class Weights(Mapping[str, Tensor]):
     @property
     def resident(self) -> bool:
         """True if the weights are the policy's own: holding them takes no memory."""
-        return all(
-            not isinstance(value, DTensor) and value.dtype == self._dtype_of(value) and value.is_contiguous()
-            for value in self._tensors.values()
-        )
+        held = self._tensors.values()
+        return not self.sharded and all(v.dtype == self._dtype_of(v) and v.is_contiguous() for v in held)
 
     @property
     def nbytes(self) -> int:

@@ -54,10 +54,9 @@ def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: It
         return {}
     rows = weight[ids].float()
     lengths = rows.norm(dim=1).clamp(min=1e-12)
-    found = []
-    for part in weight.split(_ROWS_AT_A_TIME):
-        # the exact difference: rows that are equal have a distance of 0
-        found.append(torch.stack([(part.float() - row).norm(dim=1) for row in rows]) / lengths[:, None])
+    # the exact difference: rows that are equal have a distance of 0
+    parts = weight.split(_ROWS_AT_A_TIME)
+    found = [torch.stack([(part.float() - row).norm(dim=1) for row in rows]) / lengths[:, None] for part in parts]
     distances = torch.cat(found, 1)
     distances[torch.arange(len(ids)), torch.tensor(ids)] = torch.inf
     alike = {}
@@ -118,10 +117,10 @@ def _describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
 
 
 def _fix(alike: dict[int, Alike], tokens: FormatTokens) -> str:
-    train = "train their rows, too: model.lora.trainable_tokens=auto"
+    other = "write calls without these tokens: rollout.parser=json"
     if alike.keys() & {*tokens.ends, *tokens.read.values()}:
-        return f"{train}; or set model.chat_template to one with tokens that the network knows"
-    return f"{train}; or write calls without these tokens: rollout.parser=json"
+        other = "set model.chat_template to one with tokens that the network knows"
+    return f"train their rows, too: model.lora.trainable_tokens=auto; or {other}"
 
 
 # ---- training

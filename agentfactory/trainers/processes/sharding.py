@@ -51,8 +51,7 @@ def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
 
 @contextmanager
 def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Fill `model`, which is sharded in place in this context, with rank 0's weights and buffers. Every process calls
-    it."""
+    """Fill `model`, which is sharded in place in this context, with rank 0's weights. Every process calls it."""
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     own = {name for name, _ in model.named_parameters()}
     # torch shards a module with two names, such as the trained rows of tied tables, under the first one only

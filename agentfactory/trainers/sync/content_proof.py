@@ -76,8 +76,7 @@ class Layout:
         return self.names, len(self.pieces), self.dim, self.swapped
 
     def arranged(self, shape: Sequence[int], worker: Worker) -> Tensor | None:
-        """Return what a worker's parameter of this shape must have, without padding; None if this layout has no such
-        shape."""
+        """Return a worker's parameter of this shape, without padding; None if the layout has no such shape."""
         whole = list(self.pieces[0].shape)
         whole[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
         if list(shape) == whole:

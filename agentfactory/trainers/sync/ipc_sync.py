@@ -92,7 +92,7 @@ class IpcSync(FullSync):
         device: torch.device | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """`device` is the buffer's, by default the current GPU, or the CPU. Raise SyncError if a server cannot open
+        """`device` is the buffer's, by default the current GPU, or the CPU. Raise SyncError if a server cannot read
         it."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes

@@ -150,13 +150,9 @@ class NcclSync(FullSync):
         # servers respond only when the group is complete, so call them while joining it
         offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
         joined: list[VllmGroup | TorchGroup] = []
-        _together(
-            lambda: joined.append(open_group(address, port, 1 + sum(workers))),
-            *(
-                partial(server.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
-                for server, offset in zip(servers, offsets, strict=True)
-            ),
-        )
+        bodies = [{"init_info": {**info, "rank_offset": offset}} for offset in offsets]
+        posts = [partial(s.post, "/init_weight_transfer_engine", b) for s, b in zip(servers, bodies, strict=True)]
+        _together(lambda: joined.append(open_group(address, port, 1 + sum(workers))), *posts)
         self._group = joined[0]
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:

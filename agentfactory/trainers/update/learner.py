@@ -175,8 +175,7 @@ class Learner:
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
     def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, np.ndarray]]:
-        """Collect per-target values of all processes' micro-batches by the index of their row; only rank 0 gets
-        them."""
+        """Collect per-target values of all processes' micro-batches by their row's index; only rank 0 gets them."""
         found: list[tuple[int, dict[str, np.ndarray]]] = []
         for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
