@@ -54,7 +54,8 @@ def use_fp8(layers: list[nn.Module], precision: Precision, device: torch.device)
         problem = f"{precision} needs torchao, which is not installed"
         raise SettingError(FIELD, problem, "run `pip install 'torchao>=0.18,<0.19'`")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _FP8_SINCE:
-        problem = f"{torch.cuda.get_device_name(device)} has compute capability {found}, and FP8 needs {_FP8_SINCE}"
+        has, needs = (".".join(map(str, version)) for version in (found, _FP8_SINCE))
+        problem = f"{torch.cuda.get_device_name(device)} has compute capability {has}, and FP8 needs {needs}"
         raise SettingError(FIELD, problem, "use auto")
     chosen = {module for _, _, module in fp8_linears(layers)}
     if not chosen:

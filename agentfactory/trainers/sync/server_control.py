@@ -98,8 +98,8 @@ class ServerControl:
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
         """Wake one part of a sleeping server: the weights, then the cache, after which it resumes automatically. Raises
         SyncError if it refuses, or stays asleep after the cache wakes."""
-        fix = "free its device from other processes, or lower its memory (server.options.gpu_memory_utilization; "
-        fix += "embedded: server.max_num_seqs or server.max_model_len), and continue with --resume"
+        fix = "it needs its previous amount of memory: free its device from other processes, or lower its memory ("
+        fix += "server.options.gpu_memory_utilization; embedded: server.max_num_seqs or max_model_len), and --resume"
         self._share(f"/wake_up?tags={part}", "the server does not wake up", fix)
         if part == "kv_cache":
             if self.is_sleeping():
