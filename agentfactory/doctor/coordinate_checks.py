@@ -21,7 +21,6 @@ PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), 
 for all pictures."""
 SIDE = 240
 CLEAR = 0.5
-"""Minimum mean IoU of the model's coordinate system."""
 CLOSE = 0.1
 """Minimum difference of mean IoU that distinguishes two systems: in images that a model gets at nearly full size, its
 pixels are those of the file."""

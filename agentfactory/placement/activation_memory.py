@@ -41,7 +41,6 @@ class Peak:
         return self.rest + self.logits
 
     def plus(self, times: int, more: "Peak", less: "Peak") -> "Peak":
-        """Return this plus `times` the difference between `more` and `less`."""
         logits = self.logits + times * (more.logits - less.logits)
         return Peak(self.rest + times * (more.rest - less.rest), logits)
 

@@ -128,7 +128,6 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
 
 
 def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
-    """Yield embeddings and head, which no method quantises by default."""
     for table in (network.get_input_embeddings(), network.get_output_embeddings()):
         if table is not None:
             yield from table.parameters()
@@ -175,7 +174,6 @@ def _workspace(
 
 
 def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
-    """Return the tokens of prompts that vLLM computes at a time."""
     asked = _flag(recipe.server.vllm.args, "--max-num-batched-tokens")
     return int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
 

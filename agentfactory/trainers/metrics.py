@@ -125,7 +125,6 @@ def _means(groups: list[Group]) -> dict[str, float]:
 
 
 def _recomputed(row: Row) -> int:
-    """Return the number of context tokens that a server recomputed for new weights."""
     changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
     return sum(old.end for old, new in changes if not new.mixed)
 

@@ -40,7 +40,6 @@ class Tree:
 
     @property
     def plain(self) -> bool:
-        """True if the tree does not branch, so that it equals its longest row."""
         return int(self.positions[-1]) == len(self.ids) - 1
 
     @property

@@ -56,7 +56,6 @@ def read_info(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the temporary name of the checkpoint `path` while it is written."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -91,7 +90,6 @@ def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the files in `folder` and below, by their names within it."""
     return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
 

@@ -70,7 +70,6 @@ def holds_full_weights(server: ServerControl, label: str, content: Content) -> b
 
 
 def described(weights: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:
-    """Return names, dtypes and shapes of weights, as the receiver expects them."""
     names, values = zip(*weights, strict=True)
     dtypes = [str(value.dtype).removeprefix("torch.") for value in values]
     return {"names": [*names], "dtype_names": dtypes, "shapes": [list(value.shape) for value in values]}

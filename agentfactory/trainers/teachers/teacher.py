@@ -42,7 +42,6 @@ class Teacher:
         self._config = config
         self._frozen = frozen
         self.network = frozen.network
-        """The separate network; None if the teacher uses the policy's."""
         self._rows = rows
         self._missing = missing or {}
         self._seconds = 0.0

@@ -127,7 +127,6 @@ class Offload:
 
 
 def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
-    """Yield every tensor that is kept between two steps, and whether it is frozen."""
     for network in learner.networks:
         for parameter in network.parameters():
             yield parameter, not parameter.requires_grad
