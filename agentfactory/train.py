@@ -136,9 +136,8 @@ def _main() -> int:
     # torch and transformers take seconds to import; report a broken recipe before that
     from agentfactory.launching.trainer_main import train
     from agentfactory.rollout.workers.worker_socket import WorkerDiedError
-    from agentfactory.trainers.processes.accelerator import LaunchError
+    from agentfactory.trainers.processes.rendezvous import LaunchError
     from agentfactory.trainers.sync.server_control import SyncError
-    from agentfactory.trainers.tracking import TrackingError
 
     gc.freeze()
     gc.enable()
@@ -153,7 +152,7 @@ def _main() -> int:
             # the launcher repeats a single line, and messages of other libraries may span several
             print_error(" ".join(str(error).split()))
         return 2
-    except (WorkerDiedError, SyncError, TrackingError, DiskError, ValueError, FloatingPointError) as error:
+    except (WorkerDiedError, SyncError, DiskError, ValueError, FloatingPointError) as error:
         print_error(error)
         return 1
     if isinstance(ended_by, Symptom):

@@ -68,7 +68,7 @@ def replay(recipe: Recipe, batches: list[list[Group]]) -> list[float]:
         credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
         batch = learner.deal(credited.rows, credited.normaliser)
         metrics = update_metrics(update_policy(learner, batch, recipe).updates, batch)
-        learner.end_step()
+        learner.schedule.step()
         lost.append(lost_certainty(learner, probes))
         print(
             f"step {number}: grad_norm {metrics['grad_norm']:.3f}, entropy {metrics['entropy']:.3f}, "

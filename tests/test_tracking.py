@@ -27,7 +27,7 @@ from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.trainers.config import TrackConfig
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.tracking import COLUMNS, Tracking, TrackingError, chosen, conversation
+from agentfactory.trainers.tracking import COLUMNS, Tracking, chosen, conversation
 from tests.conftest import QUICKSTART
 from tests.forked import TRAINER, Forked
 from tests.project import load_and_check
@@ -264,7 +264,7 @@ def test_credit_is_what_the_trainer_used(tracked: Tracked) -> None:
 
 def test_a_tracker_that_does_not_start_says_why(accelerator: Accelerator, tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    with pytest.raises(TrackingError, match=r"tensorboard does not start: .*Not a directory.*fix: make .* writable"):
+    with pytest.raises(ValueError, match=r"tensorboard does not start: .*Not a directory.*fix: make .* writable"):
         Tracking(TrackConfig(trackers=["tensorboard"]), "run", tmp_path, {})
 
 

@@ -10,28 +10,7 @@ from typing import Any
 from agentfactory.base.errors import SettingError
 from agentfactory.base.findings import Finding, Severity, ok, problem, warning
 from agentfactory.base.processes.memory import memory_room
-from agentfactory.doctor.machine_checks import (
-    check_devices,
-    check_disk,
-    check_memory,
-    check_open_files,
-    check_sandbox,
-    check_versions,
-    see_devices,
-)
-from agentfactory.doctor.recipe_checks import (
-    check_address,
-    check_fit,
-    check_format,
-    check_hub,
-    check_output,
-    check_rewards,
-    check_servers,
-    check_vllm,
-    has_tasks,
-    runs_code,
-    starts_server,
-)
+from agentfactory.doctor import machine_checks, recipe_checks
 from agentfactory.recipe.checks import check_recipe, parts_of, runs_chains
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.load import load_recipe
@@ -52,8 +31,8 @@ def run(
     coordinates: bool = False,
     look: Check | None = None,
 ) -> bool:
-    """Print all findings; with `coordinates`, also determine the model's image coordinates. If there is no problem,
-    also print the findings of `look`, which takes longer. Return True if there is no problem."""
+    """Print all findings; with `coordinates`, also the model's image coordinates, and without a problem also the
+    findings of `look`, which takes longer. Return True if there is no problem."""
     counts: Counter[Severity] = Counter()
     said = set()
 
@@ -89,15 +68,15 @@ def _count(number: int, noun: str) -> str:
 def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = False) -> Iterator[Finding]:
     """Yield all findings, the machine's first, each as soon as it is available."""
     stages: list[Recipe] = []
-    yield from _safely("versions", check_versions)
+    yield from _safely("versions", machine_checks.check_versions)
     devices: dict[str, Any] = {"gpus": []}
     try:
-        devices = see_devices()
+        devices = machine_checks.see_devices()
     except RuntimeError as error:
         yield problem("devices", f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
     else:
-        yield from _safely("devices", partial(check_devices, devices))
-    yield from _safely("memory", lambda: check_memory(memory_room()))
+        yield from _safely("devices", partial(machine_checks.check_devices, devices))
+    yield from _safely("memory", lambda: machine_checks.check_memory(memory_room()))
     if recipe is not None:
         lacks: list[SettingError] = []
         try:
@@ -111,12 +90,11 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
                 yield ok("recipe", f"{loaded.name} is valid")
         for lack in {str(lack): lack for lack in lacks}.values():
             yield problem("recipe", lack.without_fix, lack.fix)
-    yield from _safely("disk", partial(check_disk, stages[0].output if stages else Path.cwd()))
+    yield from _safely("disk", partial(machine_checks.check_disk, stages[0].output if stages else Path.cwd()))
     if not stages:
-        yield from _safely("open files", check_open_files)
-    yield from _safely(
-        "sandbox", partial(check_sandbox, any(runs_code(part.recipe) for stage in stages for part in parts_of(stage)))
-    )
+        yield from _safely("open files", machine_checks.check_open_files)
+    runs_code = any(recipe_checks.runs_code(part.recipe) for stage in stages for part in parts_of(stage))
+    yield from _safely("sandbox", partial(machine_checks.check_sandbox, runs_code))
     for stage in stages:
         for subject, check in _checks(stage, len(devices["gpus"])):
             yield from _safely(subject, check)
@@ -128,19 +106,18 @@ def examine(recipe: str | None, overrides: Sequence[str], coordinates: bool = Fa
 
 
 def _checks(recipe: Recipe, gpus: int) -> Iterator[tuple[str, Check]]:
-    """Yield the checks for one stage."""
-    yield "open files", partial(check_open_files, most_chains(recipe, recipe.rollout.workers))
-    yield "run folder", partial(check_output, recipe)
-    yield "memory", lambda: check_fit(recipe, memory_room())
-    yield "hub", partial(check_hub, recipe)
+    yield "open files", partial(machine_checks.check_open_files, most_chains(recipe, recipe.rollout.workers))
+    yield "run folder", partial(recipe_checks.check_output, recipe)
+    yield "memory", lambda: recipe_checks.check_fit(recipe, memory_room())
+    yield "hub", partial(recipe_checks.check_hub, recipe)
     for part in distinct(parts_of(recipe)):
         yield from _checks_of_part(recipe, part)
-    if starts_server(recipe):
-        yield "port", partial(check_address, recipe)
+    if recipe_checks.starts_server(recipe):
+        yield "port", partial(recipe_checks.check_address, recipe)
         if recipe.server.engine == "vllm":
-            yield "vllm", partial(check_vllm, recipe, gpus)
+            yield "vllm", partial(recipe_checks.check_vllm, recipe, gpus)
     elif recipe.server.url is not None:
-        yield "server", partial(check_servers, recipe)
+        yield "server", partial(recipe_checks.check_servers, recipe)
 
 
 def _safely(subject: str, check: Check) -> Iterator[Finding]:
@@ -156,9 +133,9 @@ def _checks_of_part(whole: Recipe, part: Part[Recipe]) -> Iterator[tuple[str, Ch
     """Yield the checks of the chains of one source of tasks."""
     recipe, of = part.recipe, f" of source {part.name}" if part.name else ""
     if runs_chains(whole, "train") and (Path(recipe.model.path).is_dir() or has_tokenizer(recipe.model.path)):
-        yield f"format{of}", partial(check_format, recipe)
-    if recipe.rewards and has_tasks(recipe):
-        yield f"rewards{of}", partial(check_rewards, recipe)
+        yield f"format{of}", partial(recipe_checks.check_format, recipe)
+    if recipe.rewards and recipe_checks.has_tasks(recipe):
+        yield f"rewards{of}", partial(recipe_checks.check_rewards, recipe)
     elif recipe.data is not None and recipe.data.file is not None and not recipe.data.file.exists():
         text = f"not checked with rewards and format: {display(recipe.data.file)} does not exist yet"
         fix = "run `agentfactory doctor` again once `agentfactory train` has created it"

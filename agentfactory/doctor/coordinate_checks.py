@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
@@ -20,17 +20,14 @@ PLACES = ((1500, 1100, 900, 620), (1300, 1700, 300, 1200), (900, 640, 500, 90), 
 """Width and height of each picture, and the square's top left corner. No two coordinate systems give similar numbers
 for all pictures."""
 SIDE = 240
-"""Side of the square, in pixels."""
 CLEAR = 0.5
-"""Minimum mean IoU of the model's coordinate system."""
 CLOSE = 0.1
 """Minimum difference of mean IoU that distinguishes two systems: in images that a model gets at nearly full size, its
 pixels are those of the file."""
 _TEMPERATURE, _TOKENS = 0.1, 512
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A grey picture with a red square, whose `box` is in pixels."""
 
     image: Image.Image
@@ -38,7 +35,6 @@ class Picture:
 
 
 def pictures() -> list[Picture]:
-    """Return the pictures to ask a model about."""
     made = []
     for width, height, left, top in PLACES:
         image = Image.new("RGB", (width, height), (200, 200, 200))
@@ -97,7 +93,6 @@ def check_coordinates(recipe: Recipe) -> Iterator[Finding]:
 
 
 async def _ask(recipe: Recipe, asked: Sequence[Picture]) -> list[str]:
-    """Return the model's answers."""
     rollout = {"temperature": _TEMPERATURE, "max_tokens": _TOKENS, "max_turns": 1, "parser": recipe.rollout.parser}
     server = {"api_key_env": recipe.server.api_key_env, "retry_seconds": 10.0}
     url = recipe.server.urls[0]

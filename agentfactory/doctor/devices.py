@@ -11,8 +11,7 @@ from agentfactory.placement.machine import see_machine
 
 
 def see_devices() -> dict[str, Any]:
-    """Return torch's platform, each GPU's name, total and free bytes and bfloat16 support, why a GPU build finds none,
-    and torchvision's import error."""
+    """Return torch's platform, the GPUs with free bytes and bfloat16 support, and errors of CUDA and torchvision."""
     version = torch.version
     build = f"cuda {version.cuda}" if version.cuda else f"rocm {version.hip}" if version.hip else "cpu"
     seen: dict[str, Any] = {"build": build, "gpus": [], "error": "", "torchvision": _torchvision_error()}

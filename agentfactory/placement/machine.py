@@ -15,9 +15,7 @@ CUDA_CONTEXT = 512 * 2**20
 ASKING_CONTEXT = 400 * 2**20
 """Bytes of the CUDA context of a process that asks for free memory and computes nothing."""
 NCCL_BUFFERS = 384 * 2**20
-"""Bytes in each process when there are several GPUs."""
 CUDA_GRAPHS = 512 * 2**20
-"""Bytes of captured decode steps."""
 SAMPLER_COPIES = 5
 """vLLM: number of float32 values that exist at a time for each logit of all sequences."""
 MARGIN = 0.05
@@ -57,7 +55,6 @@ class Machine:
 
 
 def see_machine() -> Machine:
-    """Return the visible GPUs and the machine's memory."""
     memory = psutil.virtual_memory()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     seen = map(torch.cuda.mem_get_info, range(count))

@@ -26,13 +26,9 @@ SHAPES = Path(__file__).with_name("shapes")
 """Copies of the config.json published with the models of our recipes, as ORGANISATION--NAME.json."""
 
 
-class NoConfigError(Exception):
-    """No configuration is available; the message gives the reason."""
-
-
 def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
     """Load the configuration of a model's folder, or of a hub name: from the hub, earlier downloads, or `SHAPES`, which
-    the second value, a note, tells. Raises NoConfigError."""
+    the second value, a note, tells. Raises ValueError."""
     # the hub's own client retries for half a minute
     offline = is_hub_name(path) and not hub_answers(path)
     try:
@@ -44,7 +40,7 @@ def load_config(path: str) -> tuple[PreTrainedConfig, str | None]:
             note = "the hub cannot be reached; shapes are those of AgentFactory's copy of its config.json"
             return config, f"{path}: {note}"
         why = "the hub cannot be reached, and it was not downloaded before" if offline else str(error).splitlines()[0]
-        raise NoConfigError(f"the configuration of {path} cannot be loaded: {why}") from error
+        raise ValueError(f"the configuration of {path} cannot be loaded: {why}") from error
 
 
 _WITHOUT_WEIGHTS = (
@@ -56,11 +52,8 @@ _WITHOUT_WEIGHTS = (
 
 def difference(model: PretrainedConfig, served: PretrainedConfig) -> str | None:
     """Return the first difference between the architectures of `served`, such as a quantised copy, and `model`, such as
-    "vocab_size is 152064, not 151936"; None if an adapter of one fits the other.
-
-    Compare fields, then the shapes of all weights below the head. Quantisation, and whether the head is tied, may
-    differ. Whether the weights are those of the same model is shown by the sync's canary.
-    """
+    "vocab_size is 152064, not 151936"; None if an adapter of one fits the other: fields and shapes below the head are
+    equal."""
     first, second = model.get_text_config(), served.get_text_config()
     for name in _WITHOUT_WEIGHTS:
         here, there = getattr(first, name, None), getattr(second, name, None)
@@ -85,8 +78,7 @@ def meta_model(recipe: TrainRecipe, config: PreTrainedConfig, device: str) -> Po
     """Return the network that a recipe's learner trains on `device` (cuda or cpu), on the meta device, by its code.
 
     It omits liger's kernels, torch.compile, FlexAttention and FlashAttention, which take less memory than their
-    replacements here, and offload. Raises ValueError if the recipe cannot be trained.
-    """
+    replacements here, and offload. Raises ValueError if the recipe cannot be trained."""
     train = recipe.train
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     with torch.device("meta"):
@@ -119,14 +111,13 @@ def check_targets(recipe: TrainRecipe) -> None:
     try:
         config, _ = load_config(path)
         network = meta_network(config, torch.float32, whole=sees(config))
-    except (NoConfigError, ValueError) as error:
+    except ValueError as error:
         problem = f"no network can be made of {path}: {str(error).splitlines()[0]}"
         raise SettingError("model.path", problem, "name a causal language model in the transformers format") from error
     adapted_modules(network, lora.target_modules, recipe.train.trains_vision)
 
 
 def policy_of(model: Policy | ActorCritic) -> Policy:
-    """Return the policy alone."""
     return model.policy if isinstance(model, ActorCritic) else model
 
 

@@ -32,7 +32,6 @@ class Need:
     server: ServerMemory | None
     """Memory on each of the server's devices; None if no server is planned."""
     notes: tuple[str, ...] = ()
-    """Notes on the sources of the values, and on omissions."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,7 @@ class Sum:
 
     @property
     def total(self) -> int:
-        """Bytes of all terms."""
         return sum(self.terms.values())
-
-    @property
-    def fits(self) -> bool:
-        """True if there is room for all terms."""
-        return self.short <= 0
 
     @property
     def short(self) -> float:
@@ -65,7 +58,6 @@ class Sum:
 
     @property
     def of(self) -> str:
-        """The room as text."""
         return " GiB" if self.room is None else f" of {gib(self.room)} GiB"
 
 
@@ -75,12 +67,10 @@ class Plan:
 
     mode: str
     devices: str
-    """The devices as text."""
     need: Need
     cache: int
     """Bytes of the server's KV cache on each of its devices."""
     sums: tuple[Sum, ...]
-    """Sums with the whole cache."""
     least: tuple[Sum, ...]
     """Sums with the smallest cache that the server can work with."""
     utilization: float | None = None
@@ -95,14 +85,12 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """Mode and devices."""
         alone = self.need.server is None or not self.need.trainer
         return self.devices if alone else f"{self.mode}: {self.devices}"
 
     @property
     def fits(self) -> bool:
-        """True if the sums of `least` fit."""
-        return all(part.fits for part in self.least)
+        return all(part.short <= 0 for part in self.least)
 
     @property
     def worst(self) -> Sum:
@@ -133,7 +121,7 @@ def table(plan: Plan, recipe: Recipe) -> str:
     # each name once, those that both processes have at the end
     seen = [*dict.fromkeys(name for column in columns.values() for name in column)]
     names = [name for name in seen if name not in _LAST_ROWS] + [name for name in _LAST_ROWS if name in seen]
-    labels = {name: name for name in names} | {"total": "total"}
+    labels = {name: name for name in (*names, "total")}
     if "activations" in labels:
         labels["activations"] += f" ({recipe.train.token_budget:,} tokens)"
     width = max(map(len, labels.values()))
@@ -143,17 +131,17 @@ def table(plan: Plan, recipe: Recipe) -> str:
         note = _cache_note(plan, recipe) if name == "KV cache" else ""
         lines.append("  ".join([f"{labels[name]:{width}}", *cells]).rstrip() + note)
     totals = [f"{gib(sum(column.values())):>8}" for column in columns.values()]
-    lines.append("  ".join([f"{'total':{width}}", *totals]))
-    return "\n".join([*lines, *map(str, plan.sums), *plan.need.notes])
+    total = "  ".join([f"{'total':{width}}", *totals])
+    return "\n".join([*lines, total, *map(str, plan.sums), *plan.need.notes])
 
 
 def _cache_note(plan: Plan, recipe: Recipe) -> str:
     server, length = plan.need.server, recipe.rollout.max_total_tokens
     assert server is not None
     chain = length * server.cache_per_token + server.cache_per_sequence
-    if not chain:
-        return ""
-    return f"  ({plan.cache * length // chain:,} tokens: {plan.cache / chain:.1f} chains of {length:,})"
+    return (
+        f"  ({plan.cache * length // chain:,} tokens: {plan.cache / chain:.1f} chains of {length:,})" if chain else ""
+    )
 
 
 VLLM_SHARE = 0.92
@@ -180,7 +168,6 @@ class _Room:
 
 
 def device_of(recipe: Recipe, machine: Machine) -> Device:
-    """Return the kind of device that the recipe is planned for."""
     return "cuda" if machine.gpus or recipe.placement.gpu_memory_gib else "cpu"
 
 
@@ -257,17 +244,14 @@ def _on_cpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     cache = need.server.least_cache if need.server else 0
     if need.server and recipe.server.engine == "vllm":
         cache = VLLM_CPU_CACHE if share is None else max(0, int(share * machine.ram) - parts)
-    margin, free = int(MARGIN * machine.ram), machine.ram_free
-    sums: tuple[Sum, ...]
+    terms = {"trainer": trainer} if need.trainer else {}
+    terms |= {"server": parts + cache} if need.server else {}
+    by_phase = {"together": terms}
     if mode == "time_share":
-        sums = (
-            Sum("while training", {"trainer": trainer, "sleeping server": parts, "margin": margin}, free),
-            Sum("while acting", {"server": parts + cache, "offloaded trainer": offloaded, "margin": margin}, free),
-        )
-    else:
-        terms = {"trainer": trainer} if need.trainer else {}
-        terms |= {"server": parts + cache} if need.server else {}
-        sums = (Sum("together", {**terms, "margin": margin}, free),)
+        by_phase = {"while training": {"trainer": trainer, "sleeping server": parts}}
+        by_phase["while acting"] = {"server": parts + cache, "offloaded trainer": offloaded}
+    free, margin = machine.ram_free, {"margin": int(MARGIN * machine.ram)}
+    sums = tuple(Sum(phase, {**terms, **margin}, free) for phase, terms in by_phase.items())
     devices = f"this machine's {machine.ram / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free"
     return Plan(mode, devices, need, cache, sums, sums)
 

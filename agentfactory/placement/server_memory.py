@@ -128,7 +128,6 @@ def _weights(network: PreTrainedModel, bits: float | None) -> int:
 
 
 def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
-    """Yield embeddings and head, which no method quantises by default."""
     for table in (network.get_input_embeddings(), network.get_output_embeddings()):
         if table is not None:
             yield from table.parameters()
@@ -175,7 +174,6 @@ def _workspace(
 
 
 def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
-    """Return the tokens of prompts that vLLM computes at a time."""
     asked = _flag(recipe.server.vllm.args, "--max-num-batched-tokens")
     return int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
 
@@ -208,8 +206,7 @@ def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int
     if getattr(text, "kv_lora_rank", None):
         # multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): every device stores all of it
         token = (text.kv_lora_rank + text.qk_rope_head_dim) * dtype.itemsize
-    windows = kinds.count("sliding_attention") if window else 0
-    states = kinds.count("linear_attention")
+    windows, states = kinds.count("sliding_attention") if window else 0, kinds.count("linear_attention")
     per_sequence = windows * token * window if windows else 0
     if states:
         per_sequence += states * -(-_state(text, state_dtype) // devices)
@@ -218,7 +215,7 @@ def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int
 
 
 def _embedded_cache(text: Any, dtype: torch.dtype) -> int:
-    """Return bytes per token in the embedded engine: every layer keeps keys and values of all tokens, in full."""
+    """Return bytes per token in the embedded engine, whose layers keep keys and values of all tokens."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * int(text.num_hidden_layers) * int(heads) * head_width(text) * dtype.itemsize
 
@@ -229,6 +226,5 @@ def _state(text: Any, dtype: torch.dtype) -> int:
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     recurrent = getattr(torch, getattr(text, "mamba_ssm_dtype", None) or "float32")
-    return (2 * keys + values) * (
-        text.linear_conv_kernel_dim - 1
-    ) * dtype.itemsize + values * text.linear_key_head_dim * recurrent.itemsize
+    convolution = (2 * keys + values) * (text.linear_conv_kernel_dim - 1) * dtype.itemsize
+    return convolution + values * text.linear_key_head_dim * recurrent.itemsize

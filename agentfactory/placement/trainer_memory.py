@@ -82,21 +82,18 @@ def _weights(model: nn.Module) -> dict[str, int]:
     sizes = {"weights": 0, "adapter": 0, "critic": 0, "reference": 0}
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         row = "critic" if role_of(name) == Role.CRITIC else "adapter" if ".lora_" in name else "weights"
-        if REFERENCE_ADAPTER in name.split("."):
-            row = "reference"
+        row = "reference" if REFERENCE_ADAPTER in name.split(".") else row
         sizes[row] += weight.numel() * weight.itemsize
     return sizes
 
 
 def _reference(recipe: TrainRecipe, policy: Policy) -> dict[str, int]:
-    """Return the bytes of a separate reference network, if there is one."""
     if policy.is_lora or not recipe.train.has_reference:
         return {}
     return {"reference": sum(weight.numel() for weight in policy.network.parameters()) * policy.dtype.itemsize}
 
 
 def _teacher(recipe: TrainRecipe, policy: Policy, config: PreTrainedConfig | None) -> dict[str, int]:
-    """Return the bytes of a teacher's network, unless it is the base of the policy's adapter."""
     if recipe.teacher is None or config is None or (policy.is_lora and recipe.teacher.model == recipe.model.path):
         return {}
     network = meta_network(config, policy.dtype, whole=sees(config))
@@ -113,22 +110,18 @@ def _batch(recipe: TrainRecipe, policy: Policy) -> int:
 
 
 def _units(model: Policy | ActorCritic, recipe: TrainRecipe) -> tuple[int, list[nn.Parameter]]:
-    """Return fsdp2's unsharded weights during a backward pass: the bytes of two layers (the current, and the next or
-    the one being sent), and the weights outside layers."""
+    """Return fsdp2's unsharded weights in a backward pass: the bytes of two layers, and the weights outside layers."""
     layers = decoder_layers(policy_of(model).network)
     if isinstance(model, ActorCritic) and model.critic.backbone is not None:
         layers += decoder_layers(model.critic.backbone.network)
-
     inside = {id(weight) for layer in layers for weight in layer.parameters()}
     rest = [weight for weight in model.parameters() if id(weight) not in inside]
     return 2 * max(_gathered(layer.parameters(), recipe) for layer in layers), rest
 
 
 def _gathered(weights: Iterable[Tensor], recipe: TrainRecipe) -> int:
-    """Return the bytes of whole weights and of their gradients."""
-    return sum(
-        weight.numel() * used_dtype(weight, recipe).itemsize * (2 if weight.requires_grad else 1) for weight in weights
-    )
+    counts = ((weight.numel() * (1 + weight.requires_grad), used_dtype(weight, recipe)) for weight in weights)
+    return sum(count * dtype.itemsize for count, dtype in counts)
 
 
 def _sent(policy: Policy) -> int:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from agentfactory.base.config import Choice, Options, PositiveFloat, PositiveInt, Section, TypedOptions
 from agentfactory.base.errors import SettingError
@@ -31,10 +31,13 @@ POLICIES = ("clip", "gspo", "cispo", "sapo", "reinforce")
 CONTEXTS = ("solution", "answer", "errors")
 
 
-def _named(name: str, ours: tuple[str, ...], kind: str = "function") -> str:
-    if name not in ours and ".py:" not in name:
-        raise SettingError("", f"got {name!r}", f"use {', '.join(ours)}, or FILE.py:NAME of a {kind} of your own")
-    return name
+def _one_of(ours: tuple[str, ...], kind: str = "function") -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in ours and ".py:" not in name:
+            raise SettingError("", f"got {name!r}", f"use {', '.join(ours)}, or FILE.py:NAME of a {kind} of your own")
+        return name
+
+    return AfterValidator(check)
 
 
 Precision = Literal["auto", "fp8", "fp8_rowwise"]
@@ -53,15 +56,11 @@ class Symptom(StrEnum):
 
 
 class ScaleOptions(Section):
-    """Options of estimators that compare the chains of a group."""
+    """Options of estimators that compare the chains of a group: `estimator: grpo`."""
 
     scale: Literal["none", "group", "batch"] = "group"
     """Divide by the standard deviation of the group's rewards (gigpo: or of the returns of turns in the same state), or
     of the batch's (grpo only)."""
-
-
-class GrpoOptions(ScaleOptions):
-    """Options of `estimator: grpo`."""
 
 
 class ReturnOptions(Section):
@@ -106,9 +105,9 @@ class AdvantageConfig(Choice):
     """Advantage of each sampled token, computed from the rewards."""
 
     chooser = "estimator"
-    kinds = {"grpo": GrpoOptions, "reinforce_pp": ReturnOptions, "gae": GaeOptions, "gigpo": GigpoOptions}
+    kinds = {"grpo": ScaleOptions, "reinforce_pp": ReturnOptions, "gae": GaeOptions, "gigpo": GigpoOptions}
 
-    estimator: str = "grpo"
+    estimator: Annotated[str, _one_of(ESTIMATORS)] = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
     critic; gigpo: grpo's advantage, plus the turn's among turns in the same state; raft: 1 for the group's best chains,
@@ -122,11 +121,6 @@ class AdvantageConfig(Choice):
     per_source: bool = False
     """With data.sources: compute statistics of the whole batch (scale=batch, whitening) within each source instead, so
     that sources whose rewards vary more do not have larger advantages."""
-
-    @field_validator("estimator")
-    @classmethod
-    def _check_estimator(cls, estimator: str) -> str:
-        return _named(estimator, ESTIMATORS)
 
 
 class KlConfig(Section):
@@ -215,7 +209,7 @@ class LossConfig(Choice):
     chooser = "policy"
     kinds = {"clip": ClipOptions, "gspo": ClipOptions, "cispo": CispoOptions, "sapo": SapoOptions}
 
-    policy: str = "clip"
+    policy: Annotated[str, _one_of(POLICIES)] = "clip"
     """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
     gate; reinforce: plain policy gradient; or `FILE.py:NAME` of your own function (docs/add-an-algorithm.md)."""
     options: TypedOptions = None
@@ -233,11 +227,6 @@ class LossConfig(Choice):
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Share of the batch's tokens that the policy term trains: the ones with the highest entropy."""
     mismatch: MismatchConfig = MismatchConfig()
-
-    @field_validator("policy")
-    @classmethod
-    def _check_policy(cls, policy: str) -> str:
-        return _named(policy, POLICIES)
 
 
 class OverlongConfig(Section):
@@ -378,23 +367,20 @@ class TrainConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """True if a critic is trained with the policy."""
         return self.algorithm != "sft" and isinstance(self.advantage.options, GaeOptions)
 
     @property
     def critic(self) -> GaeOptions:
-        """The options of the critic. Only for a recipe that has one."""
+        """The options of the critic, for a recipe that has one."""
         assert isinstance(self.advantage.options, GaeOptions)
         return self.advantage.options
 
     @property
     def has_reference(self) -> bool:
-        """True if the KL divergence from the reference is used."""
         return self.algorithm != "sft" and self.loss.kl.coefficient > 0
 
     @property
     def trains_vision(self) -> bool:
-        """True if the vision tower is trained."""
         return self.vision != "frozen"
 
     @field_validator("advantage", "loss", mode="before")
@@ -442,7 +428,7 @@ class TeacherConfig(Choice):
     log-probabilities while chains run, and the trainer loads no teacher."""
     api_key_env: str | None = None
     """Environment variable that contains the key of the server at `url`."""
-    context: str | None = None
+    context: Annotated[str, _one_of(CONTEXTS)] | None = None
     """Self-distillation: a text that only the teacher reads, at the end of the task. solution: another chain of the
     group, which succeeded; answer: the row's `answer`; errors: of the chain's calls; or `FILE.py:NAME` of a function
     (trajectory, task, trajectories) that returns it. Chains without such a text are not graded."""
@@ -458,11 +444,6 @@ class TeacherConfig(Choice):
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher beside the reward's advantages, which train.algorithm=distill omits."""
 
-    @field_validator("context")
-    @classmethod
-    def _check_context(cls, context: str | None) -> str | None:
-        return context if context is None else _named(context, CONTEXTS)
-
     @model_validator(mode="after")
     def _fields_agree(self) -> "TeacherConfig":
         for fault in self._faults():
@@ -470,7 +451,6 @@ class TeacherConfig(Choice):
         return self
 
     def _faults(self) -> Iterator[tuple[str, str, str]]:
-        """Yield field, problem and fix of each contradiction."""
         if self.model is None and self.url is None and self.context is None:
             fix = "name a stronger model, its server by teacher.url, or set teacher.context for self-distillation"
             yield "model", "missing: without it, the policy would teach itself", fix
@@ -492,7 +472,6 @@ class TeacherConfig(Choice):
 
     @property
     def is_sampled(self) -> bool:
-        """True if only sampled tokens are compared."""
         return self.divergence == "sampled"
 
     @property
@@ -507,15 +486,14 @@ class TeacherConfig(Choice):
 
     @property
     def stream(self) -> str | None:
-        """The stream of training rows with the teacher's scores (see `Learner.score`); None if the divergence is
-        exact."""
+        """The training rows' stream of the teacher's scores (see `Learner.score`); None if the divergence is exact."""
         return "teacher" if self.is_sampled else "teacher_top" if self.top_k is not None else None
 
 
 class SyncConfig(Section):
     """Transfer of new weights to the inference server."""
 
-    backend: str = "auto"
+    backend: Annotated[str, _one_of(("auto", "file", "lora", "nccl", "ipc"), "class")] = "auto"
     """lora: the adapter's files. file: full weights as safetensors, on a disk that the servers can read. nccl: full
     weights by broadcast between GPUs, to vLLM only. ipc: full weights through memory that trainer and server share, on
     one GPU (vLLM) or one machine's CPU (embedded). auto: lora if model.lora is set, ipc if both use one GPU, nccl if
@@ -523,11 +501,6 @@ class SyncConfig(Section):
     Or `FILE.py:NAME` of your own class (docs/add-a-sync-backend.md). (nccl: untested on a GPU so far.)"""
     options: Options = {}
     """Additional arguments for a FILE.py:NAME backend."""
-
-    @field_validator("backend")
-    @classmethod
-    def _check_backend(cls, backend: str) -> str:
-        return _named(backend, ("auto", "file", "lora", "nccl", "ipc"), "class")
 
     @model_validator(mode="after")
     def _options_are_for_ones_own(self) -> "SyncConfig":
@@ -636,30 +609,22 @@ class TrainRecipe(RolloutRecipe):
 
     @property
     def teacher_servers(self) -> dict[str, TeacherServer]:
-        """The server that grades the chains of each source, by the source's name (see Part); empty if no server
-        does."""
+        """The server that grades the chains of each source, by the source's name (see Part); empty without one."""
         server = None if self.teacher is None else self.teacher.server
         if server is None:
             return {}
         found = {}
         for section, data in sections(self.data, "data"):
-            source = data if isinstance(data, SourceConfig) else None
-            own = None if source is None else source.teacher_url
-            found["" if source is None else source.name] = (
-                server if own is None else replace(server, url=own, field=f"{section}.teacher_url")
-            )
+            name, own = (data.name, data.teacher_url) if isinstance(data, SourceConfig) else ("", None)
+            found[name] = server if own is None else replace(server, url=own, field=f"{section}.teacher_url")
         return found
 
     @model_validator(mode="after")
-    def _own_teachers_replace_one(self) -> "TrainRecipe":
+    def _fields_agree(self) -> "TrainRecipe":
         for index, source in enumerate([] if self.data is None else self.data.sources):
             if source.teacher_url is not None and (self.teacher is None or self.teacher.url is None):
                 problem, fix = f"got {source.teacher_url!r} without teacher.url", "set teacher.url, for other sources"
                 raise SettingError(f"data.sources.{index}.teacher_url", problem, fix)
-        return self
-
-    @model_validator(mode="after")
-    def _has_no_dropout(self) -> "TrainRecipe":
         if self.model.lora is not None and self.model.lora.dropout and self.train.algorithm != "sft":
             problem = f"got {self.model.lora.dropout}: with dropout, two passes of the same weights disagree"
             raise SettingError("model.lora.dropout", problem, "use 0; only train.algorithm=sft can learn with dropout")
@@ -667,8 +632,7 @@ class TrainRecipe(RolloutRecipe):
 
     @model_validator(mode="after")
     def _apply_algorithm(self) -> "TrainRecipe":
-        """Apply the algorithm's defaults outside of `train` to fields that the recipe leaves out; saved groups are not
-        filtered."""
+        """Apply the algorithm's defaults outside of `train`; saved groups are not filtered."""
         for name, value in ALGORITHMS[self.train.algorithm].items():
             section, _, field = name.partition(".")
             in_rollout = section == "rollout" and not self.train.from_trajectories

@@ -91,8 +91,7 @@ METRICS = [
 
 
 def group_metrics(groups: list[Group], ages: Counter[int], sources: Sequence[str] = ()) -> dict[str, float]:
-    """Return means over the chains of a batch, and over those of each of `sources`. `ages` counts tokens by age in
-    versions; if empty, staleness is left out."""
+    """Return means over a batch's chains, and over those of each of `sources`. `ages` counts tokens by age."""
     metrics = _means(groups)
     if ages:
         rows = [row for group in groups for chain in group.trajectories for row in chain.rows]
@@ -126,8 +125,6 @@ def _means(groups: list[Group]) -> dict[str, float]:
 
 
 def _recomputed(row: Row) -> int:
-    """Return the number of context tokens that a server recomputed for new weights, which end a KV cache unless it is
-    kept."""
     changes = [(old, new) for old, new in pairwise(row.versions) if old.version != new.version]
     return sum(old.end for old, new in changes if not new.mixed)
 

@@ -1,5 +1,4 @@
-"""Experiment trackers, through accelerate's classes: the metrics, the recipe, and a table with a few chains per
-step."""
+"""Experiment trackers, through accelerate's classes: the metrics, the recipe, and a table of a few chains per step."""
 
 import importlib
 import json
@@ -10,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -53,10 +51,6 @@ _FIXES = {
 """Tracker -> the fix if it does not start."""
 
 
-class TrackingError(Exception):
-    """A tracker does not start; the message says which one, why, and how to fix it."""
-
-
 class Tracking:
     """The trackers of one run, on rank 0. As a context manager, it ends their runs with this one. If a tracker fails
     during the run, the run continues with a warning: the tracker's data is in metrics.jsonl."""
@@ -72,7 +66,7 @@ class Tracking:
     ) -> None:
         """Start the trackers, for the run called `name` in `folder`; they show `recipe` as its configuration. `done`
         steps are kept from an earlier attempt. `images` is the folder of the images that chains refer to. Raises
-        TrackingError if a tracker does not start."""
+        ValueError if a tracker does not start."""
         self._config = config
         self._folder = folder
         self._done = done
@@ -90,10 +84,8 @@ class Tracking:
                 # their own errors and those of their servers have no common base class
                 except Exception as error:
                     self._end(failed=True)
-                    raise TrackingError(
-                        f"track.trackers: {tracker} does not start: {error}; fix: {_FIXES[tracker]}, or leave it out: "
-                        f"metrics.jsonl has the same numbers"
-                    ) from error
+                    fix = f"{_FIXES[tracker]}, or leave it out: metrics.jsonl has the same numbers"
+                    raise ValueError(f"track.trackers: {tracker} does not start: {error}; fix: {fix}") from error
             # immediately: if the next tracker does not start, a later attempt can continue this one's run
             (folder / RUNS).write_text(json.dumps(self._runs) + "\n", encoding="utf-8")
 
@@ -119,9 +111,7 @@ class Tracking:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(failed=error is not None)
 
     def _end(self, failed: bool) -> None:
@@ -213,7 +203,7 @@ def conversation(messages: Sequence[Message]) -> str:
 
 
 def _images(chain: Trajectory, store: ImageStore | None) -> list[Image.Image]:
-    """Return a chain's last images; remote images are not fetched."""
+    """Return a chain's last images, except remote ones."""
     parts = [part for m in chain.messages if isinstance(m.get("content"), list) for part in m["content"]]
     urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
     held = [url for url in urls if url.startswith("data:image/") or (store is not None and stored_digest(url))]
@@ -222,11 +212,7 @@ def _images(chain: Trajectory, store: ImageStore | None) -> list[Image.Image]:
 
 
 def _log_table(
-    running: GeneralTracker,
-    tracker: str,
-    step: int,
-    chains: Sequence[tuple[Group, Trajectory]],
-    store: ImageStore | None,
+    running: Any, tracker: str, step: int, chains: Sequence[tuple[Group, Trajectory]], store: ImageStore | None
 ) -> None:
     module = importlib.import_module(tracker)
     data = [
@@ -250,8 +236,8 @@ def _log_table(
 
 
 def _without_secrets(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Remove possible secrets from the recipe before it is shown elsewhere: literal values of the tool servers'
-    environment variables and headers, and URL queries. A plain `${NAME}` is not secret."""
+    """Remove possible secrets from a recipe: values of the tool servers' environment variables and headers, except a
+    plain `${NAME}`, and URL queries."""
     servers: dict[str, Any] = {}
     for server, section in (recipe.get("mcp_servers") or {}).items():
         kept = dict(section)

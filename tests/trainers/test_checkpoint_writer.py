@@ -40,7 +40,7 @@ def take_step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> Non
     rows = learner.score(credit.rows, {"value"}) if learner.has_critic else credit.rows
     credited = credit.assign(rows)
     update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
-    learner.end_step()
+    learner.schedule.step()
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:

@@ -94,7 +94,7 @@ def test_more_steps_stretch_the_course_of_the_learning_rate(
     learner = Learner(make_recipe(steps=4, **course), on_cpu())
     for _ in range(4):
         learner.optimizer.step()
-        learner.end_step()
+        learner.schedule.step()
     assert learner.learning_rate == pytest.approx(0.0)
     path = save_checkpoint(tmp_path, 4, learner, tokenizer, {})
     longer = Learner(make_recipe(steps=12, **course), on_cpu())

@@ -15,8 +15,7 @@ from agentfactory.rollout.trajectory import Group, Outcome, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.config import AdvantageConfig, TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, gigpo, returns, step_advantages
-from agentfactory.trainers.loop.same_states import turn_anchors
-from agentfactory.trainers.loop.token_advantages import Credit
+from agentfactory.trainers.loop.token_advantages import Credit, turn_anchors
 from tests.trainers.conftest import Make
 
 pytestmark = pytest.mark.numbers

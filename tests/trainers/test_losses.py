@@ -17,7 +17,7 @@ from agentfactory.trainers.update.losses import (
     token_weights,
     value_loss,
 )
-from agentfactory.trainers.update.mismatch import mismatch_kl, mismatch_weights
+from agentfactory.trainers.update.policy_update import mismatch_kl, mismatch_weights
 
 pytestmark = pytest.mark.numbers
 

@@ -8,7 +8,7 @@ from agentfactory.rollout.token_row import Row, Span
 from agentfactory.rollout.trajectory import Outcome
 from agentfactory.trainers.batches.batch import training_row
 from agentfactory.trainers.metrics import bounds_of_success, group_metrics
-from agentfactory.trainers.update.mismatch import mismatch_by_kind
+from agentfactory.trainers.update.policy_update import mismatch_by_kind
 from tests.trainers.conftest import make_groups
 
 

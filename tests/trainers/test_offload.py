@@ -33,7 +33,7 @@ def step(learner: Learner, recipe: TrainRecipe, groups: list[Group]) -> None:
     scores = needed_scores(recipe)
     credited = credit.assign(learner.score(credit.rows, scores) if scores else credit.rows)
     update_policy(learner, learner.deal(credited.rows, credited.normaliser), recipe)
-    learner.end_step()
+    learner.schedule.step()
 
 
 def kept(learner: Learner) -> Iterator[tuple[str, Tensor]]:

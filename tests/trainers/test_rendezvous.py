@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method
+from agentfactory.trainers.processes.rendezvous import LaunchError, init_method
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,11 @@ def test_ranks_of_one_launcher_share_a_file_in_a_private_folder(
 def test_a_folder_that_others_can_enter_is_refused() -> None:
     folder = file_of(init_method([])).parent
     folder.chmod(0o755)
-    with pytest.raises(PrivacyError, match=f"{folder}: another user could read or change"):
+    with pytest.raises(LaunchError, match=f"{folder}: another user could read or change"):
         init_method([])
     folder.rmdir()
     folder.symlink_to("/tmp")
-    with pytest.raises(PrivacyError):
+    with pytest.raises(LaunchError):
         init_method([])
 
 

@@ -18,7 +18,7 @@ from agentfactory.rollout.inference.teacher_client import TeacherClient
 from agentfactory.rollout.trajectory import Group
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import Credit, needed_scores
-from agentfactory.trainers.teachers.divergences import top_k_divergence
+from agentfactory.trainers.teachers.teacher import top_k_divergence
 from agentfactory.trainers.update.policy_update import update_metrics
 from tests.conftest import embedded_server
 from tests.trainers.conftest import VOCABULARY, Make, make_groups, make_row

@@ -13,10 +13,11 @@ import torch
 
 from agentfactory.base.files.disk import DiskError
 from agentfactory.rollout.inference.weight_digest import weight_digest
+from agentfactory.trainers.checkpoints.checkpoint_folder import digest
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.sync.adapter_sync import LoraSync
 from agentfactory.trainers.sync.canary import Canary, canary_rows
-from agentfactory.trainers.sync.content_proof import Content, file_digest
+from agentfactory.trainers.sync.content_proof import Content
 from agentfactory.trainers.sync.file_sync import FileSync
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import WeightSync, served_models
@@ -82,7 +83,7 @@ def test_adapters_arrive_and_old_ones_go(make_recipe: Make, server: ServerContro
         disturb(policy, version)
     # a folder's name contains the digest of its weights, so that no path is used twice
     folders = sorted((tmp_path / "lora").iterdir())
-    digests = [file_digest(folder / "adapter_model.safetensors")[:16] for folder in folders]
+    digests = [digest(folder / "adapter_model.safetensors")[:16] for folder in folders]
     assert [folder.name for folder in folders] == [f"quick-4-v1-{digests[0]}", f"quick-4-v2-{digests[1]}"]
     assert served_models(server) == ["policy", "quick-4-v1", "quick-4-v2"]
     # a second push of the same version is another adapter

@@ -19,8 +19,7 @@ from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.token_advantages import needed_scores
 from agentfactory.trainers.networks import policy as policy_module
 from agentfactory.trainers.networks.policy import load_policy
-from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
-from agentfactory.trainers.teachers.teacher import Teacher, make_teacher
+from agentfactory.trainers.teachers.teacher import Teacher, divergence, make_teacher, top_k, top_k_divergence
 from agentfactory.trainers.update.learner import Learner, Terms, Update
 from agentfactory.trainers.update.policy_update import update_metrics, update_policy
 from tests.trainers.conftest import VOCABULARY, Make, on_cpu

@@ -196,7 +196,7 @@ def test_a_learner_trains_the_rows_and_is_restored(
         row.token_ids[-2:] = needs.tokens.written[OPEN], needs.tokens.written[CLOSE]
         row.mask[-2:] = 1, 1
     update_policy(learner, learner.deal([training_row(row, 1.0) for row in rows]), recipe)
-    learner.end_step()
+    learner.schedule.step()
     after = learner.policy.gather()
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert [name for name in changed if name.endswith("trainable_tokens_delta")]

@@ -16,7 +16,7 @@ from agentfactory.rollout.config import LateChains
 from agentfactory.rollout.evaluation.rules import DRAW, ENOUGH_GROUPS, are_equal, could_differ, equal_rewards
 from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.trajectory import Group, Trajectory
-from agentfactory.trainers.config import GrpoOptions
+from agentfactory.trainers.config import ScaleOptions
 
 if TYPE_CHECKING:
     from agentfactory.trainers.loop.token_advantages import Credit
@@ -74,7 +74,7 @@ class GroupCheck(Check):
             return  # the bound depends on which tokens were too old
         options = recipe.train.advantage.options
         whole_batch = recipe.train.advantage.estimator == "reinforce_pp_baseline" or (
-            isinstance(options, GrpoOptions) and options.scale == "batch"
+            isinstance(options, ScaleOptions) and options.scale == "batch"
         )
         credit = _credit(seen.group, recipe)
         expected = None if whole_batch else _advantages(credit)

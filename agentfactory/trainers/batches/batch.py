@@ -64,8 +64,7 @@ def training_row(row: Row, advantage: float = 0.0) -> TrainingRow | None:
 
 
 def only_targets(row: TrainingRow, kept: np.ndarray) -> TrainingRow | None:
-    """Return the row with the targets where `kept` is true, or None if there are none; earlier tokens stay as
-    context."""
+    """Return the row with the targets where `kept` is true, or None if there are none; other tokens are context."""
     if not kept.any():
         return None
     targets = row.targets[kept]
@@ -101,7 +100,6 @@ class MicroBatch:
 
     ids: Int[Tensor, "batch length"]
     positions: Int[Tensor, "1 length"] | None
-    """Position of each token in its rows; None if each line counts from 0."""
     ends: Int[Tensor, "1 length"] | None
     """Position of the last token that attends to this one, plus one; None if lines attend causally."""
     sources: Int[Tensor, "targets"]
@@ -120,10 +118,7 @@ class MicroBatch:
     """True if any micro-batch of the step has images, on any process."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return a copy on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        moved: dict[str, Any] = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved, streams={name: stream.to(device) for name, stream in self.streams.items()})
 
 
@@ -135,7 +130,6 @@ class Batch:
     normaliser: float
     """Divisor of the losses, the same for all processes."""
     tokens: int
-    """Number of trained tokens in all processes."""
 
 
 def make_batches(
@@ -153,14 +147,10 @@ def make_batches(
     get equal work; those with fewer micro-batches get additional ones of weight zero. `normaliser` defaults to the sum
     of the weights. `vision` belongs to a model that accepts images.
 
-    Raises ValueError if there is no row, rows differ in their streams, the normaliser is not positive, or rows have
-    images that the model does not accept."""
+    Raises ValueError if there is no row, the normaliser is not positive, or the model does not accept the images."""
     if not rows:
         raise ValueError("there is no row to train on")
     names = list(rows[0].streams)
-    for row in rows:
-        if set(row.streams) != set(names):
-            raise ValueError(f"a row has the streams {sorted(row.streams)}, another {sorted(names)}")
     if normaliser is None:
         normaliser = float(sum(np.sum(row.streams["weight"]) for row in rows))
     if not normaliser > 0.0:
@@ -183,17 +173,12 @@ def make_batches(
         if batching != "packed":
             blocks += [[[row] for row in block] for block in stack([tree for tree in own if tree.plain], token_budget)]
         shares.append(blocks)
-    most = max(len(share) for share in shares)
-    tokens = sum(len(row.targets) for row in rows)
-    return [
-        Batch(
-            [_micro_batch(block, rows, inputs, names, vision, seen) for block in share]
-            + [_idle(rows[0], seen)] * (most - len(share)),
-            normaliser,
-            tokens,
-        )
-        for share in shares
-    ]
+    most, tokens = max(map(len, shares)), sum(len(row.targets) for row in rows)
+    batches = []
+    for blocks in shares:
+        parts = [_micro_batch(block, rows, inputs, names, vision, seen) for block in blocks]
+        batches.append(Batch(parts + [_idle(rows[0], seen)] * (most - len(blocks)), normaliser, tokens))
+    return batches
 
 
 def _micro_batch(

@@ -43,8 +43,7 @@ class ImageLoader:
         self._kept: ByteCache[str, Inputs] = ByteCache(KEPT_BYTES)
 
     def load(self, spans: Sequence[ImageSpan], rotary: Tensor | None, device: torch.device) -> Images:
-        """Return the images of `spans`, line by line. Raises ValueError if one is not stored, or does not match its
-        tokens."""
+        """Return the images of `spans`. Raises ValueError if one is not stored, or does not match its tokens."""
         grids = {span.digest: span.grid for span in spans}
         numbers = {digest: number for number, digest in enumerate(grids)}
         read = [self._read(digest, grid) for digest, grid in grids.items()]
@@ -64,8 +63,8 @@ class ImageLoader:
 
     def _images(
         self,
-        read: Sequence[Inputs],
-        grids: Sequence[Grid],
+        read: list[Inputs],
+        grids: list[Grid],
         places: tuple[int, ...],
         rotary: Tensor | None,
         device: torch.device,
@@ -75,8 +74,7 @@ class ImageLoader:
         return Images(inputs, counts, places, None if rotary is None else rotary.to(device))
 
     def _read(self, digest: str, grid: Grid) -> Inputs:
-        kept = self._kept.get(digest)
-        if kept is not None:
+        if (kept := self._kept.get(digest)) is not None:
             return kept
         if self._store is None:
             raise ValueError(f"the rows have the image {digest}, and the run has no folder of images")
@@ -89,8 +87,7 @@ class ImageLoader:
 
 
 def images_beside(saved: Path) -> Path:
-    """Return the image folder of saved groups: in the run's folder if they are in its `trajectories`, else beside
-    them."""
+    """Return the image folder of saved groups: in the run's folder, for its `trajectories`, else beside them."""
     folder = saved if saved.is_dir() else saved.parent
     return (folder.parent if folder.name == "trajectories" else folder) / "images"
 

@@ -40,7 +40,6 @@ class Tree:
 
     @property
     def plain(self) -> bool:
-        """True if the tree does not branch, so that it equals its longest row."""
         return int(self.positions[-1]) == len(self.ids) - 1
 
     @property
@@ -70,18 +69,15 @@ def grow(rows: Iterable[tuple[int, Ids]]) -> Tree:
 
 
 def _shared(one: Ids, other: Ids) -> int:
-    """Return the number of tokens in the common prefix."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
 def merge(rows: list[Ids], token_budget: int, processes: int = 1) -> list[Tree]:
-    """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost.
-
-    In lexicographic order a row shares most with its neighbours, so trees are ranges of that order. A row longer than
-    the budget is in a tree with only its own prefixes. With several `processes`, trees are cut smaller if the busiest
-    process then finishes sooner."""
+    """Return trees of at most `token_budget` tokens that contain all rows, at the least estimated cost: ranges of the
+    rows in lexicographic order. A row longer than the budget is in a tree with only its own prefixes. With several
+    `processes`, trees are cut smaller if the busiest process then finishes sooner."""
     # by bytes: any order of tokens works if it is the same everywhere
     order = sorted(range(len(rows)), key=lambda number: rows[number].tobytes())
     lengths = np.array([len(rows[number]) for number in order])

@@ -39,22 +39,18 @@ class TrainState:
     """The servers' labels of the versions; see agentfactory.rollout.inference.weight_versions.WeightVersions."""
     metrics: dict[str, Any] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
-    """Evaluation of the initial weights."""
     after: dict[str, float] = field(default_factory=dict)
-    """The latest evaluation."""
     evaluated: int | None = None
     best: float | None = None
     """The highest evaluation of the metric that `train.keep_best` names."""
 
     def finish(self, step: int, groups: list[str], seconds: float) -> None:
-        """Note that `step` is finished and has trained `groups`."""
         self.step = step
         self.seconds += seconds
         self.groups += groups
         self.trained.update(groups)
 
     def note_evaluation(self, step: int, figures: dict[str, float]) -> None:
-        """Note an evaluation of the weights of `step`."""
         self.evaluated = step
         self.after = figures
         if step == 0:
@@ -67,7 +63,6 @@ class TrainState:
         return groups
 
     def to_json(self) -> dict[str, Any]:
-        """Return the data for `trainer_state.json`."""
         return {**asdict(self), "trained": compact(self.trained), "version": self.step}
 
     @classmethod
@@ -80,27 +75,22 @@ class TrainState:
 def compact(ids: Iterable[str]) -> list[list[str]]:
     """Compact ids to ranges [first, last] of ids that differ only in a number at their end, without a gap."""
     ranges: list[list[str]] = []
-    after: str | None = None
+    after = ""
     for prefix, digits in sorted(map(_split, ids), key=lambda parts: (parts[0], len(parts[1]), parts[1])):
-        name = prefix + digits
-        if name == after:
-            ranges[-1][1] = name
+        if ranges and prefix + digits == after:
+            ranges[-1][1] = after
         else:
-            ranges.append([name, name])
-        after = f"{prefix}{int(digits) + 1:0{len(digits)}d}" if digits else None
+            ranges.append([prefix + digits] * 2)
+        after = f"{prefix}{int(digits) + 1:0{len(digits)}d}" if digits else ""
     return ranges
 
 
 def expand(ranges: list[list[str]]) -> list[str]:
-    """Invert `compact`."""
     ids: list[str] = []
     for first, last in ranges:
         prefix, digits = _split(first)
-        if first == last:
-            ids.append(first)
-        else:
-            end = int(_split(last)[1]) + 1
-            ids += [f"{prefix}{number:0{len(digits)}d}" for number in range(int(digits), end)]
+        numbers = range(int(digits), int(_split(last)[1]) + 1) if first != last else ()
+        ids += [f"{prefix}{number:0{len(digits)}d}" for number in numbers] or [first]
     return ids
 
 
@@ -113,10 +103,9 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of a training loop, to save to and to resume from. Every process has one.
-
-    A step waits for a copy of the learner, but not for its writing. A checkpoint counts once it is durable: then `path`
-    names it, and `take_groups` returns its groups."""
+    """The checkpoints of a training loop, to save to and to resume from; every process has one. A step waits for a copy
+    of the learner, but not for its writing. A checkpoint counts once it is durable: then `path` names it, and
+    `take_groups` returns its groups."""
 
     def __init__(
         self,
@@ -127,8 +116,8 @@ class Checkpoints:
         files: Callable[[], Mapping[str, Path]] = dict,
         resume: Path | None = None,
     ) -> None:
-        """`info` (JSON) is added to each checkpoint. `files` are the files that the run appends to: a checkpoint
-        records their lengths, so that a resumed run can truncate them. `resume` is the checkpoint to continue from."""
+        """`info` (JSON) is added to each checkpoint, and so are the lengths of `files`, to which the run appends, so
+        that a resumed run can truncate them. `resume` is the checkpoint to continue from."""
         self.train_state = TrainState.from_json(checkpoint_folder.read_info(resume)) if resume else TrainState()
         self.path = resume
         """The newest checkpoint known to be durable."""
@@ -140,7 +129,7 @@ class Checkpoints:
         self._in_writing: list[str] = []
         self._durable: list[str] = []
         self._train = train
-        self._info = {**(info or {})}
+        self._info = dict(info or {})
         self._files = files
         self._resume = resume
 
@@ -155,17 +144,15 @@ class Checkpoints:
         return None if found is None else TokenNeeds(found, self._tokenizer)
 
     def due(self, step: int) -> bool:
-        """Return whether the recipe requests a checkpoint of `step`."""
         every = self._train.checkpoint_every
         return step == self._train.steps or (every > 0 and step % every == 0)
 
     def is_best(self, accelerator: Accelerator) -> bool:
-        """Return, in all ranks, whether the last finished step was evaluated and is the best so far by
-        `train.keep_best`. Every process calls it."""
+        """Return, in all ranks, whether the last step has the best evaluation so far. Every process calls it."""
         is_best, state = False, self.train_state
         if accelerator.is_main_process and state.evaluated == state.step > 0:
-            names = [name for name in checkpoint_folder.metric_names(self._train.keep_best) if name in state.after]
-            value = checkpoint_folder.figure(state.after, names[0]) if names else None
+            names = (name for name in checkpoint_folder.metric_names(self._train.keep_best) if name in state.after)
+            value = checkpoint_folder.figure(state.after, next(names, ""))
             if value is not None and (state.best is None or value > state.best):
                 state.best, is_best = value, True
         return of_rank_0(accelerator, is_best)
@@ -187,8 +174,8 @@ class Checkpoints:
         files = self._files() if main else {}
         if main:
             sizes = {name: file.stat().st_size for name, file in files.items()}
-            info = {**self._info, **self.train_state.to_json(), "files": sizes}
-            info[checkpoint_folder.ONLY_BEST] = only_best
+            state = {**self.train_state.to_json(), checkpoint_folder.ONLY_BEST: only_best}
+            info = {**self._info, **state, "files": sizes}
         self._writer.begin(step, learner, info, files.values(), self._prune)
         self._in_writing = self.train_state.take_groups()
         self.saved_step = step
@@ -239,5 +226,5 @@ class Checkpoints:
         known = {*train_state.metrics, *train_state.after}
         not_yet = train_state.evaluated is None and wanted.startswith("eval/")
         if wanted not in known and not not_yet:
-            problem = f"the run has no metric {wanted!r}"
-            raise SettingError("train.keep_best", problem, f"name one of {', '.join(sorted(known))}")
+            fix = f"name one of {', '.join(sorted(known))}"
+            raise SettingError("train.keep_best", f"the run has no metric {wanted!r}", fix)

@@ -7,7 +7,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,10 @@ class DamagedCheckpointError(Exception):
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -58,7 +56,6 @@ def read_info(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the temporary name of the checkpoint `path` while it is written."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -93,13 +90,11 @@ def written_aside(path: Path, digests: dict[str, str] | None = None) -> Iterator
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the files in `folder` and below, by their names within it."""
     return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
 def verify(path: Path) -> list[str]:
-    """Compare every file that was written with its digest; return their names. Raises DamagedCheckpointError, also if
-    the folder holds anything but files and folders."""
+    """Return the names of all files with a digest. Raises DamagedCheckpointError unless all match."""
     try:
         digests = untrusted_files.read_json(path / DIGESTS, path)
     except (OSError, ValueError) as error:
@@ -123,11 +118,9 @@ def verify(path: Path) -> list[str]:
 def newest_whole(paths: list[Path]) -> Path | None:
     """Return the last of `paths` that is not damaged."""
     for path in reversed(paths):
-        try:
+        with suppress(DamagedCheckpointError):
             verify(path)
-        except DamagedCheckpointError:
-            continue
-        return path
+            return path
     return None
 
 
@@ -169,8 +162,6 @@ BY_EVALUATION = ("eval/sampled/success", "eval/sampled/reward")
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint with the highest value of the metric."""
-
     path: Path
     step: int
     metric: str
@@ -189,12 +180,8 @@ def find_best(checkpoints: Sequence[Path], metric: str | None, within: Path | No
         except (OSError, ValueError, LookupError):
             continue  # deleted in the meantime, or written by another program
     for name in metric_names(metric):
-        found = [
-            BestCheckpoint(path, step_of(path), name, value)
-            for path, figures in measured.items()
-            if (value := figure(figures, name)) is not None
-        ]
-        if found:
+        values = {path: figure(figures, name) for path, figures in measured.items()}
+        if found := [BestCheckpoint(path, step_of(path), name, v) for path, v in values.items() if v is not None]:
             return max(found, key=lambda best: (best.value, best.step))
     return None
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,23 +21,10 @@ from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.accelerator import PATIENCE
 from agentfactory.trainers.update.learner import Learner
-from agentfactory.trainers.update.learner_state import TRAINING_STATE, Part, part_of, prefix, write_part
+from agentfactory.trainers.update.learner_state import TRAINING_STATE, Part, part_of, write_part
 from agentfactory.trainers.update.offload import HostBuffer
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A process's data for a checkpoint, copied when it was begun. `weights` is the served model, and `files` must be
-    durable before the checkpoint (both on rank 0)."""
-
-    path: Path
-    part: Part
-    policy: Policy
-    weights: dict[str, Tensor]
-    info: dict[str, Any]
-    files: list[Path]
 
 
 class CheckpointWriter:
@@ -50,7 +37,6 @@ class CheckpointWriter:
     the threads agree through a process group of their own, because their collective calls must not mix with others."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`tokenizer` is not changed while checkpoints are written."""
         self._folder = folder
         self._tokenizer = tokenizer
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -62,12 +48,10 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """True if a checkpoint was begun for which `wait` has not been called."""
         return self._writing is not None
 
     @property
     def is_done(self) -> bool:
-        """True if `wait` would return immediately in this process."""
         return self._writing is None or self._writing.done()
 
     def begin(
@@ -81,12 +65,9 @@ class CheckpointWriter:
         """Copy the learner and write the checkpoint of `step` in the background, after the previous one is written.
 
         On rank 0, `info` (JSON) goes to `trainer_state.json`, `files` are made durable before the checkpoint, and
-        `after` is called once it is durable. Raises the error of the previous one, and FileExistsError if the
-        checkpoint exists."""
+        `after` is called once it is durable. Raises the error of the previous one."""
         self.wait()
         path = checkpoint_folder.checkpoint_path(self._folder, step)
-        if path.exists():
-            raise FileExistsError(f"{path} already exists: a run never overwrites a checkpoint")
         part, weights = part_of(learner), learner.policy.gather()
         own = [value.to_local() if isinstance(value, DTensor) else value for value in part.values()]
         named = weights.meta if self._rank == 0 else {}
@@ -97,8 +78,8 @@ class CheckpointWriter:
         for (key, value), copied in zip(part.items(), copies[: len(own)], strict=True):
             part[key] = _resharded(copied, value) if isinstance(value, DTensor) else copied
         model = dict(zip(named, copies[len(own) :], strict=True))
-        copy = _Copy(path, part, learner.policy, model, {"step": step, **info}, list(files))
-        self._writing = self._thread.submit(self._write, copy, after)
+        fill = partial(self._fill, learner.policy, model, {"step": step, **info}, list(files))
+        self._writing = self._thread.submit(self._write, path, part, fill, after)
 
     def wait(self) -> Path | None:
         """Wait until the begun checkpoint is durable; return its path, or None if there is none. Raises, in all
@@ -119,13 +100,13 @@ class CheckpointWriter:
 
     # ---- in the background
 
-    def _write(self, copy: _Copy, after: Callable[[], None]) -> Path:
-        aside, digests = checkpoint_folder.partial_path(copy.path), dict[str, str]()
-        with ExitStack() as stack, writing(copy.path):
+    def _write(self, path: Path, part: Part, fill: Callable[[Path], dict[str, str]], after: Callable[[], None]) -> Path:
+        aside, digests = checkpoint_folder.partial_path(path), dict[str, str]()
+        with ExitStack() as stack, writing(path):
 
             def open_folder() -> None:
                 if self._rank == 0:
-                    stack.enter_context(checkpoint_folder.written_aside(copy.path, digests))
+                    stack.enter_context(checkpoint_folder.written_aside(path, digests))
 
             def end() -> None:
                 # rank 0 gives the folder its name
@@ -133,26 +114,28 @@ class CheckpointWriter:
                 if self._rank == 0:
                     after()
 
-            self._together(copy.path, open_folder)
-            write_part(copy.part, aside / TRAINING_STATE, self._group)
-            for found in self._together(copy.path, lambda: self._fill(aside, copy)):
+            self._together(path, open_folder)
+            write_part(part, aside / TRAINING_STATE, self._group)
+            for found in self._together(path, partial(fill, aside)):
                 digests.update(found)
-            self._together(copy.path, end)
-        return copy.path
+            self._together(path, end)
+        return path
 
-    def _fill(self, aside: Path, copy: _Copy) -> dict[str, str]:
-        """Write all but the state (rank 0), or compute the digests of this process's part of the state (others)."""
+    def _fill(
+        self, policy: Policy, weights: dict[str, Tensor], info: dict[str, Any], files: list[Path], aside: Path
+    ) -> dict[str, str]:
+        """Write all but the state (rank 0), or return the digests of this process's part of the state (others)."""
         if self._rank != 0:
-            own, names = f"{TRAINING_STATE}/{prefix(self._rank)}", checkpoint_folder.files_of(aside)
+            # as FileSystemWriter names them
+            own, names = f"{TRAINING_STATE}/__{self._rank}_", checkpoint_folder.files_of(aside)
             return {name: checkpoint_folder.digest(aside / name) for name in names if name.startswith(own)}
-        _write_model(aside, copy.policy, copy.weights)
+        _write_model(aside, policy, weights)
         self._tokenizer.save_pretrained(aside)
-        text = json.dumps(copy.info, indent=2, ensure_ascii=False)
+        text = json.dumps(info, indent=2, ensure_ascii=False)
         (aside / checkpoint_folder.INFO).write_text(text + "\n", encoding="utf-8")
-        for file in copy.files:
+        for file in files:
             checkpoint_folder.flush(file)
-        # the digests of rank 0's files are computed with the rest
-        return {}
+        return {}  # its digests are computed with the rest
 
     def _together(self, path: Path, act: Callable[[], Result]) -> list[Result]:
         """Call `act` in every process; return the results by rank. Raises an error of any process in all of them."""

@@ -205,7 +205,6 @@ class ChainRewards:
 
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
-        """The tokens [start, end) of each turn."""
         return list(pairwise([0, *self.turn_ends]))
 
     @property
@@ -270,16 +269,8 @@ def none(groups: Groups) -> PerToken:
     return [[0.0] * chain.tokens for group in groups for chain in group]
 
 
-ESTIMATORS: dict[str, Callable[..., Any]] = {
-    "grpo": grpo,
-    "rloo": rloo_advantages,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "gae": gae,
-    "gigpo": gigpo,
-    "raft": raft,
-    "none": none,
-}
+_NAMED: list[Callable[..., Any]] = [grpo, reinforce_pp, reinforce_pp_baseline, gae, gigpo, raft, none]
+ESTIMATORS = {"rloo": rloo_advantages} | {estimator.__name__: estimator for estimator in _NAMED}
 """`train.advantage.estimator` -> function. Its parameters are some of INPUTS, and the fields of its options."""
 
 INPUTS = ("rewards", "batch_rewards", "groups")
@@ -302,8 +293,7 @@ class Estimator:
             problem = f"{self._name} takes both {' and '.join(takes)}"
             raise SettingError(_FIELD, problem, "take groups alone, or rewards")
         if takes == ("batch_rewards",):
-            problem = f"{self._name} takes batch_rewards without rewards"
-            raise SettingError(_FIELD, problem, "take rewards too: the rewards of one group")
+            raise SettingError(_FIELD, f"{self._name} takes batch_rewards without rewards", "take rewards too")
 
     @property
     def compares(self) -> bool:
@@ -345,7 +335,6 @@ class Estimator:
 
 
 def _floats(lists: Any) -> PerToken:
-    """Return lists of numbers as floats; none if a user's function returned anything else."""
     try:
         return [[float(value) for value in numbers] for numbers in lists]
     except (TypeError, ValueError, OverflowError):

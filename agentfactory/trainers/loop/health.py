@@ -1,7 +1,7 @@
 """Symptoms from which no run recovers on its own, detected by comparing each step's metrics with earlier steps'."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, log, sqrt
@@ -16,7 +16,6 @@ from agentfactory.trainers.config import Symptom
 Figures = Mapping[str, Any]
 
 WINDOW = 20
-"""Number of previous steps that the current one is compared with."""
 SETTLED = 4
 ENTROPY_FACTOR, ENTROPY_STEPS = 2.5, 2
 """Symptom: entropy this many times above the median, or twice as many times below it, for this many steps."""
@@ -96,14 +95,13 @@ class Health:
         for name, share in shares.items():
             least, recent = self._least.get(name, share), self._recent(name)
             self._least[name] = least if recent is None else min(least, recent)
-        texts = {symptom: look(self, figures) for symptom, look in _LOOKS.items()}
+        # in the order of Symptom: _unstable and _format use the best that _success notes
+        texts: dict[Symptom, str | None] = {symptom: getattr(self, f"_{symptom}")(figures) for symptom in Symptom}
         new = [symptom for symptom, text in texts.items() if text is not None and symptom not in self._told]
         self._told = {symptom for symptom, text in texts.items() if text is not None}
         where = f"step {figures['step']}"
-        return [
-            warning(one, f"{where}: {texts[one]}; {self._cause(one, figures)}; see {_PAGES.get(one, PAGE)}")
-            for one in new
-        ]
+        told = {one: f"{where}: {texts[one]}; {self._cause(one, figures)}; see {_PAGES.get(one, PAGE)}" for one in new}
+        return [warning(one, text) for one, text in told.items()]
 
     def _no_gradient(self, figures: Figures) -> str | None:
         # if every chain succeeds, there is nothing left to learn
@@ -190,10 +188,8 @@ class Health:
 
     def _late_chains(self, figures: Figures) -> str | None:
         # a step in which no chain ended has no count of them
-        last = list(self._steps)[-SUCCESS_STEPS:]
-        cancelled, ended, tokens = (
-            sum(step.get(name, 0.0) for step in last) for name in ("cancelled/chains", "chains", "cancelled/tokens")
-        )
+        last, names = list(self._steps)[-SUCCESS_STEPS:], ("cancelled/chains", "chains", "cancelled/tokens")
+        cancelled, ended, tokens = (sum(step.get(name, 0.0) for step in last) for name in names)
         untrained = self._recent("staleness/untrained")
         if untrained is not None and untrained > LATE_TOKENS:
             return f"{untrained:.0%} of the sampled tokens of the last {SUCCESS_STEPS} steps were too old to train"
@@ -230,8 +226,8 @@ class Health:
         )
         causes = []
         if self._has_risen(_UNREADABLE) and symptom is not Symptom.FORMAT:
-            lost = f"the calls of {malformed} cannot be read ({self._change(_MALFORMED)})"
-            causes.append(f"the format has been lost: {lost}")
+            change = self._change(_MALFORMED)
+            causes.append(f"the format has been lost: the calls of {malformed} cannot be read ({change})")
         if self._has_risen(_CUT):
             causes.append(f"{cut} are cut at rollout.max_tokens ({self._change(_CUT)})")
         if causes:
@@ -257,8 +253,7 @@ class Health:
         return fmean(values) if len(values) == SUCCESS_STEPS else None
 
     def _chance(self, name: str) -> float:
-        """Return by how much a metric may differ by chance: by its changes between steps, without the largest, the
-        suspect."""
+        """Return by how much a metric may differ by chance: by its changes between steps, without the largest."""
         values = [step[name] for step in self._steps if name in step]
         changes = sorted((after - before) ** 2 for before, after in pairwise(values))[:-1]
         return CHANCE_FACTOR * sqrt(fmean(changes)) if changes else 0.0
@@ -274,21 +269,10 @@ class Health:
         return usual is None or figures[name] <= usual
 
     def _lasts(self, sign: str, there: bool) -> int:
-        """Return for how many consecutive steps a sign has been present."""
         self._run[sign] = self._run.get(sign, 0) + 1 if there else 0
         return self._run[sign]
 
 
-_LOOKS: dict[Symptom, Callable[[Health, Figures], str | None]] = {
-    Symptom.NO_GRADIENT: Health._no_gradient,
-    Symptom.ENTROPY: Health._entropy,
-    Symptom.MISMATCH: Health._mismatch,
-    Symptom.SUCCESS: Health._success,
-    Symptom.UNSTABLE: Health._unstable,
-    Symptom.FORMAT: Health._format,
-    Symptom.LATE_CHAINS: Health._late_chains,
-}
-"""In this order: _unstable and _format use the best that _success notes."""
 _MALFORMED, _CUT, _UNREADABLE, _LOG_ENTROPY = "malformed", "cut", "unreadable", "log entropy"
 _CALLS = "trajectory/tool_calls"
 _TINY = 1e-9

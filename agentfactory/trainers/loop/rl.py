@@ -45,8 +45,7 @@ from agentfactory.trainers.sync.canary_verdict import Scores
 from agentfactory.trainers.sync.proven_push import push_proven
 from agentfactory.trainers.sync.weight_sync import WeightSync
 from agentfactory.trainers.update.learner import Learner, Update
-from agentfactory.trainers.update.mismatch import mismatch_by_kind
-from agentfactory.trainers.update.policy_update import update_metrics, update_policy
+from agentfactory.trainers.update.policy_update import mismatch_by_kind, update_metrics, update_policy
 
 
 class GroupSource(Protocol):
@@ -73,8 +72,7 @@ class SavedGroups:
 
     def __init__(self, path: Path, needed: int, skip: int = 0) -> None:
         """`needed` groups are read in all, the first `skip` were trained. Raises SettingError if `path` has fewer."""
-        held = sum(1 for _ in read_saved(path))
-        if held < needed:
+        if (held := sum(1 for _ in read_saved(path))) < needed:
             problem = f"{path} holds {held} groups, and train.steps x train.batch_size asks for {needed}"
             raise SettingError("train.from_trajectories", problem, "lower one of them")
         self._groups = islice(read_groups(path), skip, None)
@@ -85,15 +83,13 @@ class SavedGroups:
     def published(self, published: Published) -> None:
         """Do nothing: saved groups do not depend on the weights."""
 
-    def figures(self) -> dict[str, float]:
-        return {}
-
     def acknowledge(self, group_ids: list[str]) -> None:
         """Do nothing: the files do not change."""
 
-    def evaluate(self) -> dict[str, float]:
-        # evaluation needs generation
+    def figures(self) -> dict[str, float]:
         return {}
+
+    evaluate = figures
 
 
 def read_saved(path: Path) -> Iterator[Group]:
@@ -120,15 +116,12 @@ class TrainResult:
     """Time in training steps, including waiting for groups, without evaluation and checkpoints."""
     checkpoint: Path | None
     before: dict[str, float]
-    """Evaluation of the initial weights."""
     after: dict[str, float]
-    """Evaluation of the last weights."""
     evaluated: int | None
     stopped: Signals | Symptom | None
 
     @classmethod
     def of(cls, checkpoints: Checkpoints, stop: Stop) -> "TrainResult":
-        """Create the result of a loop that has ended."""
         line = checkpoints.train_state
         return cls(line.step, line.seconds, checkpoints.path, line.before, line.after, line.evaluated, stop.agreed_on)
 
@@ -156,10 +149,8 @@ def train_rl(
     images: Path | None = None,
 ) -> TrainResult:
     """Run steps up to `recipe.train.steps`; each takes a batch of groups, updates the policy, and publishes its new
-    weights. Version 0 is the initial weights; step k ends with version k.
-
-    Every process calls it. `checkpoints` contains the state to continue from. `images` is the folder of the chains'
-    images."""
+    weights. Version 0 is the initial weights; step k ends with version k. Every process calls it. `checkpoints`
+    contains the state to continue from. `images` is the folder of the chains' images."""
     with services.turns.training():
         needs = checkpoints.token_needs(accelerator)
         learner = Learner(recipe, accelerator, recipe.rollout.temperature, images, needs)
@@ -180,8 +171,6 @@ def train_rl(
 
 @dataclass(frozen=True)
 class _Learned:
-    """The result of a step's updates."""
-
     credited: Credited
     batch: Batch
     updates: list[Update]
@@ -240,7 +229,8 @@ class _Loop:
         seconds = time.perf_counter() - started
         self.state.finish(step, [group.id for group in groups], seconds)
         if self.accelerator.is_main_process:
-            self.record(step, groups, ages, credit, learned, synced, waited, seconds)
+            seen = {"seconds/step": seconds, "seconds/wait": waited, **synced}
+            self.record(step, groups, ages, credit, learned, seen)
         is_best = self.evaluate(step) and self.checkpoints.is_best(self.accelerator)
         due = self.checkpoints.due(step)
         if is_best or due:
@@ -262,9 +252,7 @@ class _Loop:
         ages = self.versions.ages(groups, step - 1) if self.sync else Counter[int]()
         most = self.recipe.rollout.max_staleness
         if max(ages, default=0) > most and self.recipe.rollout.late_chains is not LateChains.BASELINE:
-            raise ValueError(
-                f"step {step}: a token is {max(ages)} versions old, and rollout.max_staleness is {most} (a bug)"
-            )
+            raise ValueError(f"step {step}: a token is {max(ages)} versions old, beyond rollout.max_staleness (a bug)")
         return ages
 
     def credit(self, step: int, groups: list[Group]) -> Credit:
@@ -289,7 +277,7 @@ class _Loop:
         done = update_policy(
             learner, batch, self.recipe, critic_only=train.has_critic and step <= train.critic.critic_warmup_steps
         )
-        learner.end_step()
+        learner.schedule.step()
         seconds = time.perf_counter() - started
         expected = self.canary_scores()
         by_row = learner.by_row(batch, done.before) if done.before else {}
@@ -297,7 +285,6 @@ class _Loop:
         return _Learned(credited, batch, done.updates, before, expected, learning_rate, seconds)
 
     def canary_scores(self) -> Scores | None:
-        """Return the scores of the canary's contexts with the current weights; every process calls it."""
         learner = self.learner
         if self.canary is None:
             return None
@@ -333,11 +320,9 @@ class _Loop:
         ages: Counter[int],
         credit: Credit,
         learned: _Learned,
-        synced: dict[str, float],
-        waited: float,
-        seconds: float,
+        measured: dict[str, float],
     ) -> None:
-        """Log the step's metrics (rank 0)."""
+        """Log the step's metrics, with those that were `measured` (rank 0)."""
         rows, proximal = learned.credited.rows, [streams["proximal"] for streams in learned.before]
         rollout, further = self.recipe.rollout, dict[str, float]()
         trained = Counter({age: count for age, count in ages.items() if age <= rollout.max_staleness})
@@ -358,13 +343,11 @@ class _Loop:
             **further,
             "learning_rate": learned.learning_rate,
             "tokens": learned.batch.tokens,
-            "tokens_per_second": learned.batch.tokens / seconds,
-            "seconds/step": seconds,
-            "seconds/wait": waited,
+            "tokens_per_second": learned.batch.tokens / measured["seconds/step"],
             "seconds/update": learned.seconds,
             **self.learner.take_seconds(),
             **self.turns.take_seconds(),
-            **synced,
+            **measured,
         }
         self.state.metrics |= bounds_of_success(self.state.metrics)
         self.services.log(self.state.metrics)
@@ -384,7 +367,6 @@ class _Loop:
         return True
 
     def save(self, only_best: bool = False) -> None:
-        """Begin a checkpoint, which is written while training continues."""
         self.checkpoints.save(self.learner, only_best)
         self.acknowledge()
 

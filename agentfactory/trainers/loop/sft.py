@@ -72,9 +72,8 @@ def saved_rows(path: Path, min_reward: float | None = None) -> list[Row]:
     chosen = [c for c in ended if min_reward is None or (c.reward is not None and c.reward >= min_reward)]
     if not chosen:
         best = max((c.reward for c in ended if c.reward is not None), default=None)
-        raise SettingError(
-            "train.min_reward", f"no chain of {path} has at least {min_reward}; the best has {best}", "lower it"
-        )
+        problem = f"no chain of {path} has at least {min_reward}; the best has {best}"
+        raise SettingError("train.min_reward", problem, "lower it")
     return [row for chain in chosen for row in chain.rows]
 
 
@@ -92,10 +91,8 @@ def train_sft(
     negative log-likelihood of the rows' tokens, as a mean over the weights of the step's tokens.
 
     Every process calls it; only rank 0's `rows` and `log` are used. The rest is as in `train_rl`."""
-    train = recipe.train
+    train, train_state, stop = recipe.train, checkpoints.train_state, stop or Stop()
     main = accelerator.is_main_process
-    stop = stop or Stop()
-    train_state = checkpoints.train_state
     learner = Learner(recipe, accelerator, images=images, needs=checkpoints.token_needs(accelerator))
     checkpoints.restore(learner)
     consumed = train_state.step * train.batch_size
@@ -111,7 +108,7 @@ def train_sft(
             batch = learner.deal(list(itertools.islice(examples, train.batch_size)))
             learning_rate = learner.learning_rate
             update = learner.update(batch, _weighted_likelihood)
-            learner.end_step()
+            learner.schedule.step()
             seconds = time.perf_counter() - started
             train_state.finish(step, [], seconds)
             if main:

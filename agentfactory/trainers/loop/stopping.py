@@ -21,7 +21,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def name_of(number: int) -> str:
-    """Return a signal's name in messages."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -37,18 +36,15 @@ class Stop:
     def __init__(self) -> None:
         self.agreed_on: signal.Signals | Symptom | None = None
         """The reason for stopping that all ranks have agreed on."""
-        self._asked: Symptom | None = None
-        self._heard: signal.Signals | None = None
+        self.asked: Symptom | None = None
+        """The symptom because of which the run will stop after the current step."""
+        self.heard: signal.Signals | None = None
+        """The signal that this process has received, agreed on or not."""
         self._listens = False
         self._follows: threading.Event | None = None
         self._stepping = False
         self._waiting = False
         self._on_signal: Callable[[], None] = lambda: None
-
-    @property
-    def heard(self) -> bool:
-        """True if this process has received a signal, agreed on or not."""
-        return self._heard is not None
 
     def listen(self, accelerator: Accelerator, on_signal: Callable[[], None]) -> None:
         """Make rank 0 handle signals from now on, and call `on_signal` when it will stop for one; the other ranks exit
@@ -63,21 +59,16 @@ class Stop:
             if not accelerator.is_main_process:
                 self._follows = parent_watch.follow(*first)
 
-    @property
-    def asked(self) -> bool:
-        """True if the run will stop after the current step because of a symptom."""
-        return self._asked is not None
-
     def ask(self, symptom: Symptom) -> None:
         """Stop after the current step; rank 0 calls it."""
-        self._asked = self._asked or symptom
+        self.asked = self.asked or symptom
 
     def wait_for(self, call: Callable[[], Result]) -> Result | None:
         """Return the result of `call`, which waits for other processes, or None at a signal."""
         try:
             self._waiting = True
             try:
-                return None if self._heard else call()
+                return None if self.heard else call()
             finally:
                 self._waiting = False
         except _WaitCutShort:
@@ -89,7 +80,7 @@ class Stop:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         self._stepping = True
-        self.agreed_on = of_rank_0(accelerator, self._heard or self._asked)
+        self.agreed_on = of_rank_0(accelerator, self.heard or self.asked)
         return self.agreed_on is not None
 
     def end(self, accelerator: Accelerator) -> None:
@@ -99,13 +90,13 @@ class Stop:
         accelerator.wait_for_everyone()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self._heard is not None:
+        if self.heard is not None:
             # the user is impatient; a half-written checkpoint does not have its final name yet
             watch.tell("returned", 128 + number)
             os._exit(128 + number)
         if not self._stepping:
             raise Signalled(number)
-        self._heard = signal.Signals(number)
+        self.heard = signal.Signals(number)
         self._on_signal()
         if self._waiting:
             self._waiting = False

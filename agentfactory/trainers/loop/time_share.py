@@ -41,11 +41,10 @@ class Turns:
 
 
 class TimeShare(Turns):
-    """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it.
-
-    `training` sends the server to sleep and moves the learner to the device. At its end the learner is offloaded, and
-    the server stays asleep: `waking` wakes it around the update of its weights. A turn that ends with an error offloads
-    nothing. A run that is stopped within a turn leaves its server asleep for the next attempt."""
+    """The server sleeps while the trainer has the device, and the trainer is offloaded while the server has it:
+    `training` sends the server to sleep, and offloads the learner at its end; `waking` wakes the server around the
+    update of its weights. A turn that ends with an error offloads nothing. A stopped run leaves its server asleep for
+    the next attempt."""
 
     server_sleeps = True
 
@@ -72,7 +71,7 @@ class TimeShare(Turns):
         """Raise SyncError if the server does not sleep, ServerGoneError if it does not come back."""
         with self._timed("seconds/sleep"):
             retry_until_answered(
-                self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: self._stop.heard
+                self._send_to_sleep, "the trainer's turn", self._retry_seconds, lambda: bool(self._stop.heard)
             )
         with self._timed("seconds/bring_in"):
             if self._offload is not None:
@@ -86,7 +85,6 @@ class TimeShare(Turns):
         self._offload = Offload(learner) if self._moves else None
 
     def waking(self, sync: WeightSync) -> WeightSync:
-        """Wrap `sync`, so that it wakes the server that this object sends to sleep."""
         return _WakingSync(sync, self._server, self._timed)
 
     def take_seconds(self) -> dict[str, float]:
@@ -100,11 +98,11 @@ class TimeShare(Turns):
         self._server.sleep()
         freed = (free_memory(self._device) or 0) - (before or 0)
         if first and freed < _LEAST_FREED:
-            raise SyncError(
-                f"placement.mode: time_share: {self._server.url} reports that it sleeps but freed only {max(freed, 0)} "
-                f"bytes of {self._device}: start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use "
-                "placement.mode=separate"
+            problem = (
+                f"{self._server.url} reports that it sleeps but freed only {max(freed, 0)} bytes of {self._device}"
             )
+            fix = "start it on the trainer's GPU (vLLM with --enable-sleep-mode), or use placement.mode=separate"
+            raise SyncError(f"placement.mode: time_share: {problem}: {fix}")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

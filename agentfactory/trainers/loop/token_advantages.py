@@ -1,28 +1,32 @@
 """Credit assignment: an advantage and a weight per sampled token, from the rewards of a batch's chains."""
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.run_notices import notify
 from agentfactory.rollout.config import OutcomePolicy
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Trajectory
+from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.batches.batch import TrainingRow, only_targets, training_row
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, overlong_penalty
-from agentfactory.trainers.loop.same_states import step_metrics, turn_anchors
+from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, Groups, overlong_penalty, step_groups
 from agentfactory.trainers.teachers.graded_rows import with_grades
 from agentfactory.trainers.update.losses import kl, token_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,6 @@ class _Chain:
     id: str
     reward: float
     limit: int
-    """The source's max_total_tokens."""
     turn_rewards: list[float]
     ends: list[int]
     """Number of sampled tokens up to the end of each turn; empty if no turn is credited separately."""
@@ -72,17 +75,13 @@ class Credit:
         token of a row, whether it may be trained: the others are context, and their chains' rewards count."""
         self._recipe = recipe
         own = {part.name: part.recipe.rollout.max_total_tokens for part in recipe.parts()}
-        limits = [own.get(group.source, recipe.rollout.max_total_tokens) for group in groups]
         self._ids = [group.id for group in groups]
         self._names = [group.source for group in groups]
-        self._groups = [
-            [
-                self._chain(t, policy is OutcomePolicy.KEEP, limit, fresh)
-                for t in group.trajectories
-                if (policy := _use(t, recipe))
-            ]
-            for group, limit in zip(groups, limits, strict=True)
-        ]
+        self._groups: list[list[_Chain]] = []
+        for group in groups:
+            limit = own.get(group.source, recipe.rollout.max_total_tokens)
+            used = [(t, policy) for t in group.trajectories if (policy := _use(t, recipe))]
+            self._groups.append([self._chain(t, policy is OutcomePolicy.KEEP, limit, fresh) for t, policy in used])
 
     @cached_property
     def _estimator(self) -> Estimator:
@@ -127,7 +126,6 @@ class Credit:
 
     @property
     def sources(self) -> list[Row]:
-        """The row that each of `rows` was made from."""
         return [source for chain in self._chains() for source in chain.sources]
 
     @property
@@ -137,11 +135,9 @@ class Credit:
 
     def assign(self, rows: Sequence[TrainingRow]) -> Credited:
         """Add advantages and weights (by `train.loss.normaliser`) to `rows`: the property's, with the streams of
-        `needed_scores`.
-
-        Advantages are bounded in malformed turns, and 0 for tokens whose entropy is below the batch's quantile
-        (`train.loss.top_entropy`). The bounds are streams too, `least` and `most`, if a sampled teacher is still to be
-        subtracted."""
+        `needed_scores`. Advantages are bounded in malformed turns, and 0 for tokens whose entropy is below the batch's
+        quantile (`train.loss.top_entropy`). The bounds are streams too, `least` and `most`, if a sampled teacher is
+        still to be subtracted."""
         remaining = iter(rows)
         chains = self._chains()
         for chain in chains:
@@ -196,20 +192,17 @@ class Credit:
         chains = self._chains()
         costs, metrics = self._costs(chains)
         has_critic = self._recipe.train.has_critic
-        told = iter(zip(chains, costs, strict=True))
-        groups = [
-            [
-                ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [], c.anchors)
-                for c, cost in (next(told) for _ in group)
-            ]
-            for group in self._groups
-        ]
+        made = (
+            ChainRewards(c.reward, c.turn_rewards, c.ends, cost, c.stream("value") if has_critic else [], c.anchors)
+            for c, cost in zip(chains, costs, strict=True)
+        )
+        groups = [[next(made) for _ in group] for group in self._groups]
         advantages, targets = self._estimated(groups)
         if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
             problem = f"{Path(self._recipe.train.advantage.estimator).name} returned an advantage that is not a finite "
             raise SettingError("train.advantage.estimator", f"{problem}float32", "look for a division by 0")
         if self._estimator.compares_turns:
-            metrics |= step_metrics(groups)
+            metrics |= _step_metrics(groups)
         if targets:
             pairs = [(t, c.stream("value")) for c, t in zip(chains, targets, strict=True)]
             errors = [r - v for target, values in pairs for r, v in zip(target, values, strict=True)]
@@ -221,17 +214,12 @@ class Credit:
     def _estimated(self, groups: list[list[ChainRewards]]) -> tuple[list[list[float]], list[list[float]]]:
         if not self._recipe.train.advantage.per_source:
             return self._estimator(groups)
-        found: dict[int, tuple[list[float], list[float]]] = {}
-        numbers, counted = [], 0
-        for group in groups:
-            numbers.append(range(counted, counted + len(group)))
-            counted += len(group)
+        found: dict[str, Iterator[tuple[list[float], list[float]]]] = {}
         for name in dict.fromkeys(self._names):
-            own = [index for index, of in enumerate(self._names) if of == name]
-            advantages, targets = self._estimator([groups[index] for index in own])
-            chains = [number for index in own for number in numbers[index]]
-            found |= dict(zip(chains, zip(advantages, targets or [[]] * len(chains), strict=True), strict=True))
-        ordered = [found[number] for number in range(counted)]
+            own = [group for group, of in zip(groups, self._names, strict=True) if of == name]
+            advantages, targets = self._estimator(own)
+            found[name] = zip(advantages, targets or [[]] * len(advantages), strict=True)
+        ordered = [next(found[name]) for group, name in zip(groups, self._names, strict=True) for _ in group]
         targets = [target for _, target in ordered]
         return [advantages for advantages, _ in ordered], targets if any(targets) else []
 
@@ -245,10 +233,9 @@ class Credit:
             cost = [0.0] * chain.tokens
             if cost:
                 cost[-1] += chain.reward
-                if chain.turn_rewards:
-                    for end, reward in zip(chain.ends, chain.turn_rewards, strict=True):
-                        if end:
-                            cost[end - 1] += reward
+                for end, reward in zip(chain.ends, chain.turn_rewards, strict=True) if chain.turn_rewards else ():
+                    if end:
+                        cost[end - 1] += reward
                 if distance.coefficient and distance.place == "reward":
                     proximal, reference = (torch.tensor(chain.stream(name)) for name in ("proximal", "reference"))
                     gaps = kl(distance.estimator, proximal, reference).tolist()
@@ -330,3 +317,41 @@ def _uncertain(chains: Sequence[_Chain], share: float) -> list[np.ndarray]:
     near = np.flatnonzero(np.abs(flat - threshold) <= _SAME_ENTROPY)
     kept[near[: count - int(kept.sum())]] = True
     return np.split(kept, np.cumsum(lengths)[:-1])
+
+
+def turn_anchors(trajectory: Trajectory, kind: Literal["environment", "observation"]) -> list[str | None]:
+    """Return the anchor of each turn (train.advantage.options.anchors), or an empty list: the environment's, or a
+    digest of the messages since the turn before, None if there are none, as after a summary. A malformed turn changes
+    nothing: the turn after it keeps its anchor, and the error message is ignored."""
+    if kind == "environment":
+        return list(trajectory.anchors)
+    if not trajectory.turns:
+        return []
+    messages = trajectory.messages
+    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    anchors: list[str | None] = []
+    before = 0
+    # the task itself may begin with assistant messages
+    for turn, place in enumerate(said[-trajectory.turns :]):
+        if turn - 1 in trajectory.malformed_turns:
+            anchors.append(anchors[-1])
+        else:
+            seen = [[m["role"], m.get("name"), m.get("content")] for m in messages[before:place]]
+            anchors.append(anchor_text(seen) if seen else None)
+        before = place + 1
+    return anchors
+
+
+def _step_metrics(groups: Groups) -> dict[str, float]:
+    """Return the share of a batch's turns that are compared with others, and the mean size of their step groups. If no
+    turn has an anchor, warn that `gigpo` is then the same as `grpo`."""
+    chains = [chain for group in groups for chain in group]
+    turns = sum(len(chain.turn_ends) for chain in chains)
+    if turns and all(anchor is None for chain in chains for anchor in chain.anchors):
+        problem = "train.advantage.estimator=gigpo: no turn of a batch has an anchor, so it trains as grpo does"
+        fix = "fix: let the environment give anchors, or set train.advantage.options.anchors=observation"
+        notify(logger, "no anchors", f"{problem}; {fix}", see="docs/algorithms.md")
+    found = [members for group in groups for members in step_groups([chain.anchors for chain in group])]
+    sizes = [len(members) for members in found if len(members) > 1]
+    shared = {"step_groups/turns": sum(sizes) / turns} if turns else {}
+    return shared | ({"step_groups/size": fmean(sizes)} if sizes else {})

@@ -25,7 +25,6 @@ IGNORED = {"s_aux": "attention sinks", "indices": "selected keys", "block_indice
 SELECTIONS = ("index_topk", "index_topk_blocks", "indexer_budget", "keep_window_size")
 """Fields of configurations whose networks select some keys per query."""
 BLOCK = 128
-"""Tokens per block of FlexAttention's masks."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,10 @@ class Runs:
         line = np.arange(len(places))
         # in preorder the next token is a child of the previous one, or begins another branch, which is not deeper
         branches = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
-        starts = np.concatenate(
-            [
-                # the first of a tree's branches, at depth 0, has plain causal attention
-                np.arange(start, end, RUN_LENGTH) if places[start] else [start]
-                for start, end in zip(branches, [*branches[1:], len(line)], strict=True)
-            ]
-        )
+        bounds = zip(branches, [*branches[1:], len(line)], strict=True)
+        # the first of a tree's branches, at depth 0, has plain causal attention
+        runs = [np.arange(start, end, RUN_LENGTH) if places[start] else [start] for start, end in bounds]
+        starts = np.concatenate(runs)
         context = [np.flatnonzero(last[:start] > start) for start in starts]
         # a run attends to some runs completely, and to others up to the branch of the run or of one that it attends to
         forks = [seen[-1:] + 1 for seen in context]
@@ -81,8 +77,7 @@ def attention_by_runs(
     **options: Any,
 ) -> tuple[Float[Tensor, "batch length heads width"], None]:
     """Attention function for transformers, which without `runs` is transformers' own sdpa. Work and memory grow with
-    the attended pairs of tokens. Raises SettingError for attention sinks and selected keys, which torch cannot
-    compute."""
+    the attended pairs of tokens. Raises SettingError for attention sinks and selected keys."""
     for name, ignored in IGNORED.items():
         if options.get(name) is not None:
             raise SettingError("train.attention", f"sdpa would ignore the model's {ignored} ({name})", "use eager")
@@ -112,7 +107,7 @@ def _each_run(
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    """Apply sdpa with a mask. Groups take the place of lines: their heads share keys, which transformers would copy."""
+    # groups take the place of lines: their heads share keys, which transformers would copy
     _, heads, length, _ = query.shape
     groups = key.shape[1]
     grouped = query.reshape(groups, heads // groups, length, -1)
@@ -173,9 +168,8 @@ def selects_keys(network: PreTrainedModel) -> bool:
 
 
 def use_ours(network: PreTrainedModel) -> None:
-    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS, which also accept
-    `attention_arguments`. Networks that select keys keep transformers' own: they mask other keys only if the name is
-    "sdpa" or "eager"."""
+    """Replace the network's sdpa with BY_RUNS, and its flex_attention with BY_BLOCKS. Networks that select keys keep
+    transformers' own: they mask other keys only if the name is "sdpa" or "eager"."""
     ours = {"sdpa": BY_RUNS, "flex_attention": BY_BLOCKS}.get(network.config._attn_implementation)
     if ours and not selects_keys(network):
         network.set_attn_implementation(ours)

@@ -43,7 +43,6 @@ class Backbone(nn.Module):
 
     @property
     def is_lora(self) -> bool:
-        """True if an adapter is trained instead of the network's own weights."""
         return has_adapter(self.model)
 
     @property
@@ -131,7 +130,6 @@ def resolve_batching(network: PreTrainedModel, train: TrainConfig, measure: bool
 
 
 def _why_inexact(network: PreTrainedModel, batching: Batching, asked: str, measure: bool) -> str | None:
-    """Return the reason why rows that share a line would get other results than alone, or None."""
     config: Any = network.config.get_text_config()
     name = type(network).__name__
     kinds = getattr(config, "layer_types", None)

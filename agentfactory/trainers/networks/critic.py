@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 
 def role_of(name: str) -> Role:
-    """Return the role that trains the weight of this name in an ActorCritic (or in a Policy alone)."""
+    """Return the role that trains the weight of this name."""
     return Role.CRITIC if name.startswith("critic.") or CRITIC_ADAPTER in name.split(".") else Role.POLICY
 
 
@@ -45,7 +45,6 @@ class Critic(nn.Module):
         self.head = nn.Parameter(torch.zeros(width))
 
     def forward(self, hidden: Float[Tensor, "targets width"]) -> Float[Tensor, "targets"]:
-        """Return values, in units of reward."""
         # fsdp2 gathers the head in the network's precision, but values are computed in float32
         dtype = torch.promote_types(self.head.dtype, torch.float32)
         return hidden.to(dtype) @ self.head.to(dtype)
@@ -67,9 +66,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, role: Role, *inputs: Any, **named: Any) -> tuple[Float[Tensor, "targets"], ...] | Tensor:
         """For the policy, return the result of `Policy.forward`; for the critic, the value of the state in which each
-        label is sampled.
-
-        A backward pass raises RuntimeError if a forward pass of the other role has switched the adapter in between."""
+        label is sampled. A backward pass raises RuntimeError if the other role's forward pass came in between."""
         if role == Role.POLICY:
             return tuple(map(self._guarded, self.policy(*inputs, **named)))
         return self._guarded(self._values(*inputs))
@@ -84,7 +81,6 @@ class ActorCritic(nn.Module):
         return values
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
-        """Return the weights that a role trains."""
         return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]
 
     def _guarded(self, output: Tensor) -> Tensor:
@@ -96,10 +92,7 @@ class ActorCritic(nn.Module):
 
 def _check_adapter(model: "PeftModel", name: str, gradient: Tensor) -> None:
     if model.active_adapter != name:
-        raise RuntimeError(
-            f"backward pass of adapter {name} after a forward pass of {model.active_adapter}: run each role's "
-            "backward pass before the other's forward pass"
-        )
+        raise RuntimeError(f"backward pass of adapter {name} after a forward pass of {model.active_adapter}")
 
 
 def make_actor_critic(

@@ -41,10 +41,9 @@ def fp8_linears(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, n
     multiples of 16, except routers. Adapters are added later: their matrices are narrow, so casts would cost more."""
     for layer in layers:
         for name, module in layer.named_modules():
-            whole = type(module) is nn.Linear and not (
-                module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
-            )
-            if whole and name.rpartition(".")[2] not in _ROUTERS:
+            if type(module) is not nn.Linear or name.rpartition(".")[2] in _ROUTERS:
+                continue
+            if module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0:
                 yield layer, name, module
 
 
@@ -55,8 +54,8 @@ def use_fp8(layers: list[nn.Module], precision: Precision, device: torch.device)
         problem = f"{precision} needs torchao, which is not installed"
         raise SettingError(FIELD, problem, "run `pip install 'torchao>=0.18,<0.19'`")
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _FP8_SINCE:
-        name, least = torch.cuda.get_device_name(device), ".".join(map(str, _FP8_SINCE))
-        problem = f"{name} has compute capability {found[0]}.{found[1]}, and FP8 needs {least}"
+        has, needs = (".".join(map(str, version)) for version in (found, _FP8_SINCE))
+        problem = f"{torch.cuda.get_device_name(device)} has compute capability {has}, and FP8 needs {needs}"
         raise SettingError(FIELD, problem, "use auto")
     chosen = {module for _, _, module in fp8_linears(layers)}
     if not chosen:
@@ -75,10 +74,9 @@ def use_fp8(layers: list[nn.Module], precision: Precision, device: torch.device)
 
 
 def gather_in_fp8(model: nn.Module) -> None:
-    """Make fsdp2 gather the weights of the sharded `model`'s tensorwise FP8 layers in FP8.
-
-    torchao's own switch wraps the weights in a tensor class, which accelerate cannot tell apart and checkpoints would
-    contain. Here the plain shards carry torchao's two functions, which FSDP2 looks up when it first gathers."""
+    """Make fsdp2 gather the weights of the sharded `model`'s tensorwise FP8 layers in FP8: plain shards carry torchao's
+    two functions, which FSDP2 looks up when it first gathers. With torchao's own switch, accelerate could not tell the
+    weights apart, and checkpoints would contain its tensor class."""
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -131,8 +129,7 @@ def _plain(layer: Any, x: Tensor) -> Tensor:
 def _scaling(casts: list[Any], dtype: torch.dtype) -> Callable[..., None]:
     @torch.no_grad()
     def scale(*args: Any) -> None:
-        """Compute the scales of all weights with one collective call, as precompute_float8_dynamic_scale_for_fsdp does;
-        before each pass, since optimisers and checkpoints change weights."""
+        # one collective call, as in precompute_float8_dynamic_scale_for_fsdp; before each pass, since weights change
         from torchao.float8.float8_utils import amax_to_scale
 
         largest = torch.stack(torch._foreach_norm([cast._tensor for cast in casts], ord=torch.inf)).float()

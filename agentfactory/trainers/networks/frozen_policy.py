@@ -28,35 +28,28 @@ class FrozenPolicy:
 
     def __init__(self, accelerator: Accelerator, frozen: Policy | None, adapter: str | None = None) -> None:
         """`frozen` is None if the weights are the base of the policy's adapter, alone or with `adapter`: a frozen one,
-        or POLICY_ADAPTER for the policy as it is now, whether it has adapters or not."""
+        or POLICY_ADAPTER for the policy as it is now."""
         self._accelerator = accelerator
-        self._frozen = frozen
-        self._adapter = adapter
-
-    @property
-    def network(self) -> nn.Module | None:
+        self.network = frozen
         """The separate network; None if the policy's base is used."""
-        return self._frozen
+        self._adapter = adapter
 
     @torch.no_grad()
     def forward(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-        """Return the result of `Policy.forward` with these weights."""
-        if self._frozen is not None:
-            return self._frozen(*inputs, **named)  # type: ignore[no-any-return]
+        if self.network is not None:
+            return self.network(*inputs, **named)  # type: ignore[no-any-return]
         role = (Role.POLICY,) if isinstance(self._accelerator.unwrap_model(model), ActorCritic) else ()
         with self._in_use(model):
             return model(*role, *inputs, **named)  # type: ignore[no-any-return]
 
     def logprobs(self, model: nn.Module, *inputs: Any, **named: Any) -> Float[Tensor, "targets"]:
-        """Return the log-probability of each label."""
         return self.forward(model, *inputs, **named)[0]
 
     @torch.no_grad()
     def states(
         self, model: nn.Module, ids: Int[Tensor, "batch length"], sources: Int[Tensor, "targets"], *places: Any
     ) -> Float[Tensor, "targets width"]:
-        """Return the hidden state that predicts each target, for `logits`. Not for a frozen adapter, and not for fsdp2,
-        which gathers weights only in a whole forward pass."""
+        """Return the hidden state that predicts each target, for `logits`. Not for a frozen adapter, nor for fsdp2."""
         with self._in_use(model) as policy:
             return policy.hidden(ids, *places).flatten(0, 1)[sources]
 
@@ -64,14 +57,13 @@ class FrozenPolicy:
     def logits(
         self, model: nn.Module, hidden: Float[Tensor, "chunk width"], temperature: float = 1.0
     ) -> Float[Tensor, "chunk vocabulary"]:
-        """Return the logits of hidden states: see `Policy.logits`."""
         with self._in_use(model) as policy:
             return policy.logits(hidden, temperature)
 
     @contextmanager
     def _in_use(self, model: nn.Module) -> Iterator[Policy]:
-        if self._frozen is not None:
-            yield self._frozen
+        if self.network is not None:
+            yield self.network
             return
         policy: Any = self._accelerator.unwrap_model(model)
         policy = policy.policy if isinstance(policy, ActorCritic) else policy
@@ -80,8 +72,7 @@ class FrozenPolicy:
 
 
 def make_reference(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> FrozenPolicy:
-    """Create the reference: the base of the policy's adapter, with a frozen copy of a continued one, or of
-    `model.path`."""
+    """Create the reference: the base of the policy's adapter, with a copy of a continued one, or `model.path`."""
     if has_adapter(policy.model):
         continued = REFERENCE_ADAPTER in policy.model.peft_config
         return FrozenPolicy(accelerator, None, REFERENCE_ADAPTER if continued else None)

@@ -1,6 +1,6 @@
 """The trained weights of one version, gathered one by one, so that no process needs memory for all of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -22,28 +22,22 @@ class Weights(Mapping[str, Tensor]):
         """Floats are converted to `dtype`, if given."""
         self._tensors = dict(entries)
         self._dtype = dtype
-        self.meta: dict[str, Tensor] = {
-            name: torch.empty(value.shape, dtype=self._dtype_of(value), device="meta")
-            for name, value in self._tensors.items()
-        }
+        self.meta = {n: torch.empty(v.shape, dtype=self._dtype_of(v), device="meta") for n, v in self._tensors.items()}
         """All names, with shape and dtype and without values."""
         self.sharded = any(isinstance(value, DTensor) for value in self._tensors.values())
         self._read: dict[str, Tensor] | None = None
         self._rest: Iterator[tuple[str, Tensor]] | None = None
         # starts with its first task, and ends with this object
-        self._thread = ThreadPoolExecutor(1, "gather", _use_device, (_device_in_use(),))
+        self._thread = ThreadPoolExecutor(1, "gather", *_same_device())
 
     @property
     def resident(self) -> bool:
         """True if the weights are the policy's own: holding them takes no memory."""
-        return all(
-            not isinstance(value, DTensor) and value.dtype == self._dtype_of(value) and value.is_contiguous()
-            for value in self._tensors.values()
-        )
+        held = self._tensors.values()
+        return not self.sharded and all(v.dtype == self._dtype_of(v) and v.is_contiguous() for v in held)
 
     @property
     def nbytes(self) -> int:
-        """The size of all weights."""
         return sum(value.nbytes for value in self.meta.values())
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
@@ -101,11 +95,6 @@ class Weights(Mapping[str, Tensor]):
         return self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
 
 
-def _device_in_use() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-
-def _use_device(index: int | None) -> None:
-    # a new thread would use the first GPU
-    if index is not None:
-        torch.cuda.set_device(index)
+def _same_device() -> tuple[Callable[..., None], tuple[int, ...]] | tuple[()]:
+    """Return initializer and its arguments for a thread, which by default uses the first GPU."""
+    return (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_initialized() else ()

@@ -33,7 +33,6 @@ REFERENCE_ADAPTER = "reference"
 
 
 def has_adapter(model: "PreTrainedModel | PeftModel") -> "TypeGuard[PeftModel]":
-    """Return whether an adapter has been added to this network."""
     return not isinstance(model, PreTrainedModel)
 
 
@@ -69,9 +68,8 @@ def add_adapter(
 
 def _uses_rslora(config: LoraConfig) -> bool:
     file = Path(config.from_ or "") / ADAPTER
-    if config.from_ is None or not file.is_file():
-        return False
-    return bool(json.loads(file.read_text(encoding="utf-8")).get("use_rslora"))
+    has_file = config.from_ is not None and file.is_file()
+    return has_file and bool(json.loads(file.read_text(encoding="utf-8")).get("use_rslora"))
 
 
 def add_reference_adapter(model: "PeftModel") -> None:
@@ -93,9 +91,8 @@ def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) 
             continue
         own = _weights_of(model, name)
         for key in [*saved, *own]:
-            shapes = [tuple(weights[key].shape) if key in weights else None for weights in (saved, own)]
-            if shapes[0] != shapes[1]:
-                given, wanted = ("nothing" if shape is None else short(shape) for shape in shapes)
+            given, wanted = (short(tuple(held[key].shape)) if key in held else "nothing" for held in (saved, own))
+            if given != wanted:
                 problem = f"{folder} has {given} as {key}, where the network of model.path has {wanted}"
                 fix = "set model.path and model.lora.target_modules as they were when it was trained"
                 raise SettingError("model.lora.from", problem, f"{fix}, or model.lora.merge=true")
@@ -105,7 +102,6 @@ def load_adapter(model: "PeftModel", folder: Path, saved: Mapping[str, Tensor]) 
 
 @torch.no_grad()
 def copy_adapter(model: "PeftModel", source: str, target: str) -> None:
-    """Give one adapter the weights of another of the same shape."""
     weights = _weights_of(model, source)
     for key, value in _weights_of(model, target).items():
         value.copy_(weights[key])
@@ -122,14 +118,13 @@ def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
     """Return the weights of the policy's adapter, under the names that peft saves."""
     from peft import get_peft_model_state_dict
 
-    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    own = {name: value for name, value in trained.items() if POLICY_ADAPTER in name.split(".")}
+    trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
+    own = {name: value for name, value in trained if POLICY_ADAPTER in name.split(".")}
     return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
 
 
 def untie(network: Any) -> bool:
-    """Give a head that is tied to the embedding its own weight, which an adapter may change alone; return whether it
-    was."""
+    """Give a head that is tied to the embedding its own weight; return whether it was tied."""
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -150,8 +145,6 @@ def use_adapter(model: "PeftModel", name: str) -> None:
     both adapters are trained in one step, and DDP and FSDP2 must always find the same trainable weights."""
     if model.active_adapter == name:
         return
-    if name not in model.peft_config:
-        raise ValueError(f"the model has no adapter {name}; it has {', '.join(model.peft_config)}")
     tuner: Any = model.base_model
     model.active_adapter = tuner.active_adapter = name
     for layer in _layers(model):
@@ -197,8 +190,7 @@ def save_adapter(model: "PeftModel", folder: Path, state: Mapping[str, Tensor]) 
 
 
 def rows_of(network: Any) -> list[tuple[str, Any]]:
-    """Return peft's layers with trained rows, by the name of the table; a tied head's layer refers to the
-    embedding's."""
+    """Return peft's layers with trained rows, and their tables' names; a tied head's refers to the embedding's."""
     from peft.utils.other import TrainableTokensWrapper
 
     named = network.named_modules()
@@ -238,9 +230,8 @@ def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -
     return state
 
 
-def _original(layer: Any) -> Tensor:
-    rows: Tensor = (layer.tied_adapter or layer).original_rows
-    return rows
+def _original(layer: Any) -> Any:
+    return (layer.tied_adapter or layer).original_rows
 
 
 def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -27,20 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
-    """Load the network of `model.path` on `device`, with transformers' own choice of attention: see `apply_options`.
-
-    Without `dtype`, its weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses
-    four bits per weight. Under fsdp2 it stays on the CPU, with arbitrary weights on all ranks except 0: see `sharding`.
-    Raises SettingError if it cannot be trained."""
+    """Load the network of `model.path` on `device`, with transformers' own choice of attention. Without `dtype`, its
+    weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses four bits per
+    weight. Under fsdp2 it stays on the CPU, with arbitrary weights on all ranks except 0: see `sharding`. Raises
+    SettingError if it cannot be trained."""
     config, device = recipe.model, torch.device(device)
     if config.dtype == "float16":
         raise SettingError("model.dtype", "float16 gradients vanish without loss scaling", "use bfloat16 or float32")
     if (Path(config.path) / "adapter_config.json").exists():
-        raise SettingError(
-            "model.path",
-            f"{config.path} holds a LoRA adapter, not a model",
-            "set it to the base that its adapter_config.json names, and model.lora.from to this folder",
-        )
+        fix = "set it to the base that its adapter_config.json names, and model.lora.from to this folder"
+        raise SettingError("model.path", f"{config.path} holds a LoRA adapter, not a model", fix)
     dtype = dtype or (getattr(torch, config.dtype) if config.lora else torch.float32)
     architecture = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=False)
     if recipe.train.algorithm != "sft" and recipe.train.from_trajectories is None:
@@ -58,8 +54,7 @@ def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype:
         return _with_gradients(load(quantization_config=quantization, device_map={"": device}))
     if recipe.train.strategy == "fsdp2":
         return load_on_rank_0(load, kind, config.path, dtype)
-    network: Any = load()
-    return network.to(device)
+    return load().to(device)
 
 
 def class_of(config: Any) -> Any:
@@ -68,8 +63,8 @@ def class_of(config: Any) -> Any:
 
 
 def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
-    """Prevent bitsandbytes from converting 4-bit weights to another layout, as in passes without gradients on CPUs with
-    AVX512-BF16: training would then silently yield no gradients below such a layer, and compute in bfloat16."""
+    """Prevent bitsandbytes from converting 4-bit weights to another layout on CPUs with AVX512-BF16: training would
+    then silently yield no gradients below such a layer, and compute in bfloat16."""
     # bitsandbytes is optional, and only this needs it
     from bitsandbytes.nn import Linear4bit
 
@@ -81,8 +76,7 @@ def _with_gradients(network: PreTrainedModel) -> PreTrainedModel:
 
 def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.device | str) -> None:
     """Apply attention implementation, layer kernels, FP8, compiled layers, gradient checkpointing and offloading in
-    place, and freeze the vision tower unless it is trained. Raises SettingError for an option that is not supported
-    here."""
+    place, and freeze the vision tower unless it is trained. Raises SettingError."""
     device = torch.device(device)
     # with a mask, cuDNN's kernel on Hopper returns NaN gradients for the large activations of real models, such as
     # Qwen2.5 (https://github.com/pytorch/pytorch/issues/196678); torch's other kernels do not
@@ -123,9 +117,8 @@ def apply_options(network: PreTrainedModel, train: TrainConfig, device: torch.de
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if train.gradient_checkpointing:
             # transformers' own checkpointing depends on module.training, which also turns dropout on
-            layer.forward = _checkpointed(
-                layer.forward, offload=train.gradient_checkpointing == "offload", pin=device.type == "cuda"
-            )
+            offload = train.gradient_checkpointing == "offload"
+            layer.forward = _checkpointed(layer.forward, offload, pin=device.type == "cuda")
 
 
 def _checkpointed(forward: Callable[..., Any], offload: bool, pin: bool) -> Callable[..., Any]:
@@ -180,6 +173,5 @@ def decoder_layers(network: PreTrainedModel) -> list[nn.Module]:
 
 def text_layers(network: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of `decoder_layers` outside a vision tower."""
-    tower = tower_of(network)
-    seeing = set(tower.modules()) if tower is not None else set()
+    seeing = {*tower.modules()} if (tower := tower_of(network)) is not None else set()
     return [layer for layer in decoder_layers(network) if layer not in seeing]

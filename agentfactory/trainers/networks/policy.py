@@ -41,10 +41,7 @@ Measure = Callable[[Float[Tensor, "chunk vocabulary"], slice], Float[Tensor, "ch
 
 
 class Policy(Backbone):
-    """A causal language model that scores tokens.
-
-    Backbone and head run inside `forward`, so that DDP and FSDP2 hooks, compile and LoRA apply to ordinary calls. The
-    head runs only on scored tokens, in chunks. Log-softmax and entropy are at least in float32."""
+    """A causal language model that scores tokens, in chunks. Log-softmax and entropy are at least in float32."""
 
     def __init__(
         self,
@@ -54,8 +51,7 @@ class Policy(Backbone):
         banned: Sequence[int] = (),
         trained_tokens: Sequence[int] = (),
     ) -> None:
-        """`banned` tokens get the servers' bias, and are never sampled; the adapter trains the rows of
-        `trained_tokens`."""
+        """`banned` tokens get the servers' bias; the adapter trains the rows of `trained_tokens`."""
         super().__init__(model, dtype)
         self.batching = batching
         self.banned = list(banned)
@@ -127,14 +123,12 @@ class Policy(Backbone):
 
     def gather(self) -> Weights:
         """Return the trained weights, unsharded: the network's under their transformers names (tied ones once, in the
-        policy's dtype), or the adapter's under their peft names. Read them, in all processes at the same time, before
-        the next update: see Weights."""
+        policy's dtype), or the adapter's under their peft names. All processes read them before the next update."""
         if has_adapter(self.model):
             return Weights(lora.adapter_weights(self.model).items())
         return Weights(_untied(self.network), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
-        """Write a gathered adapter to `folder` in peft's format, and return the file of its weights."""
         assert has_adapter(self.model)
         return lora.save_adapter(self.model, folder, state)
 
@@ -198,14 +192,13 @@ def make_policy(
 
 @torch.no_grad()
 def check_head(network: PreTrainedModel) -> None:
-    """Check that backbone and head give the network's logits, also in padded rows: some networks process them further
-    (scale them, for example), and some attend to what follows.
+    """Check that backbone and head give the network's logits, also in padded rows: some networks scale them further,
+    and some attend to what follows. Raise SettingError if they differ.
 
     Compare rows of several lengths, padded, with the network's own forward pass of each alone, with eager attention. In
     half precision, kinds of attention round differently, which the layers of a pretrained network amplify to .8 nats:
     so the head is compared after the same attention, and the attention by its median effect on a row's hidden states,
-    which is up to .1 by rounding. Raise SettingError if they differ.
-    """
+    which is up to .1 by rounding."""
     name, cause = type(network).__name__, None
     try:
         problem = _fault(network)

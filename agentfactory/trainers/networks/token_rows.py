@@ -1,8 +1,5 @@
-"""Rows of single tokens in the head and the embedding: finding rows that were never trained, and training rows beside
-an adapter.
-
-Rows of tokens that pretraining never saw are all equal, so the network gives them the same probability, and an adapter
-on the layers cannot change that."""
+"""Rows of single tokens in the head and the embedding: finding rows that were never trained, which are all equal, so
+that an adapter on the layers cannot tell them apart, and training rows beside an adapter."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -53,15 +50,13 @@ class TokenNeeds:
 @torch.no_grad()
 def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: Iterable[int]) -> dict[int, Alike]:
     """Return the tokens whose rows cannot be told apart from those of others."""
-    ids = sorted(set(tokens))
-    if not ids:
+    if not (ids := sorted(set(tokens))):
         return {}
     rows = weight[ids].float()
     lengths = rows.norm(dim=1).clamp(min=1e-12)
-    found = []
-    for part in weight.split(_ROWS_AT_A_TIME):
-        # the exact difference: rows that are equal have a distance of 0
-        found.append(torch.stack([(part.float() - row).norm(dim=1) for row in rows]) / lengths[:, None])
+    # the exact difference: rows that are equal have a distance of 0
+    parts = weight.split(_ROWS_AT_A_TIME)
+    found = [torch.stack([(part.float() - row).norm(dim=1) for row in rows]) / lengths[:, None] for part in parts]
     distances = torch.cat(found, 1)
     distances[torch.arange(len(ids)), torch.tensor(ids)] = torch.inf
     alike = {}
@@ -75,8 +70,7 @@ def find_alike(table: str, weight: Float[Tensor, "vocabulary width"], tokens: It
 
 
 def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
-    """Return the tokens that the network cannot tell from others: by its head, those written; by its embedding, all
-    needed."""
+    """Return the tokens that the network cannot tell apart: written ones by its head, all needed by its embedding."""
     tokens.check(len(table_of(network.get_input_embeddings())))
     written, read = tokens.written.values(), tokens.read.values()
     head = find_alike("head", table_of(network.get_output_embeddings()), written)
@@ -85,22 +79,17 @@ def untrained_tokens(network: Any, tokens: FormatTokens) -> dict[int, Alike]:
 
 def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None) -> list[int]:
     """Return the ids of the tokens whose rows the recipe trains beside its adapter (model.lora.trainable_tokens).
-
     Raises SettingError if the run needs a token that the network cannot tell from others, and an adapter leaves it so.
-    If all weights are trained, warn of it."""
+    If all weights are trained, warn."""
     lora = recipe.model.lora
     asked = lora.trainable_tokens if lora is not None else None
     if needs is None:
-        if asked is not None:
-            raise ValueError("model.lora.trainable_tokens needs the run's tokenizer and format")
         return []
     alike = untrained_tokens(network, needs.tokens)
     if lora is None:
         if alike:
-            fix = (
-                "they can be learned, but slowly: watch the share of malformed turns, or choose another rollout.parser"
-            )
-            notify(logger, "untrained tokens", f"{describe(alike, needs)}; {fix}", see=_PAGE)
+            fix = "they are learned slowly: watch the share of malformed turns, or choose another rollout.parser"
+            notify(logger, "untrained tokens", f"{_describe(alike, needs)}; {fix}", see=_PAGE)
         return []
     if isinstance(asked, list):
         trained = [token_id(needs.tokenizer, text) for text in asked]
@@ -108,16 +97,15 @@ def tokens_to_train(network: Any, recipe: TrainRecipe, needs: TokenNeeds | None)
         trained = sorted(alike) if asked == "auto" else []
     if left := {token: found for token, found in alike.items() if token not in trained}:
         problem = "missing" if asked is None else f"got {', '.join(map(repr, asked or []))}"
-        problem = f"{problem}, but {describe(left, needs)}, and an adapter on the layers cannot change that"
+        problem = f"{problem}, but {_describe(left, needs)}, and an adapter on the layers cannot change that"
         raise SettingError("model.lora.trainable_tokens", problem, _fix(left, needs.tokens))
     if asked == "auto":
-        told = f"{describe(alike, needs)}; their rows are trained" if alike else "no row needs training"
+        told = f"{_describe(alike, needs)}; their rows are trained" if alike else "no row needs training"
         inform(logger, f"model.lora.trainable_tokens=auto: {told}", see=_PAGE)
     return trained
 
 
-def describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
-    """Return a sentence about tokens that the network cannot tell from others, with figures."""
+def _describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
     name = needs.tokenizer.convert_ids_to_tokens
     named = ", ".join(f"{name(token)} ({token})" for token in alike)
     most = max(alike.values(), key=lambda found: found.others)
@@ -129,10 +117,10 @@ def describe(alike: dict[int, Alike], needs: TokenNeeds) -> str:
 
 
 def _fix(alike: dict[int, Alike], tokens: FormatTokens) -> str:
-    train = "train their rows, too: model.lora.trainable_tokens=auto"
+    other = "write calls without these tokens: rollout.parser=json"
     if alike.keys() & {*tokens.ends, *tokens.read.values()}:
-        return f"{train}; or set model.chat_template to one with tokens that the network knows"
-    return f"{train}; or write calls without these tokens: rollout.parser=json"
+        other = "set model.chat_template to one with tokens that the network knows"
+    return f"train their rows, too: model.lora.trainable_tokens=auto; or {other}"
 
 
 # ---- training
@@ -146,8 +134,7 @@ def table_of(module: Any) -> Tensor:
 
 
 def tables_of(network: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
-    """Return peft's `trainable_token_indices`: embedding and head with `tokens`, or the embedding if they are one
-    table."""
+    """Return peft's `trainable_token_indices`: embedding and head with `tokens`, or one table that is both."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     tables = [embedding] if head.weight is embedding.weight else [embedding, head]
     return {name: list(tokens) for name, module in network.named_modules() if module in tables} if tokens else {}
@@ -185,21 +172,18 @@ def _initial_rows(
 
 @torch.no_grad()
 def copy_rows(network: Any, source: str, target: str) -> None:
-    """Give the adapter `target` the rows of the adapter `source`."""
     for _, layer in rows_of(network):
         if layer.tied_adapter is None:
             layer.trainable_tokens_delta[target].data = layer.trainable_tokens_delta[source].data.clone()
 
 
 def compute_rows_alone(network: Any) -> None:
-    """Make peft's layers compute the trained rows beside the frozen table, without copies and gradients of all its
-    rows."""
+    """Make peft's layers compute the trained rows beside the frozen table, without copies of all its rows."""
     for _, layer in rows_of(network):
         layer.forward_adapters = MethodType(_forward, layer)
 
 
 def _forward(self: Any, inputs: Tensor, active_adapters: list[str]) -> Tensor:
-    """Return the output of the table with its rows replaced by those of the active adapter."""
     table = self.base_layer
     output: Tensor = table(inputs)
     name = next((name for name in active_adapters if name in self.trainable_tokens_delta), None)

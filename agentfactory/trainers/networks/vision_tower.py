@@ -58,7 +58,7 @@ def is_of_tower(name: str) -> bool:
 
 
 def banned_token_ids(network: Any) -> list[int]:
-    """Return the placeholder tokens of images and videos, which servers never sample: see Vision.banned_token_ids."""
+    """Return the placeholder tokens of images and videos: see Vision.banned_token_ids."""
     if not sees(network.config):
         return []
     names = ("image_token_id", "video_token_id")
@@ -70,36 +70,24 @@ def adapted_modules(network: Any, asked: str | list[str], trained: bool) -> str 
     "all-linear" means the language model's layers, unless the tower is `trained`, too. Raises SettingError if the tower
     is frozen but would be adapted, or for a name of no module."""
     tower = tower_of(network)
-    if tower is None or trained:
-        _check_targets(network, asked)
-        return asked
-    language = language_name(network)
-    if asked == "all-linear":
-        return within(language, _linear_names(getattr(network.base_model, language)))
-    inside = set(tower.modules())
-    hit = [name for name, module in network.named_modules() if module in inside and _is_target(name, asked)]
-    if hit:
-        names = within(language, asked) if isinstance(asked, list) else rf".*\.{language}\..*"
-        problem = f"got {asked}, which is also in the vision tower ({hit[0]}), and train.vision is frozen"
-        raise SettingError("model.lora.target_modules", problem, f"use all-linear, or the pattern {names!r}")
-    _check_targets(network, asked)
-    return asked
-
-
-def _check_targets(network: Any, asked: str | list[str]) -> None:
-    """Raise SettingError for a name or a pattern that fits no module; peft ignores such names in a list."""
-    if asked == "all-linear":
-        return
-    names = [name for name, _ in network.named_modules()]
-    unknown = [
-        target
-        for target in ([asked] if isinstance(asked, str) else asked)
-        if not any(_is_target(name, target if isinstance(asked, str) else [target]) for name in names)
-    ]
-    if unknown:
+    if tower is not None and not trained:
+        language = language_name(network)
+        if asked == "all-linear":
+            return _within(language, _linear_names(getattr(network.base_model, language)))
+        inside = set(tower.modules())
+        named = [name for name, module in network.named_modules() if module in inside]
+        if hit := [name for name in named if any(re.fullmatch(known, name) for known in _patterns(asked).values())]:
+            pattern = _within(language, asked) if isinstance(asked, list) else rf".*\.{language}\..*"
+            problem = f"got {asked}, which is also in the vision tower ({hit[0]}), and train.vision is frozen"
+            raise SettingError("model.lora.target_modules", problem, f"use all-linear, or the pattern {pattern!r}")
+    # peft ignores names in a list that fit no module
+    names, patterns = [name for name, _ in network.named_modules()], _patterns(asked).items()
+    unknown = [target for target, known in patterns if not any(re.fullmatch(known, name) for name in names)]
+    if unknown and asked != "all-linear":
         problem = f"got {asked}, but {' and '.join(map(repr, unknown))} fits no module of the network"
         fix = f"use names such as {', '.join(_linear_names(network.base_model))}"
         raise SettingError("model.lora.target_modules", problem, fix)
+    return asked
 
 
 def _linear_names(network: nn.Module) -> list[str]:
@@ -107,15 +95,12 @@ def _linear_names(network: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def within(language: str, names: list[str]) -> str:
-    """Return a pattern for the language model's modules with these names."""
+def _within(language: str, names: list[str]) -> str:
     return rf".*\.{language}\..*\.({'|'.join(map(re.escape, names))})"
 
 
-def _is_target(name: str, asked: str | list[str]) -> bool:
-    if isinstance(asked, str):
-        return re.fullmatch(asked, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in asked)
+def _patterns(asked: str | list[str]) -> dict[str, str]:
+    return {asked: asked} if isinstance(asked, str) else {target: rf"(.*\.)?{re.escape(target)}" for target in asked}
 
 
 _SIZES = ((60, 60), (90, 45))
@@ -124,9 +109,9 @@ _SIZES = ((60, 60), (90, 45))
 
 @torch.no_grad()
 def check_images(policy: Any, path: str) -> None:
-    """Compare a row with two images, as built by rollouts and a Policy, with the model's own processor and forward
-    pass: its ids, and each token's log-probability. Only for models of `own_processor`: those of `patches` have one
-    rule, which tests cover. Raises SettingError with the difference."""
+    """Compare ids and log-probabilities of a row with two images, as built by rollouts and a Policy, with those of the
+    model's own processor and forward pass. Only for models of `own_processor`: tests cover those of `patches`. Raises
+    SettingError with the difference."""
     vision = load_vision(path)
     if not isinstance(vision, OwnProcessor):
         return

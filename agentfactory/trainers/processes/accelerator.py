@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from agentfactory.base.http.loopback import has_foreign_peer, own_sockets
 from agentfactory.trainers.config import ACCELERATE, TrainConfig, TrainRecipe
 from agentfactory.trainers.processes.launch_variables import check_launch_variables
-from agentfactory.trainers.processes.rendezvous import PrivacyError, init_method
+from agentfactory.trainers.processes.rendezvous import LaunchError, init_method
 
 # ranks wait in a collective call while rank 0 waits for rollouts, which may take longer than torch's 10 minutes; if a
 # rank dies, the launcher notices
@@ -33,11 +33,7 @@ _FSDP_SETTINGS = {
     "FSDP_IGNORED_MODULES": ("fsdp_ignored_modules", "", "all ranks would train their own copy"),
     "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_transformer_layer_cls_to_wrap", "", "they follow from the model"),
     "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "false", "weights stay on the GPU"),
-    "FSDP_ACTIVATION_CHECKPOINTING": (
-        "fsdp_activation_checkpointing",
-        "false",
-        "set train.gradient_checkpointing in the recipe",
-    ),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("fsdp_activation_checkpointing", "false", "set train.gradient_checkpointing"),
 }
 """FSDP settings of a launcher's configuration: variable -> name, the only supported value, and the reason."""
 
@@ -50,14 +46,9 @@ _SAME: dict[str, Any] = {
 """Recipe fields that all processes compute with; the rest of a recipe concerns only rank 0."""
 
 
-class LaunchError(Exception):
-    """The launch does not match the recipe; the message contains the correct command."""
-
-
 def make_accelerator(recipe: TrainRecipe) -> Accelerator:
-    """Create the accelerator of this process; `model.dtype` sets its precision. Raises LaunchError if accelerate did
-    not set up `train.processes` processes under `train.strategy`, SettingError if a variable would change training
-    beside the recipe."""
+    """Create the accelerator of this process. Raises LaunchError if accelerate did not set up `train.processes`
+    processes under `train.strategy`, SettingError if a variable would change training beside the recipe."""
     check_launch_variables()
     train = recipe.train
     if recipe.sync.backend != "ipc":
@@ -65,10 +56,7 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     options: dict[str, Any] = {}
     earlier = own_sockets()
-    try:
-        method = init_method(recipe.server.urls)
-    except PrivacyError as error:
-        raise LaunchError(str(error)) from None
+    method = init_method(recipe.server.urls)
     if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         _check_fsdp_settings(train)
         options["fsdp_plugin"] = _fsdp2(_precision(getattr(torch, recipe.model.dtype)), method)
@@ -83,9 +71,7 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp, group], **options)
     # before the first object collective, which unpickles received data
     if method is not None and has_foreign_peer(earlier):
-        raise LaunchError(
-            "another user of this machine has connected to this process in place of one of ours: start the run again"
-        )
+        raise LaunchError("another user has connected to this process in place of one of ours: start the run again")
     check_launch(train, accelerator)
     return accelerator
 
@@ -110,8 +96,7 @@ def _fsdp2(mixed_precision: MixedPrecisionPolicy, method: str | None) -> FullySh
 
 def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return the precision of sharded networks. Below float32, weights are gathered and used in `dtype`, and so is the
-    residual stream, as in inference servers; shards of weights and gradients stay in float32. Under autocast alone,
-    weights would be gathered in float32, in twice the time and memory."""
+    residual stream, as in inference servers; under autocast alone, weights would be gathered in float32."""
     if dtype.itemsize >= 4:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -121,10 +106,8 @@ def _check_fsdp_settings(train: TrainConfig) -> None:
     for variable, (name, right, why) in _FSDP_SETTINGS.items():
         value = os.environ.get(variable, right).lower()
         if value != right:
-            raise LaunchError(
-                f"the launcher's configuration has {name}: {value}, which is not supported: {why}. "
-                f"Start it with: {launch_command(train, 'cuda')}"
-            )
+            problem = f"the launcher's configuration has {name}: {value}, which is not supported: {why}"
+            raise LaunchError(f"{problem}. Start it with: {launch_command(train, 'cuda')}")
 
 
 def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:
@@ -151,10 +134,8 @@ def check_same_recipe(recipe: TrainRecipe) -> None:
     for number, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
-                raise LaunchError(
-                    f"process {number} has {name}={other[name]!r}, and process 0 has {value!r}: "
-                    "start all machines with the same recipe and overrides"
-                )
+                problem = f"process {number} has {name}={other[name]!r}, and process 0 has {value!r}"
+                raise LaunchError(f"{problem}: start all machines with the same recipe and overrides")
 
 
 def launch_command(train: TrainConfig, device: str) -> str:

@@ -30,8 +30,8 @@ _SCHEME = "agentfactory"
 _PAGE = "docs/multi-node.md"
 
 
-class PrivacyError(Exception):
-    """Another user could read or change the folder of the ranks' store."""
+class LaunchError(Exception):
+    """The launch does not match the recipe, or another user could interfere; the message contains the fix."""
 
 
 def on_one_machine() -> bool:
@@ -41,10 +41,9 @@ def on_one_machine() -> bool:
 
 
 def init_method(urls: Iterable[str]) -> str | None:
-    """Return torch's `init_method` for this launch; None keeps torch's own: for one process, or for several machines,
-    which need the network. On one machine, bind gloo and NCCL to loopback, unless the user names an interface; NCCL
-    only if it also reaches the inference servers at `urls` there. Warn, on rank 0, about ports that are open to the
-    network. Raises PrivacyError."""
+    """Return torch's `init_method` for this launch; None keeps torch's own: for one process, or for several machines.
+    On one machine, bind gloo and NCCL to loopback, unless the user names an interface; NCCL only if it also reaches the
+    inference servers at `urls` there. Warn, on rank 0, about ports that are open to the network. Raises LaunchError."""
     first = os.environ.get("RANK", "0") == "0"
     if not on_one_machine():
         if first:
@@ -87,7 +86,7 @@ def _store_file() -> Path:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         fix = "remove it, or set TMPDIR to a folder of yours"
-        raise PrivacyError(f"{folder}: another user could read or change this folder of the ranks' store; {fix}")
+        raise LaunchError(f"{folder}: another user could read or change this folder of the ranks' store; {fix}")
     for file in folder.iterdir():
         pid, started, _ = file.name.split("-")
         if _start_of(int(pid)) != started:
@@ -105,8 +104,7 @@ def _start_of(pid: int) -> str | None:
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield store, rank and number of ranks. Without a file (ranks started by hand) the store is a TCP server on
-    loopback."""
+    """Yield store, rank and number of ranks. For ranks started by hand, the store is a TCP server on loopback."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if file := urlsplit(url).path:
         yield FileStore(file, world), rank, world

@@ -20,14 +20,13 @@ Value = TypeVar("Value")
 def load_on_rank_0(load: Callable[[], PreTrainedModel], kind: Any, path: str, dtype: torch.dtype) -> Any:
     """Return the network that `load` loads from `path`, by transformers' class `kind`; on all ranks except 0, the same
     network on the CPU with arbitrary weights and buffers, which take up memory only once they are written. Every
-    process calls it. transformers' own option (FSDP_CPU_RAM_EFFICIENT_LOADING) reads the weights on every rank."""
+    process calls it."""
     if dist.get_rank() == 0:
         network: Any = load()
     else:
         with torch.device("meta"):
-            network = kind.from_config(
-                AutoConfig.from_pretrained(path, trust_remote_code=False), dtype=dtype, trust_remote_code=False
-            )
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            network = kind.from_config(config, dtype=dtype, trust_remote_code=False)
         # new memory for each name, so tied weights are no longer tied
         network.to_empty(device="cpu")
     # weights that the checkpoint stores under both names with different values are not tied, whatever its config says
@@ -45,16 +44,14 @@ def decided_by_rank_0(decide: Callable[[], Decision]) -> Decision:
         except SettingError as error:
             found[1] = error
     dist.broadcast_object_list(found, src=0)
-    decision, refusal = found
-    if refusal is not None:
-        raise refusal
-    return decision
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 @contextmanager
 def weights_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Fill `model`, which is sharded in place in this context, with rank 0's weights and buffers, which rank 0 keeps in
-    host memory until then. Every process calls it."""
+    """Fill `model`, which is sharded in place in this context, with rank 0's weights. Every process calls it."""
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     own = {name for name, _ in model.named_parameters()}
     # torch shards a module with two names, such as the trained rows of tied tables, under the first one only

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from agentfactory.rollout.inference.adapter_config import WEIGHTS
+from agentfactory.trainers.checkpoints.checkpoint_folder import digest
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.sync.content_proof import file_digest
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import ForeignWeightsError, SyncReport, find, lock_for_others, on_each
 
@@ -22,8 +22,7 @@ class LoraSync:
 
     No server reports the content of a loaded adapter, so the proof links the name to it. The name was unused on the
     server, which afterwards lists it with exactly the given path. The path contains the digest of the weights, was
-    never used before, and the file still has this digest after loading. The canary checks that the server computes with
-    them."""
+    never used before, and the file still has this digest after loading. The canary checks the rest."""
 
     def __init__(self, servers: list[ServerControl], folder: Path, prefix: str, keep: int) -> None:
         """Adapters are called {prefix}{version}; a repeated push of a version appends -2, -3 and so on.
@@ -64,18 +63,17 @@ class LoraSync:
         name = f"{self._prefix}{version}{again}"
         # written under a temporary name, because the final name contains the digest of the file
         passing = (self._folder / f".{name}").resolve()
-        digest = file_digest(policy.save_adapter(passing, state))
+        content = digest(policy.save_adapter(passing, state))
         lock_for_others(passing)
-        path = passing.with_name(f"{name}-{digest[:16]}")
+        path = passing.with_name(f"{name}-{content[:16]}")
         passing.rename(path)
         self._loaded[name] = path
-        self._last = version, name, digest
+        self._last = version, name, content
         self._unfinished = version
 
     def _complete(self, server: ServerControl) -> None:
-        """Load missing adapters, and unload adapters no longer in use, which may remain on a server that was away or
-        served an earlier attempt. After sleep, a server may list adapters that it has lost (vLLM #53888), so all are
-        loaded again."""
+        """Load missing adapters, and unload others, which may remain on a server that was away. After sleep, a server
+        may list adapters that it has lost (vLLM #53888), so all are loaded again."""
         listed = _listed(server)
         for name, root in listed.items():
             ours = root is not None and Path(root).parent == self._folder.resolve()
@@ -94,9 +92,9 @@ class LoraSync:
 
     def _report(self, started: float) -> SyncReport:
         assert self._last is not None
-        version, name, digest = self._last
+        version, name, content = self._last
         size = (self._loaded[name] / WEIGHTS).stat().st_size
-        return SyncReport(version, name, name, size, time.perf_counter() - started, digest)
+        return SyncReport(version, name, name, size, time.perf_counter() - started, content)
 
 
 def _unload(server: ServerControl, name: str) -> None:
@@ -112,12 +110,9 @@ def _load(server: ServerControl, name: str, path: Path) -> None:
     server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
     root = _listed(server).get(name)
     if root != str(path):
-        raise SyncError(
-            f"{server.url} accepted the adapter {name}, but serves it from {root}, not from {path}: it was not loaded"
-            if root
-            else f"{server.url} reported the adapter {name} as loaded, but does not list it in /v1/models"
-        )
-    if not path.name.endswith(file_digest(path / WEIGHTS)[:16]):
+        listed = f"serves it from {root}, not from {path}" if root else "does not list it in /v1/models"
+        raise SyncError(f"{server.url} accepted the adapter {name}, but {listed}: it was not loaded")
+    if not path.name.endswith(digest(path / WEIGHTS)[:16]):
         raise SyncError(f"{path / WEIGHTS} changed while {server.url} loaded it: its weights are not the trainer's")
 
 

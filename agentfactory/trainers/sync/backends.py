@@ -1,10 +1,8 @@
 """The table of sync backends, with their requirements on recipe, devices and servers, and `make_sync`, which alone
-needs torch.
-
-A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
+needs torch. A backend is a class in its own file of this folder, or the user's own `FILE.py:NAME`: see WeightSync in
 weight_sync.py."""
 
-import importlib
+import pkgutil
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +34,6 @@ class Backend:
     adapters: bool = False
     """True if it sends adapters instead of all weights."""
     routes: tuple[str, ...] = FULL_ROUTES
-    """Server routes that it calls."""
     transfer: str | None = "file"
     """Backend in vLLM's --weight-transfer-config; None omits the flag."""
     engines: tuple[str, ...] = ("vllm", "embedded", "sglang")
@@ -66,8 +63,7 @@ update (rollout.inflight: keep)."""
 
 
 def backend_of(recipe: TrainRecipe) -> Backend:
-    """Return the recipe's backend; for `auto`, without information on devices. Raises SettingError for a user's own
-    class."""
+    """Return the recipe's backend; for `auto`, that without information on devices. Raises SettingError."""
     name = _resolved(recipe)
     if name in BACKENDS:
         return BACKENDS[name]
@@ -115,10 +111,8 @@ def _resolved(recipe: TrainRecipe) -> str:
 
 
 def _load(recipe: TrainRecipe) -> Extension:
-    name = _resolved(recipe)
-    if name not in BACKENDS:
-        return load_extension("sync.backend", name, {}, INPUTS, recipe.sync)
-    # imported only now, because it needs torch
-    module, _, attribute = _CLASSES[name].partition(":")
-    ours = {name: getattr(importlib.import_module(module), attribute)}
+    name, ours = _resolved(recipe), {}
+    if name in BACKENDS:
+        # imported only now, because it needs torch
+        ours[name] = pkgutil.resolve_name(_CLASSES[name])
     return load_extension("sync.backend", name, ours, INPUTS, recipe.sync)

@@ -1,8 +1,7 @@
 """The canary: a few fixed contexts whose next-token log-probabilities server and trainer compute for every version.
 
 Even with the right weights, a server may compute with others: a cache of older weights, a packed copy, a listed but
-unapplied adapter, a replica that was not updated. The canary sends the same requests as rollouts, to
-`/inference/v1/generate` of each replica and through its prefix cache, with `logprob_token_ids`."""
+unapplied adapter, a replica that was not updated. The canary sends the same requests as rollouts, to each replica."""
 
 import base64
 import logging
@@ -39,9 +38,8 @@ Result = TypeVar("Result")
 
 CONTEXTS = 8
 CONTEXT_TOKENS = {"vllm": 144, "embedded": 8, "sglang": 144}
-"""Engine -> context length. More than a block of vLLM's prefix cache, 128 tokens on a CPU and 16 on a GPU, or of
-SGLang's, which has at most 128: shorter contexts are never cached, so a stale cache would not be detected. The embedded
-engine caches single tokens, and each sync computes the contexts once in the trainer and 2.25 times on a server."""
+"""Engine -> context length. More than a block of vLLM's or SGLang's prefix cache, at most 128 tokens: shorter contexts
+are never cached, so a stale cache would not be detected. The embedded engine caches single tokens."""
 CONTEXTS_AGAIN = 2
 """Number of contexts scored again before the next push; other weights would change them all."""
 CANDIDATES = 16
@@ -61,7 +59,6 @@ class OtherVersionError(SyncError):
 
 
 Forward = Callable[..., tuple[Tensor, ...]]
-"""A function with the signature of Policy's forward pass."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +127,7 @@ def trainer_scores(
     policy: Policy, rows: Sequence[CanaryRow], forward: Forward | None = None, images: ImageLoader | None = None
 ) -> Scores:
     """Return the trainer's log-probabilities of all candidates, row by row, at temperature 1. If the policy is sharded,
-    every process calls this, with a `forward` that gathers the weights (default: the policy's own). Rows with images
-    need `images`."""
+    every process calls this, with a `forward` that gathers the weights. Rows with images need `images`."""
     device = next(policy.parameters()).device
     contexts = [row.context for row in rows]
     length = len(contexts[0])
@@ -176,9 +172,7 @@ def server_scores(
             problem = f"{server.url}/inference/v1/generate did not answer the canary with a completion ({error!r})"
             raise SyncError(f"{problem}; is a proxy in front of it?") from error
         if row.images and answer.get("prompt_token_ids") != row.context:
-            raise SyncError(
-                f"{server.url} tokenises an image of the canary differently from the trainer: the prompt ids differ"
-            )
+            raise SyncError(f"{server.url} tokenises an image of the canary differently from the trainer")
         if not report.is_adapter and versions != {report.label}:
             told = f"{server.url} generates with version {', '.join(map(repr, versions))}, not with {report.label!r}"
             raise OtherVersionError(told, versions)
@@ -212,10 +206,8 @@ class Canary:
         self.rows = [with_tokens(row, tokens, number) for number, row in enumerate(self.rows)]
         self._watched = {*tokens}
 
-    def trainer_scores(
-        self, policy: Policy, forward: Forward | None = None, images: ImageLoader | None = None
-    ) -> Scores:
-        return trainer_scores(policy, self.rows, forward, images)
+    def trainer_scores(self, policy: Policy, *forward_and_images: Any, **named: Any) -> Scores:
+        return trainer_scores(policy, self.rows, *forward_and_images, **named)
 
     def prove(self, report: SyncReport, trainer: Scores) -> dict[str, float]:
         """Score the version of `report` on every replica; `trainer` are the policy's scores of the same version. Return
@@ -257,10 +249,8 @@ class Canary:
                 weight_sync.on_each(self._servers, lambda server: self._compare_with_proof(server, report))
 
     def _touched(self) -> np.ndarray:
-        whole = [not self._watched.isdisjoint(row.context) for row in self.rows]
-        return np.array(
-            [w or t in self._watched for row, w in zip(self.rows, whole, strict=True) for t in row.candidates]
-        )
+        pairs = [(not self._watched.isdisjoint(row.context), token) for row in self.rows for token in row.candidates]
+        return np.array([in_context or token in self._watched for in_context, token in pairs])
 
     def _compare_with_proof(self, server: ServerControl, report: SyncReport) -> None:
         restarted = report.is_adapter and report.model not in weight_sync.served_models(server)
@@ -279,9 +269,8 @@ class Canary:
                 return
             verdict = drift.judge_again(scores)
             if verdict.failure is not None:
-                raise ForeignWeightsError(
-                    server, f"has changed its weights since it proved version {report.version}: {verdict.failure}"
-                )
+                changed = f"has changed its weights since it proved version {report.version}"
+                raise ForeignWeightsError(server, f"{changed}: {verdict.failure}")
 
         on_replicas(server, compare)
 
@@ -300,7 +289,6 @@ class Canary:
 
 
 def on_replicas(server: ServerControl, act: Callable[[int | None], Result]) -> list[Result]:
-    """Return the results of `act` for each replica of a server, called concurrently."""
     replicas = server.replicas()
     with ThreadPoolExecutor(len(replicas)) as pool:
         return [*pool.map(act, replicas)]

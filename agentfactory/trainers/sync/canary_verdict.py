@@ -5,9 +5,9 @@ Server and trainer score the same tokens at every version. If the server has the
 same way, even if they disagree by a constant. Changes below the noise of scoring prove nothing.
 
 They are compared over all tokens, and the server must not deviate in any context: if one of several servers behind an
-address was not updated, the contexts that it answers deviate. If the two have different weights by design (a quantised
-server, QLoRA), medians over the contexts are compared: most contexts follow, but in one or two, rounding dominates.
-These medians do not detect three stale contexts of eight. A server is compared with itself over all tokens."""
+address was not updated, its contexts deviate. If the two have different weights by design (a quantised server, QLoRA),
+medians over the contexts are compared, since in one or two rounding dominates: they do not detect three stale contexts
+of eight. A server is compared with itself over all tokens."""
 
 from dataclasses import dataclass
 
@@ -63,19 +63,15 @@ class Drift:
 
     @property
     def started(self) -> bool:
-        """True after `start`."""
         return self._proven is not None
 
     def start(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
-        """Judge the first version and measure the noise. `server` are scores with the prefix cache, `fresh` without
-        it."""
+        """Judge the first version, by scores with the prefix cache and without it (`fresh`), and measure the noise."""
         gap = _rms(server - fresh)
         self.noise = max(self._size(server - trainer), gap, self.noise)
         self._proven, self._latest = (server, trainer), server
-        failure = None
-        if not self.noise <= MOST_NOISE:
-            failure = f"the server's log-probabilities are {self.noise:.3g} nats from the trainer's at the start: it "
-            failure += "serves another model, or still has the weights of another run"
+        told = f"the server's log-probabilities are {self.noise:.3g} nats from the trainer's at the start: it serves "
+        failure = None if self.noise <= MOST_NOISE else f"{told}another model, or still has the weights of another run"
         return Verdict(provable=False, drift=0.0, cache_gap=gap, failure=failure)
 
     def judge(self, server: Scores, fresh: Scores, trainer: Scores) -> Verdict:
@@ -89,20 +85,14 @@ class Drift:
         slope = self._slope(served, trained) if provable else None
         failure = None
         if not gap <= PROVABLE * self.noise:
-            failure = (
-                f"with its prefix cache the server's log-probabilities are {gap:.3g} nats from those without it: it "
-                "uses caches of older weights"
-            )
+            failure = f"with its prefix cache the server's log-probabilities are {gap:.3g} nats from those without it: "
+            failure += "it uses caches of older weights"
         elif slope is not None and not SLOPES[0] < slope < SLOPES[1]:
-            failure = (
-                f"the trainer's log-probabilities moved by {drift:.3g} nats since the last proven version, and the "
-                f"server's by {slope:.3g} times that: it serves other weights"
-            )
+            failure = f"the trainer's log-probabilities moved by {drift:.3g} nats since the last proven version, and "
+            failure += f"the server's by {slope:.3g} times that: it serves other weights"
         elif not far <= ASTRAY * self.noise + 0.5 * moved:
-            failure = (
-                f"the server's log-probabilities moved {far:.3g} nats away from the trainer's, which moved by "
-                f"{moved:.3g}: it serves other weights"
-            )
+            failure = f"the server's log-probabilities moved {far:.3g} nats away from the trainer's, which moved by "
+            failure += f"{moved:.3g}: it serves other weights"
         if failure is None:
             self._latest = server
             if provable:
@@ -113,9 +103,8 @@ class Drift:
         """Judge the latest version again: the server must score as before, perhaps in the first contexts only."""
         assert self._latest is not None
         gap = _rms(server - self._latest[: len(server)])
-        failure = None
-        if not gap <= PROVABLE * self.noise:
-            failure = f"the server's log-probabilities are {gap:.3g} nats from those with which it proved this version"
+        told = f"the server's log-probabilities are {gap:.3g} nats from those with which it proved this version"
+        failure = None if gap <= PROVABLE * self.noise else told
         return Verdict(provable=True, drift=0.0, cache_gap=gap, failure=failure)
 
     def _size(self, values: Scores) -> float:
@@ -125,8 +114,7 @@ class Drift:
         return np.sqrt(np.mean(np.square(values.reshape(self._contexts, -1)), axis=1))
 
     def _furthest(self, astray: Scores, trained: Scores) -> tuple[float, float]:
-        """Return server's distance and trainer's change in the context where the former most exceeds half of the
-        latter."""
+        """Return server's distance and trainer's change in the context where the former exceeds the latter most."""
         if self._rounded:
             return self._size(astray), self._size(trained)
         far, moved = self._sizes(astray), self._sizes(trained)
@@ -149,10 +137,10 @@ def judge_rows(gap: Scores, touched: np.ndarray, dtype: str) -> str | None:
     far = _rms(gap[touched])
     if far <= ASTRAY * elsewhere:
         return None
-    return (
+    told = (
         f"the server's log-probabilities of tokens with trained rows are {far:.3g} nats from the trainer's, and those "
-        f"of other tokens {elsewhere:.3g}: it does not have these rows"
     )
+    return f"{told}of other tokens {elsewhere:.3g}: it does not have these rows"
 
 
 def _rms(values: Scores) -> float:

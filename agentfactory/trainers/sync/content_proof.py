@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,8 +49,6 @@ _EXPERTS = re.compile(r"\.experts\.(routed_experts\.)?w(13|2)_(weight|bias)$")
 
 @dataclass(frozen=True)
 class Worker:
-    """A tensor-parallel worker of a server."""
-
     rank: int = 0
     count: int = 1
 
@@ -77,12 +74,10 @@ class Layout:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that distinguishes the layouts of one state."""
         return self.names, len(self.pieces), self.dim, self.swapped
 
     def arranged(self, shape: Sequence[int], worker: Worker) -> Tensor | None:
-        """Return the required content of a worker's parameter of this shape, without padding zeros at the end; None if
-        this layout has no such shape."""
+        """Return a worker's parameter of this shape, without padding; None if the layout has no such shape."""
         whole = list(self.pieces[0].shape)
         whole[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
         if list(shape) == whole:
@@ -105,7 +100,6 @@ class Layout:
         return self.stack([p.narrow(d, start, size) for (p, size), start in zip(pairs, starts, strict=True)])
 
     def stack(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return pieces as one tensor."""
         return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), self.dim)
 
 
@@ -128,13 +122,8 @@ def layouts(name: str, state: Mapping[str, Tensor]) -> Iterator[Layout]:
                 yield Layout((own,), (state[own],), vocabulary=True)
 
 
-def is_experts(name: str) -> bool:
-    """Return whether a server's parameter contains experts, whose layout depends on the kernel."""
-    return _EXPERTS.search(name) is not None
-
-
 def _names(name: str) -> Iterator[str]:
-    """Yield the trainer's possible names for a server's name, beginning with the same name."""
+    """Yield the trainer's possible names for a server's name."""
     yield name
     for server, trainer in _PREFIXES:
         if name.startswith(server):
@@ -183,14 +172,7 @@ _MOST_PENDING = 2**29
 """Maximum bytes of weights held until their digests are computed."""
 
 
-def file_digest(file: Path) -> str:
-    """Return the sha256 of a file, in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 Served = Mapping[str, Mapping[str, str]]
-"""The checksums of each server, by URL."""
 
 
 def served_checksums(server: ServerControl) -> dict[str, str]:
@@ -207,7 +189,6 @@ class _Expected:
     checksum: str
     worker: Worker
     layout: tuple[object, ...]
-    """The Layout.key."""
     missing: set[str]
     """The trainer's names of required weights that have not been read yet."""
     needs: tuple[str, ...]
@@ -224,7 +205,6 @@ class Content:
         for longer than its digest takes, and only the layouts in `served` can be proven."""
         self.state = dict(state)
         self.served: dict[str, Mapping[str, str]] = {}
-        """The checksums of proven servers."""
         self._keep = keep
         self._digests: dict[object, str | None] = {}
         self._lock = threading.Lock()
@@ -260,12 +240,10 @@ class Content:
 
     def check(self, checksums: dict[str, str], replicas: int = 1) -> str:
         """Raise SyncError unless the checksums of all `replicas` of a server match, weight by weight; return the sha256
-        of names and checksums, in hex.
-
-        A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in row-major order, as vLLM computes it
-        without our plugin, or SGLang's (see `sglang_hash`). A server may prefix names with its worker
-        ("dp0:pp0:pcp0:tp0:") and pad a vocabulary with zeros. Weights in an unknown layout are reported, and only the
-        canary proves them."""
+        of names and checksums, in hex. A checksum is a `weight_digest`, or the sha256 of a parameter's bytes in
+        row-major order, as vLLM computes it without our plugin, or SGLang's (see `sglang_hash`). A server may prefix
+        names with its worker ("dp0:pp0:pcp0:tp0:") and pad a vocabulary with zeros. Weights in an unknown layout are
+        reported, and only the canary proves them."""
         # several servers are proven concurrently, and mostly need the same digests
         with self._lock:
             while self._pending:
@@ -285,7 +263,7 @@ class Content:
             found = next((layout for layout in possible if self._matches(layout, workers[key], checksum)), None)
             if found is not None:
                 unproven[_replica(key)] -= set(found.names)
-            elif not possible or checksum.startswith(UNKNOWN) or (is_experts(name) and _hides_order(checksum)):
+            elif not possible or checksum.startswith(UNKNOWN) or (_EXPERTS.search(name) and _hides_order(checksum)):
                 unknown.add(name)
             else:
                 raise SyncError(f"the server's {key} differs from the trainer's after the update")
@@ -293,13 +271,11 @@ class Content:
         if left and not unknown:
             raise SyncError(f"the server returned no checksum for {_some(left)}")
         if unknown:
-            notify(
-                logger,
-                "weights that only the canary proves",
+            text = (
                 f"the server has {_some(unknown)} under a name or in a layout that the trainer does not know; of the "
-                f"trainer's {len(self.state)} weights, only the canary proves {len(left)}",
-                see="docs/servers.md",
             )
+            text += f"trainer's {len(self.state)} weights, only the canary proves {len(left)}"
+            notify(logger, "weights that only the canary proves", text, see="docs/servers.md")
         return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
 
     def _expect(self, served: Served) -> Iterator[_Expected]:
@@ -339,10 +315,8 @@ class Content:
         if function in (ON_CPU, ON_GPU):
             return any(rest == digest for digest in self._sglang_digests(layout, function))
         if function not in FUNCTIONS:
-            raise SyncError(
-                f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}: "
-                "install the same release of AgentFactory in both environments"
-            )
+            problem = f"the server's checksums use {function!r}, and this release knows {' and '.join(FUNCTIONS)}"
+            raise SyncError(f"{problem}: install the same release of AgentFactory in both environments")
         dtype, shape, digest = rest.split(":")
 
         def digest_here() -> str | None:

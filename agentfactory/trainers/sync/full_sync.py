@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from string import digits
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneE
 from agentfactory.trainers.sync.weight_sync import INITIAL_LABEL, ForeignWeightsError, SyncReport, base_model
 
 FORGET_FEATURES = "/reset_encoder_cache"
-"""Route that drops the vision tower's features of all images."""
 
 
 def update_full_weights(
@@ -45,10 +45,9 @@ def update_full_weights(
     for server in servers:
         try:
             digest = content.prove(server, label)
-        except ServerGoneError:
-            raise
-        except SyncError:
-            server.pause()
+        except SyncError as error:
+            if not isinstance(error, ServerGoneError):
+                server.pause()
             raise
     return digest
 
@@ -63,11 +62,17 @@ def holds_full_weights(server: ServerControl, label: str, content: Content) -> b
         return False
     try:
         content.prove(server, label)
-    except ServerGoneError:
-        raise
-    except SyncError:
+    except SyncError as error:
+        if isinstance(error, ServerGoneError):
+            raise
         return False
     return True
+
+
+def described(weights: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:
+    names, values = zip(*weights, strict=True)
+    dtypes = [str(value.dtype).removeprefix("torch.") for value in values]
+    return {"names": [*names], "dtype_names": dtypes, "shapes": [list(value.shape) for value in values]}
 
 
 def parts_beyond(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -20,7 +20,7 @@ from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_ke
 from agentfactory.trainers.networks.handover import HandedOver
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content
-from agentfactory.trainers.sync.full_sync import FullSync, holds_full_weights
+from agentfactory.trainers.sync.full_sync import FullSync, described, holds_full_weights
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, find, on_each
 
@@ -32,7 +32,6 @@ _PARTS = 8
 _SHARED_MEMORY = Path("/dev/shm")
 
 Part = list[tuple[str, Tensor]]
-"""Weights sent together."""
 
 
 class Buffer:
@@ -94,7 +93,7 @@ class IpcSync(FullSync):
         device: torch.device | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """`device` is the buffer's, by default the current GPU, or the CPU. Raise SyncError if a server cannot open
+        """`device` is the buffer's, by default the current GPU, or the CPU. Raise SyncError if a server cannot read
         it."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
@@ -190,16 +189,10 @@ class IpcSync(FullSync):
         answer = server.post("/init_weight_transfer_engine", {"init_info": {"packed": True}})
         own = memory_key(self._device)
         readable = answer.get("memory")  # not reported by vLLM, which reads its GPUs' memory
-        if readable is None and own == CPU:
-            raise SyncError(
-                f"sync.backend: ipc: {server.url} reads weights only from GPU memory, and the trainer has no GPU; "
-                "use sync.backend: file"
-            )
-        if readable is not None and own not in readable:
-            raise SyncError(
-                f"sync.backend: ipc: {server.url} can read the memory of {', '.join(readable)}, and the trainer's is "
-                f"{own}; let both use one GPU, or use sync.backend: file"
-            )
+        if own not in readable if readable is not None else own == CPU:
+            places = "GPUs" if readable is None else ", ".join(readable)
+            problem = f"{server.url} can read the memory of {places}, and the trainer's is {own}"
+            raise SyncError(f"sync.backend: ipc: {problem}; let both use one GPU, or use sync.backend: file")
 
     def _update(self, server: ServerControl, content: Content, copied: list[HandedOver[None]]) -> None:
         # every time, because a server restarted since the last version is not initialised
@@ -237,20 +230,15 @@ def parts(state: dict[str, Tensor], capacity: int) -> Iterator[Part]:
 
 def update_info(part: Part, buffer: Buffer) -> dict[str, Any]:
     """Return the description of a part in a buffer for the receiver."""
-    return {
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii"),
-        "names": [name for name, _ in part],
-        "dtype_names": [str(value.dtype).removeprefix("torch.") for _, value in part],
-        "shapes": [list(value.shape) for _, value in part],
-        "tensor_sizes": [value.nbytes for _, value in part],
-    }
+    handles = base64.b64encode(pickle.dumps(buffer.handles)).decode("ascii")
+    sizes = [value.nbytes for _, value in part]
+    return {"ipc_handles_pickled": handles, **described(part), "tensor_sizes": sizes}
 
 
 def _check_shared_memory(size: int) -> None:
     # writing beyond the available memory would kill the process by a signal; containers have 64 MiB by default
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else size
     if free < size:
-        raise SyncError(
-            f"sync.backend: ipc: {_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and the weights take "
-            f"{size / 2**20:.0f} MiB there; enlarge it (docker run --shm-size), or use sync.backend: file"
-        )
+        problem = f"{_SHARED_MEMORY} has {free >> 20} MiB free, and the weights take {size >> 20} MiB there"
+        fix = "enlarge it (docker run --shm-size), or use sync.backend: file"
+        raise SyncError(f"sync.backend: ipc: {problem}; {fix}")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -22,7 +22,7 @@ from agentfactory.trainers.networks.gathered_weights import Weights
 from agentfactory.trainers.networks.handover import queued, wait_for
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content, served_checksums
-from agentfactory.trainers.sync.full_sync import FullSync, parts_beyond
+from agentfactory.trainers.sync.full_sync import FullSync, described, parts_beyond
 from agentfactory.trainers.sync.server_control import ServerControl, ServerGoneError, SyncError
 from agentfactory.trainers.sync.weight_sync import SyncReport, find
 
@@ -35,25 +35,8 @@ _TIMEOUT = timedelta(minutes=30)
 _GROUP_ENDED = "its NCCL group has ended: resume the run from its last checkpoint"
 
 
-class BroadcastGroup(Protocol):
-    """A process group of the trainer (rank 0) and all workers of all servers."""
-
-    device: torch.device
-    """The device of the sent buffers."""
-
-    def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
-        """Send `buffer` from rank 0 to every worker; return when it may be freed."""
-
-    def close(self) -> None:
-        """Leave the group."""
-
-
-OpenGroup = Callable[[str, int, int], BroadcastGroup]
-"""(Master address, master port, world size) -> the group, joined as rank 0. Blocks until all have joined."""
-
-
 class VllmGroup:
-    """The process group that vLLM's workers join, with vLLM's rendezvous and NCCL communicator. Untested on a GPU."""
+    """The process group of the trainer (rank 0) and all of vLLM's workers, by vLLM's code. Untested on a GPU."""
 
     def __init__(self, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -61,8 +44,10 @@ class VllmGroup:
         rendezvous = {"master_address": address, "master_port": port, "world_size": world_size}
         self._communicator: Any = trainer_init(rendezvous)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        """The device of the sent buffers."""
 
     def broadcast(self, buffer: UInt8[Tensor, "bytes"]) -> None:
+        """Send `buffer` to every worker; return when it may be freed."""
         # vLLM's own default is a stream of its own for each thread, which nothing orders after the buffer's
         self._communicator.broadcast(buffer, src=0, stream=torch.cuda.current_stream())
         torch.cuda.current_stream().synchronize()
@@ -73,9 +58,8 @@ class VllmGroup:
 
 class TorchGroup:
     """The process group of torch.distributed that servers other than vLLM join, by `backend` nccl (untested) or gloo.
-
-    SGLang's workers join by `init_custom_process_group`: torch's `init_process_group` without its global state. Both
-    ends need the same prefixes of the store's keys, so this one calls the same function of torch."""
+    SGLang's workers join by a copy of torch's `init_process_group`; both ends need the same prefixes of the store's
+    keys, so this one calls the same function of torch."""
 
     def __init__(self, address: str, port: int, world_size: int, backend: str) -> None:
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
@@ -100,6 +84,10 @@ class TorchGroup:
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
+
+
+OpenGroup = Callable[[str, int, int], VllmGroup | TorchGroup]
+"""(Master address, master port, world size) -> the group, joined as rank 0. Blocks until all have joined."""
 
 
 def group_for(answers: Sequence[Mapping[str, Any]]) -> OpenGroup:
@@ -142,8 +130,7 @@ class NcclSync(FullSync):
         open_group: OpenGroup | None = None,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Join one group with all workers of all servers, by `open_group` if given. Raises SyncError if that cannot
-        work."""
+        """Join one group with all workers of all servers. Raises SyncError if that cannot work."""
         super().__init__(servers, prefix, keep_caches)
         self._buffer_bytes = buffer_bytes
         self._last: SyncReport | None = None
@@ -167,14 +154,10 @@ class NcclSync(FullSync):
         }
         # servers respond only when the group is complete, so call them while joining it
         offsets = [1 + sum(workers[:index]) for index in range(len(servers))]
-        joined: list[BroadcastGroup] = []
-        self._together(
-            lambda: joined.append(open_group(address, port, 1 + sum(workers))),
-            *(
-                partial(server.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": offset}})
-                for server, offset in zip(servers, offsets, strict=True)
-            ),
-        )
+        joined: list[VllmGroup | TorchGroup] = []
+        bodies = [{"init_info": {**info, "rank_offset": offset}} for offset in offsets]
+        posts = [partial(s.post, "/init_weight_transfer_engine", b) for s, b in zip(servers, bodies, strict=True)]
+        self._together(lambda: joined.append(open_group(address, port, 1 + sum(workers))), *posts)
         self._group = joined[0]
 
     def push(self, version: int, policy: Policy, state: Weights) -> SyncReport:
@@ -182,11 +165,7 @@ class NcclSync(FullSync):
         if not self._served:
             self._served = {server.url: served_checksums(server) for server in self._servers}
         content = Content(state.meta, self._served, keep=False)
-        info = {
-            "names": list(state.meta),
-            "dtype_names": [str(value.dtype).removeprefix("torch.") for value in state.meta.values()],
-            "shapes": [list(value.shape) for value in state.meta.values()],
-        }
+        info = described(state.meta.items())
 
         made = queued()
 
@@ -251,8 +230,7 @@ class NcclSync(FullSync):
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], buffer_bytes: int) -> Iterator[UInt8[Tensor, "bytes"]]:
-    """Yield weights as a stream of buffers. A buffer ends with the weight that exceeds `buffer_bytes`; the receiver
-    applies the same rule to names, dtypes and shapes alone."""
+    """Yield weights as a stream of buffers, each of which ends with the weight that exceeds `buffer_bytes`."""
     for part in parts_beyond(weights, buffer_bytes):
         yield torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in part])
 

@@ -25,8 +25,7 @@ def push_proven(
     sync: WeightSync, canary: Canary | None, version: int, policy: Policy, state: Weights, scores: Scores | None
 ) -> tuple[SyncReport, dict[str, float]]:
     """Prove that the servers still have the previous version, push this one, and prove it by the canary; return the
-    report and the canary's metrics. `scores` are the trainer's. If servers are gone when the canary checks them, push
-    again as soon as `sync` finds one."""
+    report and the canary's metrics. `scores` are the trainer's. If servers are gone by then, push again."""
     if canary is not None:
         canary.prove_unchanged()
     while True:

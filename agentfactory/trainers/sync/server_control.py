@@ -3,8 +3,6 @@
 import http.client
 import json
 import logging
-import select
-import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -15,7 +13,6 @@ from agentfactory.base.http.server_keys import pinned
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, METRICS_ROUTE, REPLICA_HEADER, parse_loads
-from agentfactory.rollout.inference.stalls import STALL_SECONDS
 
 logger = logging.getLogger(__name__)
 _ANSWER_BYTES = 1 << 26
@@ -31,13 +28,11 @@ class ServerGoneError(SyncError):
 
 
 SLEEP_ROUTES = ("/sleep", "/wake_up", "/is_sleeping")
-"""Routes that sleep requires."""
 _SHARING = "placement.mode: time_share"
 
 
 class ServerControl:
-    """One inference server. The standard library's client suffices for a few calls per step, and ignores proxy
-    variables, which would break loopback addresses."""
+    """One inference server. The standard library's client ignores proxy variables, which would break loopback."""
 
     def __init__(self, url: str, api_key_env: str | None = None, timeout_seconds: float = 600.0) -> None:
         """`api_key_env` names the environment variable with the key; see `authorization`. Raises SettingError."""
@@ -87,17 +82,14 @@ class ServerControl:
             self.post("/pause?mode=keep&clear_cache=false")
 
     def resume(self) -> None:
-        """Continue frozen requests. A server that sleeps resumes when its cache wakes."""
         if not self.asleep:
             self.post("/resume")
 
     def sleep(self) -> None:
-        """Send the server to sleep at level 1: move its weights to host memory, drop its caches, and abort running
-        requests. Raises SyncError if it refuses or stays awake."""
-        fix = (
-            "start the server by `agentfactory train` or `agentfactory serve` with placement.mode=time_share (vLLM: "
-            "--enable-sleep-mode), or use placement.mode=split"
-        )
+        """Move the server's weights to host memory, drop its caches, and abort running requests (level 1). Raises
+        SyncError if it refuses or stays awake."""
+        fix = "start the server by `agentfactory train` or `agentfactory serve` with placement.mode=time_share (vLLM: "
+        fix += "--enable-sleep-mode), or use placement.mode=split"
         self._share("/sleep?level=1&mode=abort", "the server does not sleep", fix)
         if not self.is_sleeping():
             raise SyncError(f"{_SHARING}: {self.url} accepted /sleep, but reports that it is awake; {fix}")
@@ -106,11 +98,8 @@ class ServerControl:
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
         """Wake one part of a sleeping server: the weights, then the cache, after which it resumes automatically. Raises
         SyncError if it refuses, or stays asleep after the cache wakes."""
-        fix = (
-            "it needs its previous amount of memory: free its device from other processes, or lower its memory "
-            "(server.options.gpu_memory_utilization; embedded: server.max_num_seqs or server.max_model_len), and "
-            "continue with --resume"
-        )
+        fix = "it needs its previous amount of memory: free its device from other processes, or lower its memory ("
+        fix += "server.options.gpu_memory_utilization; embedded: server.max_num_seqs or max_model_len), and --resume"
         self._share(f"/wake_up?tags={part}", "the server does not wake up", fix)
         if part == "kv_cache":
             if self.is_sleeping():
@@ -126,7 +115,6 @@ class ServerControl:
             raise SyncError(f"{_SHARING}: {problem}: {error}; {fix}") from error
 
     def is_sleeping(self) -> bool:
-        """Query whether the server is asleep."""
         return self.get("/is_sleeping").get("is_sleeping") is True
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, replica: int | None = None) -> str:
@@ -136,9 +124,6 @@ class ServerControl:
             if replica is not None:
                 headers[REPLICA_HEADER] = str(replica)
             connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
-            if not _answers_within(connection.sock, STALL_SECONDS):
-                text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
-                notify(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
             content = response.read(_ANSWER_BYTES + 1)
             if len(content) > _ANSWER_BYTES:
@@ -162,10 +147,3 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
-
-
-def _answers_within(connection: socket.socket, seconds: float) -> bool:
-    """Wait up to `seconds` until a socket is readable or closed; return whether it is."""
-    waiting = select.poll()
-    waiting.register(connection, select.POLLIN)
-    return bool(waiting.poll(1000 * seconds))

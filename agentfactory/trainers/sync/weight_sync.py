@@ -23,8 +23,6 @@ INITIAL_LABEL = "default"
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The report of one version that the servers have loaded."""
-
     version: int
     label: str
     """The servers' name of the version in `weight_versions`: an adapter's name, or a common prefix and the version."""
@@ -38,7 +36,6 @@ class SyncReport:
 
     @property
     def published(self) -> Published:
-        """The part of the report that rollouts need."""
         return Published(self.version, self.model, self.label)
 
     @property
@@ -51,10 +48,8 @@ class ForeignWeightsError(SyncError):
     """A server with weights that this run did not push."""
 
     def __init__(self, server: ServerControl, what: str) -> None:
-        super().__init__(
-            f"{server.url} {what}; fix: if another process pushes weights to it, end that process, or give each run "
-            "its own server"
-        )
+        fix = "if another process pushes weights to it, end that process, or give each run its own server"
+        super().__init__(f"{server.url} {what}; fix: {fix}")
 
 
 class WeightSync(Protocol):
@@ -70,7 +65,7 @@ class WeightSync(Protocol):
 
     def restore(self, url: str) -> SyncReport:
         """Load the last pushed version into the server at `url`, which was restarted or skipped, and prove it as `push`
-        does, without the policy or other processes. If the server still has the version, nothing is sent."""
+        does, without policy or other processes. A server that still has it gets nothing."""
 
     def close(self) -> None:
         """Remove files written for the servers that they no longer need."""
@@ -104,7 +99,6 @@ def find(servers: Sequence[ServerControl], url: str) -> ServerControl:
 
 
 def served_models(server: ServerControl) -> list[str]:
-    """Return the names of a server's models, the base model first."""
     cards = server.get("/v1/models").get("data", [])
     names = [card["id"] for card in sorted(cards, key=lambda card: card.get("parent") is not None)]
     if not names:
@@ -114,8 +108,7 @@ def served_models(server: ServerControl) -> list[str]:
 
 def base_model(servers: list[ServerControl]) -> str:
     """Return the servers' common name of the base model. Raises SyncError if the names differ."""
-    names = {server.url: served_models(server)[0] for server in servers}
-    if len(set(names.values())) > 1:
-        listed = ", ".join(f"{url}: {name}" for url, name in names.items())
-        raise SyncError(f"the servers have different names for the model ({listed}); start them with the same one")
-    return next(iter(names.values()))
+    first, *others = {served_models(server)[0] for server in servers}
+    if others:
+        raise SyncError(f"the servers call the model {', '.join([first, *others])}; start them with the same name")
+    return first

@@ -1,9 +1,7 @@
 """Training rows with a teacher's log-probabilities, as the streams `teacher` or `teacher_top`: from a server, or with
-more in the teacher's context than the policy has (teacher.context, see Row.teacher_prompt).
-
-With a context, the teacher's rows are scored in passes of their own; their targets are the policy's, in the same order.
-Tokens of other rows are not graded: their `teacher` is infinite, or their `teacher_top` all -1, and their divergence
-and its gradient are 0. NaN is no such mark: it must reach the gradient, where the learner refuses it."""
+more in the teacher's context than the policy has (teacher.context, see Row.teacher_prompt). Tokens of rows without
+grades have an infinite `teacher`, or a `teacher_top` of -1; their divergence and its gradient are 0. NaN is no such
+mark: it must reach the gradient, where the learner refuses it."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -75,7 +73,6 @@ def with_scores(
 
 
 def is_graded(streams: dict[str, Tensor]) -> Bool[Tensor, "targets"]:
-    """Return which targets a teacher has graded."""
     if (top := streams.get("teacher_top")) is not None:
         return (top[:, 0] >= 0).any(-1)
     if (scores := streams.get("teacher")) is not None:
@@ -90,11 +87,8 @@ def with_grades(training: TrainingRow, row: Row, config: TeacherConfig) -> Train
     name, count = config.stream, len(training.targets)
     assert name is not None
     grades = row.teacher_logprobs
-    if (
-        grades is None
-        or len(grades) != count * (config.top_k or 1)
-        or (row.teacher_tokens is None) != config.is_sampled
-    ):
+    lacks = grades is None or len(grades) != count * (config.top_k or 1)
+    if lacks or (row.teacher_tokens is None) != config.is_sampled:
         problem = f"a row of {count} sampled tokens has no grades of the server at {config.url}, or others"
         raise SettingError("teacher.url", problem, "begin another run with output=OTHER")
     values = np.asarray(grades, dtype=np.float64)

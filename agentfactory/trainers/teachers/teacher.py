@@ -1,14 +1,15 @@
 """A teacher in the trainer: it scores the policy's tokens, or compares whole distributions with it."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,7 +25,10 @@ from agentfactory.trainers.networks.policy import Measure, Policy, check_head
 from agentfactory.trainers.networks.token_rows import table_of
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.processes.sharding import decided_by_rank_0
-from agentfactory.trainers.teachers.divergences import divergence, top_k, top_k_divergence
+
+Kind = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
+Logits = Float[Tensor, "tokens vocabulary"]
+Top = Float[Tensor, "tokens k"]
 
 
 class Teacher:
@@ -37,14 +41,10 @@ class Teacher:
         """`rows` is the size of the policy's vocabulary, and `missing` are its tokens that the teacher cannot read."""
         self._config = config
         self._frozen = frozen
+        self.network = frozen.network
         self._rows = rows
         self._missing = missing or {}
         self._seconds = 0.0
-
-    @property
-    def network(self) -> nn.Module | None:
-        """The separate network; None if the teacher uses the policy's."""
-        return self._frozen.network
 
     def logprobs(
         self, model: nn.Module, ids: Tensor, sources: Tensor, labels: Tensor, *rest: Any
@@ -62,12 +62,11 @@ class Teacher:
         self._check(ids, labels)
         count = self._config.top_k
         assert count is not None
-
-        def measure(logits: Tensor, chunk: slice) -> Tensor:
-            return top_k(logits[:, : self._rows], count)
-
         with self._timed(ids.device):
-            return self._frozen.forward(model, ids, sources, labels, *rest, measure=measure)[2]
+            found = self._frozen.forward(
+                model, ids, sources, labels, *rest, measure=lambda logits, chunk: top_k(logits[:, : self._rows], count)
+            )
+        return found[2]
 
     def measure(
         self, model: nn.Module, temperature: float, ids: Tensor, sources: Tensor, labels: Tensor, *places: Any
@@ -78,13 +77,12 @@ class Teacher:
         with self._timed(ids.device):
             hidden = self._frozen.states(model, ids, sources, *places)
         kind, beta = _measured(self._config)
-        return lambda logits, chunk: divergence(
-            kind, logits, self._frozen.logits(model, hidden[chunk], temperature), beta
-        )
+        theirs = partial(self._frozen.logits, model, temperature=temperature)
+        return lambda logits, chunk: divergence(kind, logits, theirs(hidden[chunk]), beta)
 
     def longest(self, policy: Policy) -> int | None:
         """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
-        network = (self.network if isinstance(self.network, Policy) else policy).network
+        network = (self.network or policy).network
         limit = position_limit(network.config.to_dict())
         found: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
         return found if limit is None else limit.length
@@ -173,3 +171,71 @@ def _check_network(network: PreTrainedModel, recipe: TrainRecipe, policy: Policy
 
 def _rows(network: Any) -> int:
     return table_of(network.get_output_embeddings()).shape[0]
+
+
+# ---- divergences between policy and teacher
+
+
+def divergence(kind: Kind, policy: Logits, teacher: Logits, beta: float = 0.5) -> Float[Tensor, "tokens"]:
+    """Return the divergence of each token's distributions in nats, over the rows of the vocabulary that both have. With
+    p the policy's and q the teacher's distribution, both from logits that are divided by the sampling temperature:
+
+    reverse_kl: KL(p || q) (Gu et al., 2024, MiniLLM, arXiv:2306.08543).
+    forward_kl: KL(q || p) (Hinton et al., 2015, arXiv:1503.02531).
+    jensen_shannon: beta KL(q || m) + (1 - beta) KL(p || m), with m = beta q + (1 - beta) p (Agarwal et al., 2024, GKD,
+    arXiv:2306.13649, equation 1). TRL's GKDTrainer has the three as beta = 1, 0 and between."""
+    shared = min(policy.shape[-1], teacher.shape[-1])
+    return _between(kind, policy[:, :shared].log_softmax(-1), teacher[:, :shared].log_softmax(-1), beta)
+
+
+def top_k_divergence(
+    kind: Kind, policy: Logits, tokens: Int[Tensor, "tokens k"], teacher: Top, beta: float = 0.5
+) -> Float[Tensor, "tokens"]:
+    """Return the divergence of each token's distributions, in nats, over the given tokens and the rest, which counts as
+    one more token: a lower bound of the divergence over the vocabulary.
+
+    `teacher` are the teacher's log-probabilities of `tokens`. A token outside the policy's vocabulary, such as -1,
+    belongs to the rest; the divergence of a line without others is 0. The teacher's rest is at least the rounding of
+    its dtype."""
+    width = policy.shape[-1]
+    known = (tokens >= 0) & (tokens < width)
+    # one of the line's tokens more than once changes nothing
+    places = torch.where(known, tokens, torch.where(known, tokens, 0).amax(-1, keepdim=True))
+    total = policy.logsumexp(-1, keepdim=True)
+    finite = torch.finfo(policy.dtype).min / 4
+    rest = policy.scatter(-1, places, finite).logsumexp(-1, keepdim=True) - total
+    teacher = teacher.to(policy.dtype)
+    mass = torch.where(known, teacher.exp(), 0.0).sum(-1, keepdim=True)
+    others = (1.0 - mass).clamp(min=torch.finfo(torch.float32).eps).log()
+    some = known.any(-1, keepdim=True)
+    used = torch.cat([known, some & (known.sum(-1, keepdim=True) < width)], -1)
+    # two equal probabilities of nearly 0 add nothing
+    none = torch.full_like(used, -1e3, dtype=policy.dtype)
+    p = torch.where(used, torch.cat([policy.gather(-1, places) - total, rest], -1), none)
+    q = torch.where(used, torch.cat([teacher, others], -1), none)
+    return _between(kind, p, q, beta)
+
+
+def top_k(logits: Logits, k: int) -> Float[Tensor, "tokens 2 k"]:
+    """Return each line's k most likely tokens, as floats, and their log-probabilities; -1 and 0 if there are fewer."""
+    found = logits.topk(min(k, logits.shape[-1]))
+    pair = torch.stack([found.indices.to(logits.dtype), found.values - logits.logsumexp(-1, keepdim=True)], -2)
+    missing = k - pair.shape[-1]
+    filled: Tensor = torch.cat([pair, pair.new_tensor([[-1.0], [0.0]]).expand(len(pair), 2, missing)], -1)
+    return filled
+
+
+def _between(kind: Kind, p: Tensor, q: Tensor, beta: float) -> Float[Tensor, "tokens"]:
+    match kind:
+        case "reverse_kl":
+            return _kl(p, q)
+        case "forward_kl":
+            return _kl(q, p)
+        case "jensen_shannon":
+            mixture = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
+            return beta * _kl(q, mixture) + (1 - beta) * _kl(p, mixture)
+
+
+def _kl(first: Logits, second: Logits) -> Float[Tensor, "tokens"]:
+    """KL(first || second) of log-probabilities."""
+    return (first.exp() * (first - second)).sum(-1)

@@ -98,7 +98,7 @@ class Learner:
             self.model, self.optimizer = accelerator.prepare(model, optimizer)
         if accelerator.is_fsdp2 and train.precision != "auto":
             gather_in_fp8(self.model)
-        # not prepared: accelerate would step it once per process
+        # stepped once per step, after its updates; not prepared: accelerate would step it once per process
         self.schedule = make_schedule(optimizer, train)
         unwrapped = accelerator.unwrap_model(self.model)
         self._actor_critic = unwrapped if isinstance(unwrapped, ActorCritic) else None
@@ -112,7 +112,6 @@ class Learner:
 
     @property
     def has_critic(self) -> bool:
-        """True if a critic is trained with the policy."""
         return self._actor_critic is not None
 
     @property
@@ -123,15 +122,12 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next update."""
         return float(self.schedule.get_last_lr()[0])
 
     def deal(self, rows: list[TrainingRow], normaliser: float | None = None) -> Batch:
         """Return this process's share of rank 0's `rows`; every process calls it. `normaliser`: see make_batches."""
-        processes = self.accelerator.num_processes
-        main = self.accelerator.is_main_process
-        batches = None
-        if main:
+        processes, batches = self.accelerator.num_processes, None
+        if self.accelerator.is_main_process:
             self.check_lengths(rows)
             batches = make_batches(rows, self.batching, self.token_budget, processes, normaliser, self.vision)
         return scatter(batches, self.accelerator)
@@ -179,8 +175,7 @@ class Learner:
         return [replace(row, streams=row.streams | scores[index]) for index, row in enumerate(rows)]
 
     def by_row(self, batch: Batch, streams: Sequence[dict[str, Targets]]) -> dict[int, dict[str, np.ndarray]]:
-        """Collect per-target values of micro-batches from all processes by the index of their row; only rank 0 gets
-        them."""
+        """Collect per-target values of all processes' micro-batches by their row's index; only rank 0 gets them."""
         found: list[tuple[int, dict[str, np.ndarray]]] = []
         for part, own in zip(batch.micro_batches, streams, strict=True):
             counts = torch.bincount(part.sequence, minlength=len(part.rows)).tolist()
@@ -210,7 +205,11 @@ class Learner:
                 with self._syncing(last):
                     made.append(value_loss(part, self._value_pass(part)))
                     self.accelerator.backward(made[-1].loss * scale)
-            terms.append(_joined(made))
+            # the first loss is reported; the metrics of all are kept
+            first, *others = made
+            for term in others:
+                first.sums |= term.sums
+            terms.append(first)
         grad_norm = self._clip(Role.POLICY)
         if self.has_critic:
             # separately: a critic far from its returns would shrink the policy's step to nothing
@@ -218,10 +217,6 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self._report(terms, batch.normaliser, grad_norm)
-
-    def end_step(self) -> None:
-        """Advance the schedule, which counts steps. Call once per step, after its updates."""
-        self.schedule.step()
 
     def _inputs(self, part: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Images | None]:
         return part.ids, part.sources, part.labels, part.positions, part.ends, self._images_of(part)
@@ -277,12 +272,3 @@ class Learner:
         total = dict(zip(sums, table[:, : len(sums)].double().sum(0).tolist(), strict=True))
         peak = table[:, len(sums) :].max(0).values.tolist() if maxima else []
         return Update(total.pop("loss") / normaliser, grad_norm, total, dict(zip(maxima, peak, strict=True)))
-
-
-def _joined(made: list[Terms]) -> Terms:
-    """Join terms: the first loss is reported; the metrics of all are kept."""
-    first, *others = made
-    for terms in others:
-        first.sums |= terms.sums
-        first.maxima |= terms.maxima
-    return first

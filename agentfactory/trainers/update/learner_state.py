@@ -1,12 +1,12 @@
-"""The state of a learner on disk: trained weights in float32, optimiser, schedule and random states.
-
-It is a folder of torch.distributed.checkpoint: every process writes its shards of sharded tensors, and its share of
-replicated ones; any number of processes can load it."""
+"""The state of a learner on disk: trained weights in float32, optimiser, schedule and random states, as a folder of
+torch.distributed.checkpoint: every process writes its shards of sharded tensors, and its share of replicated ones; any
+number of processes can load it."""
 
 import io
 import pickle
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any, cast
@@ -33,13 +33,8 @@ _SETTINGS = "settings"
 optimizer/NAME/SLOT and random/RANK/DEVICE."""
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
@@ -87,14 +82,16 @@ def write_part(part: Part, folder: Path, group: dist.ProcessGroup | None) -> Non
     """Write `part`, whose tensors are in host memory, to `folder`, and make it durable. All processes of `group` (None:
     a single process) call it at the same time. Raises the first error of any process, in all processes."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _first_failure():
+        dcp.save(part, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _first_failure() -> Iterator[None]:
+    """Raise the first process's own error instead of a CheckpointException."""
     try:
-        dcp.save(
-            part,
-            storage_writer=writer,
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+        yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
 
@@ -143,11 +140,6 @@ def settings_in(state: Part) -> dict[str, Any]:
     return settings
 
 
-def prefix(rank: int) -> str:
-    """Return the prefix of the names of the files that a process writes."""
-    return f"__{rank}_"
-
-
 def load_state(checkpoint: Path, learner: Learner) -> None:
     """Restore `learner` from the state in a checkpoint. Every process calls it.
 
@@ -168,10 +160,8 @@ def load_state(checkpoint: Path, learner: Learner) -> None:
         elif key in (_SETTINGS, f"random/{rank}/cpu", f"random/{rank}/{device.type}"):
             wanted[key] = torch.empty(cast(TensorStorageMetadata, entry).size, dtype=torch.uint8)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
+    with _first_failure():
         dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
     settings = settings_in(wanted)
     states: dict[str, dict[str, Any]] = settings["optimizer"]
     for key, value in wanted.items():
@@ -191,12 +181,9 @@ def _load_file(checkpoint: Path, learner: Learner) -> None:
     with torch.no_grad():
         for name, weight in trained.items():
             weight.copy_(_like(weight, state["weights"][name]))
-    states = {
-        name: {
-            slot: _like(trained[name], value) if isinstance(value, Tensor) else value for slot, value in slots.items()
-        }
-        for name, slots in state["optimizer"]["state"].items()
-    }
+    states = {name: dict(slots) for name, slots in state["optimizer"]["state"].items()}
+    for name, slots in states.items():
+        slots |= {slot: _like(trained[name], value) for slot, value in slots.items() if isinstance(value, Tensor)}
     random = state["random"][rank] if rank < len(state["random"]) else {}
     _restore(learner, states, state["optimizer"]["param_groups"], state["schedule"], random)
 
@@ -208,7 +195,7 @@ def _restore(
     schedule: dict[str, Any],
     random: dict[str, Tensor],
 ) -> None:
-    """Restore everything but the weights. `states` has the optimiser's state by weight name."""
+    """Restore everything but the weights; `states` has the optimiser's by weight name."""
     optimizer, trained = _bare(learner.optimizer), _trained(learner)
     optimizer.state.clear()
     for name, slots in states.items():

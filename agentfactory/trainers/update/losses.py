@@ -114,13 +114,7 @@ def reinforce(logprob: PerToken, advantage: PerToken) -> PerToken:
     return -advantage * logprob
 
 
-POLICY_LOSSES: dict[str, Callable[..., Any]] = {
-    "clip": clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "reinforce": reinforce,
-}
+POLICY_LOSSES: dict[str, Callable[..., Any]] = {loss.__name__: loss for loss in (clip, gspo, cispo, sapo, reinforce)}
 """`train.loss.policy` -> function. Its parameters are some of POLICY_INPUTS, and the fields of its options."""
 
 POLICY_INPUTS = ("logprob", "proximal", "behaviour", "advantage", "sequence")

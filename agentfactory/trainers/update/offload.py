@@ -2,7 +2,6 @@
 the memory is page-locked, which makes copies several times as fast."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,14 +65,8 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-@dataclass
-class _Place:
-    """One piece of memory: the tensors stored in it, and its copy in host memory."""
-
-    tensors: list[Tensor]
-    frozen: bool
-    """True if the memory never changes: its copy stays valid, and is kept while the tensors are on the device."""
-    host: Bytes
+_Place = tuple[list[Tensor], Bytes]
+"""The tensors stored in one piece of memory, and its copy in host memory."""
 
 
 def _wait_for(device: torch.device) -> None:
@@ -83,11 +76,8 @@ def _wait_for(device: torch.device) -> None:
 
 class Offload:
     """The offloadable tensors of a learner: weights, buffers, constants of quantised weights, optimiser state,
-    reference. Not for weights that several processes share.
-
-    Tensors remain the same objects and change only their memory, so that an optimiser, tied layers and bitsandbytes
-    find them on both sides. An offloaded learner can be gathered and saved, but cannot compute. Host memory stays
-    allocated."""
+    reference. Not for weights that several processes share. An offloaded learner can be gathered and saved, but cannot
+    compute. Tensors change only their memory, so an optimiser and tied layers find them on both sides."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -100,14 +90,14 @@ class Offload:
         """Move everything to host memory. Raises torch.cuda.CudaError if that cannot be page-locked."""
         if self._offloaded:
             return
-        earlier = {id(place.tensors[0]): place for place in self._places}
+        earlier = {id(tensors[0]): host for tensors, host in self._places}
         held = ((tensor, frozen) for tensor, frozen in _held(self._learner) if tensor.device.type == self._device.type)
         self._places = [self._copied(tensors, frozen, earlier) for tensors, frozen in _by_memory(held)]
         for orphan in earlier.values():
-            unlock(orphan.host)
+            unlock(orphan)
         _wait_for(self._device)
-        for place in self._places:
-            _lay(place.tensors, place.host)
+        for tensors, host in self._places:
+            _lay(tensors, host)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
         self._offloaded = True
@@ -117,27 +107,26 @@ class Offload:
         """Move everything back to the device. Raises torch.OutOfMemoryError if it does not fit."""
         if not self._offloaded:
             return
-        for place in self._places:
-            _lay(place.tensors, place.host.to(self._device, non_blocking=True, copy=True))
+        for tensors, host in self._places:
+            _lay(tensors, host.to(self._device, non_blocking=True, copy=True))
         _wait_for(self._device)
         self._offloaded = False
 
-    def _copied(self, tensors: list[Tensor], frozen: bool, earlier: dict[int, _Place]) -> _Place:
+    def _copied(self, tensors: list[Tensor], frozen: bool, earlier: dict[int, Bytes]) -> _Place:
+        """Return a copy, in the memory of an earlier one, which is still valid if the tensors are `frozen`."""
         here = _bytes_of(tensors[0])
-        known = earlier.get(id(tensors[0]))
-        if known is not None and known.host.numel() == here.numel():
+        host = earlier.get(id(tensors[0]))
+        if host is not None and host.numel() == here.numel():
             del earlier[id(tensors[0])]
-            if not frozen:
-                known.host.copy_(here, non_blocking=True)
-            return _Place(tensors, frozen, known.host)
-        host = torch.empty_like(here, device="cpu")
-        lock(host, self._device)
-        host.copy_(here, non_blocking=True)
-        return _Place(tensors, frozen, host)
+            if frozen:
+                return tensors, host
+        else:
+            host = torch.empty_like(here, device="cpu")
+            lock(host, self._device)
+        return tensors, host.copy_(here, non_blocking=True)
 
 
 def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
-    """Yield every tensor that is kept between two steps, and whether it is frozen."""
     for network in learner.networks:
         for parameter in network.parameters():
             yield parameter, not parameter.requires_grad
@@ -150,16 +139,11 @@ def _held(learner: Learner) -> Iterator[tuple[Tensor, bool]]:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-        return
-    inside: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, list | tuple):
-        inside = value
     elif type(value).__name__ == "QuantState":
-        inside = vars(value).values()
-    for part in inside:
-        yield from _tensors(part)
+        yield from _tensors(vars(value))
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
 def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tensor], bool]]:
@@ -178,7 +162,6 @@ def _bytes_of(tensor: Tensor) -> Bytes:
 
 
 def _lay(tensors: list[Tensor], memory: Bytes) -> None:
-    """Move tensors to other memory, at the same offsets."""
     for tensor in tensors:
         laid = torch.empty(0, dtype=tensor.dtype, device=memory.device)
         laid.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

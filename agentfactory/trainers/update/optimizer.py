@@ -74,7 +74,6 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all weights that have a gradient."""
         for matrix, part in self._parts.items():
             # pass loaded or scheduled settings to the parts, which have no own state
             part.param_groups = [group for group in self.param_groups if group["matrix"] is matrix]
@@ -83,7 +82,7 @@ class MuonAndAdamW(Optimizer):
 
 
 def _matrices(model: nn.Module) -> set[int]:
-    """Return identities of the matrices within layers, which embeddings and heads, tables of tokens, are not."""
+    """Return identities of the matrices within layers, unlike embeddings and heads."""
     tables: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -143,8 +142,7 @@ def make_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler:
 
 
 def _share_of_rate(config: TrainConfig, done: int) -> float:
-    """Return the factor of the learning rate after `done` steps. It is above 0 in every step: the warm-up begins at
-    1/warmup_steps, and a decay reaches 0 one step after the last."""
+    """Return the factor of the learning rate after `done` steps, which is above 0 in every step."""
     if done < config.warmup_steps:
         return (done + 1) / config.warmup_steps
     begins = config.steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
@@ -163,8 +161,6 @@ def clip_gradients(accelerator: Accelerator, parameters: Iterable[Tensor], max_n
     process calls it. Raises FloatingPointError if the norm is not finite."""
     norm = float(accelerator.clip_grad_norm_(parameters, max_norm))
     if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"the {whose}'s gradient norm is {norm}: no update was made; lower its learning rate, or look for values "
-            "that are not finite in the batch"
-        )
+        problem = f"the {whose}'s gradient norm is {norm}: no update was made"
+        raise FloatingPointError(f"{problem}; lower its learning rate, or look for infinite values in the batch")
     return norm
