@@ -3,6 +3,8 @@
 import http.client
 import json
 import logging
+import select
+import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from agentfactory.base.http.server_keys import pinned
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.inference.http_transport import authorization, lacking_key, missing_routes
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, METRICS_ROUTE, REPLICA_HEADER, parse_loads
+from agentfactory.rollout.inference.stalls import STALL_SECONDS
 
 logger = logging.getLogger(__name__)
 _ANSWER_BYTES = 1 << 26
@@ -124,6 +127,9 @@ class ServerControl:
             if replica is not None:
                 headers[REPLICA_HEADER] = str(replica)
             connection.request(method, self._prefix + path, json.dumps(body or {}), headers)
+            if not _answers_within(connection.sock, STALL_SECONDS):
+                text = f"server {self.url} has not answered {method} {path} for {STALL_SECONDS:g} s"
+                notify(logger, f"{self.url} is late", f"{text}; the trainer waits up to {self._timeout:g} s")
             response = connection.getresponse()
             content = response.read(_ANSWER_BYTES + 1)
             if len(content) > _ANSWER_BYTES:
@@ -147,3 +153,10 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def _answers_within(connection: socket.socket, seconds: float) -> bool:
+    """Wait up to `seconds` until a socket is readable or closed; return whether it is."""
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))

@@ -58,7 +58,7 @@ class Teacher:
         self, model: nn.Module, ids: Tensor, sources: Tensor, labels: Tensor, *rest: Any
     ) -> Float[Tensor, "targets 2 k"]:
         """Return the recipe's `top_k` most likely tokens at each target, among those of the policy's vocabulary, and
-        their log-probabilities: see divergences.top_k. Raise SettingError if the teacher cannot read a token."""
+        their log-probabilities: see top_k. Raise SettingError if the teacher cannot read a token."""
         self._check(ids, labels)
         count = self._config.top_k
         assert count is not None
