@@ -103,8 +103,7 @@ def check_answers(field: str) -> None:
 
 
 def use_hub_if_it_answers(name: str | None = None, kind: Kind = "model") -> None:
-    """Switch this process, and those that it starts, to offline mode, with a warning on stderr, if the hub does not
-    answer a request, which is for `name` if that is given."""
+    """Switch to offline mode, with a warning on stderr, if the hub does not answer a request (for `name`)."""
     if (refusal := _refusal(name, kind)) is not None and not refusal.is_reached:
         _go_offline(refusal)
 

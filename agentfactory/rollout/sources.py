@@ -99,8 +99,7 @@ def mix_of(loaded: Sequence[Loaded], seed: int) -> TaskMix:
 async def open_all(
     loaded: Sequence[Loaded], opener: Callable[[RolloutRecipe], AbstractAsyncContextManager[RunnerT]]
 ) -> AsyncIterator[list[Source[RunnerT]]]:
-    """Open the runners of all parts by `opener`. Parts with the same settings share one, with its tools; all share the
-    limit on concurrent chains."""
+    """Open the runners of all parts by `opener`, one for parts with the same settings, with one limit on chains."""
     found: list[Source[RunnerT]] = []
     async with AsyncExitStack() as stack:
         for one in loaded:

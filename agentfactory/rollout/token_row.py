@@ -37,8 +37,7 @@ class ImageSpan:
 
 
 LEAST_LOGPROB, LARGEST_LOGPROB = -float(np.finfo(np.float32).max), 1e-3
-"""Range of the log-probability of a sampled token, in float32; rounding in half precision can make it positive. One
-value outside would make every weight of the policy NaN."""
+"""Range of a sampled token's log-probability in float32; rounding can make it positive. Others would give NaN."""
 
 
 @dataclass
@@ -87,8 +86,7 @@ class Row:
             raise ValueError(f"{problem}; fix: it must be a number of at most 0")
 
     def append_context(self, token_ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
-        """Append tokens that were not sampled: prompts, tool results, closing tokens. The offsets of `images` are
-        relative to the first new token."""
+        """Append tokens that were not sampled. The offsets of `images` are relative to the first new token."""
         start = len(self.token_ids)
         self.images += [replace(image, offset=start + image.offset) for image in images]
         self.token_ids += token_ids
@@ -126,8 +124,7 @@ class Row:
         return spans
 
     def images_for_teacher(self) -> list[ImageSpan]:
-        """Return the images of the teacher's row, which begins with `teacher_prompt`: the row's own, moved by the text
-        that was added before them."""
+        """Return the images of the teacher's row, which begins with `teacher_prompt`: moved by the added text."""
         own, prompt = np.asarray(self.token_ids), np.asarray(self.teacher_prompt)
         size = min(len(own), len(prompt))
         same = int(np.append(own[:size] == prompt[:size], False).argmin())

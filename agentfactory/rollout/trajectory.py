@@ -88,11 +88,10 @@ def chain_id(group_id: str, index: int, retry: bool = False) -> str:
 
 @dataclass
 class Trajectory:
-    """A chain: its messages, sampled rows and outcome. A chain has one row, unless its template rewrites history or
+    """A chain: its messages, sampled rows and outcome. It has one row, unless its template rewrites history or
     `rollout.context` shortens it: each rewritten prompt starts a new row. `metrics` are numbers by name (`success`,
     `tool_calls`, `tool_errors/unknown_tool`, ...). `reward` is None if the chain failed or `rollout.on_outcome` drops
-    its outcome. `turn_rewards`, if the reward returns any, are credited to the assistant turns in addition to
-    `reward`."""
+    its outcome. `turn_rewards`, if any, are credited to the assistant turns in addition to `reward`."""
 
     id: str
     messages: list[Message]
@@ -110,8 +109,7 @@ class Trajectory:
     errors: list[str] = field(default_factory=list)
     """The texts that the model got about turns that could not be parsed and about calls that failed, in order."""
     anchors: list[str | None] = field(default_factory=list)
-    """Per assistant turn, the anchor of the environment's state before it (None: no anchor); empty if no environment
-    has anchors."""
+    """Per assistant turn, the anchor of the environment's state before it (None: none); empty if none has any."""
     result: str | None = None
     """The value that an agent with its own loop returned or printed; None if there is none."""
     workspaces: list[str] = field(default_factory=list)

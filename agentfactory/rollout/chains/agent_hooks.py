@@ -28,14 +28,12 @@ class AgentFailed(Exception):
 
 @dataclass
 class Turn:
-    """An assistant turn to be sampled. `messages` is the conversation in the prompt; `token_ids` are its ids. `number`
-    counts the chain's turns from 0. `chain` is the chain's id, since one agent object serves all chains
-    concurrently."""
+    """An assistant turn to be sampled, number `number` of the chain from 0. `messages` is the conversation in the
+    prompt, `token_ids` are its ids. One agent object serves all chains concurrently; `chain` is the id of this one."""
 
     messages: list[Message]
     row: Sequence[int]
-    """The chain's row, which grows when the turn has ended. Not a copy, because Python's garbage collector would
-    traverse the copies of all chains."""
+    """The chain's row, which grows when the turn has ended; not a copy, which the garbage collector would traverse."""
     specs: list[ToolSpec]
     number: int
     task: Task

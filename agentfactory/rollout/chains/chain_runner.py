@@ -52,8 +52,7 @@ ENDINGS = frozenset(outcome for outcome in Outcome if not outcome.failed)
 """Outcomes of chains that did not fail."""
 
 LEAST_FAILURES, LEAST_TASKS = 4, 3
-"""Minimum numbers of chains and tasks for which a reward must fail before the run stops: a single row of the data may
-be at fault."""
+"""Least numbers of failing chains and tasks before the run stops: a single row of the data may be at fault."""
 
 QUIET_SECONDS = 10.0
 """Seconds after which the user is informed that the first reset takes long."""
@@ -143,8 +142,7 @@ class Player(Protocol):
     episode: Episode
 
     async def play(self, session: ToolSession) -> StopReason:
-        """Run the chain until it ends, and return the reason. Raise AgentFailed, InferenceError or
-        ToolInfrastructureError if it fails."""
+        """Run the chain to its end, and return the reason. Raise AgentFailed, InferenceError or tools' errors."""
 
 
 class Runner(ABC):
@@ -266,10 +264,9 @@ class Runner(ABC):
         self, trajectory: Trajectory, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> None:
         """Run a chain, whose trajectory `begin` created, to its end, and score it if its outcome is in `scored` and its
-        environment returns a reward. `trajectory` is updated as the chain runs, so its content so far survives a
-        cancelled call. Failures become outcomes; exceptions are only ServerUnreachableError, programming errors,
-        RolloutStoppedError from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no
-        such chain."""
+        environment returns a reward. `trajectory` is updated meanwhile, so its content survives a cancelled call.
+        Failures become outcomes; exceptions are only ServerUnreachableError, programming errors, RolloutStoppedError
+        from a `watched` runner, and SettingError from a `graded_by` one if the teacher can grade no such chain."""
         async with self.places:
             episode = Episode(self.setup, trajectory, task, sampling)
             player = self.player(episode)
@@ -373,8 +370,7 @@ def _activity_at(episode: Episode, moment: float) -> str:
 
 
 class ChainRunner(Runner):
-    """A runner of the policy's chains, whose turns `agent` samples and parses. Raise ValueError as Runner does, or if
-    the assistant prefix does not suit the template."""
+    """A runner of the policy's chains, whose turns `agent` samples and parses. Raise ValueError as Runner does."""
 
     def __init__(
         self,
@@ -398,8 +394,8 @@ class ChainRunner(Runner):
         await super().check(tasks, section)
 
     def check_prompts(self, tasks: Sequence[Task], section: str) -> None:
-        """Raise SettingError if no prompt fits into rollout.max_total_tokens, as far as their lengths are known without
-        resets and images; warn if some do not fit."""
+        """Raise SettingError if no prompt fits into rollout.max_total_tokens, and warn if some do not, without
+        images."""
         check_lengths(tasks, self.setup.config, section)
         # an environment, a system prompt or a user's own hooks may give the task
         if not self.toolset.environments and not self.setup.config.system_prompt and type(self.agent) is AgentHooks:

@@ -55,8 +55,7 @@ def base_url(url: str) -> str:
 
 
 class ChatEndpoint(InferenceClient):
-    """A client of one endpoint, used as an async context manager. `fields` are added to each request; a field set to
-    None is removed."""
+    """An async context manager: a client of one endpoint. `fields` are added to each request, or removed if None."""
 
     def __init__(
         self, url: str, model: str | None, api_key_env: str | None, retry_seconds: float, fields: dict[str, Any]
@@ -68,9 +67,8 @@ class ChatEndpoint(InferenceClient):
         self._limit_field = "max_tokens"
 
     async def token_models(self) -> list[dict[str, Any]] | None:
-        """Return the models in the server's /v1/models if its routes accept token ids, as on servers started by
-        AgentFactory; otherwise None. An address with a path, such as /v1, always counts as a chat API. Raise
-        ServerUnreachableError if no server answers."""
+        """Return the models in the server's /v1/models if its routes accept token ids, as on AgentFactory's own
+        servers; otherwise, and for an address with a path such as /v1, None. Raise ServerUnreachableError."""
         root = self._given
         if root == self.urls[0]:
             return None
@@ -84,8 +82,7 @@ class ChatEndpoint(InferenceClient):
         return await self.connection.models(root) if set(NEEDED_ROUTES) <= paths else None
 
     async def check_routes(self) -> None:
-        """Look up the model's name if none was given. Raise ChatEndpointError unless the endpoint lists exactly one
-        model."""
+        """Look up the model's name if none was given. Raise ChatEndpointError unless the endpoint lists exactly one."""
         if self.model:
             return
         url = self.urls[0] + "/models"
@@ -106,8 +103,7 @@ class ChatEndpoint(InferenceClient):
 
     async def try_out(self, specs: Sequence[ToolSpec], temperatures: Iterable[float]) -> None:
         """Send a short request with tools at each temperature, and raise ChatEndpointError or ServerUnreachableError
-        for what would fail every chain. If the endpoint requires max_completion_tokens instead of max_tokens, all later
-        requests use it."""
+        for what would fail every chain. If the endpoint requires max_completion_tokens, later requests use it."""
         url = self.urls[0] + "/chat/completions"
         messages = [{"role": "user", "content": "Say hello."}]
         tried: list[dict[str, Any]] = []
@@ -129,8 +125,7 @@ class ChatEndpoint(InferenceClient):
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
 
     def _names_limit_otherwise(self, status: int, text: str, body: dict[str, Any]) -> bool:
-        """Return whether the endpoint refused the max_tokens in `body`, and if so, switch later requests to
-        max_completion_tokens."""
+        """Return whether the endpoint refused `max_tokens`; if so, later requests use max_completion_tokens."""
         if status != 400 or "max_completion_tokens" not in text or "max_tokens" not in body:
             return False
         logger.info("%s requires max_completion_tokens instead of max_tokens", self.model)
@@ -164,8 +159,7 @@ class ChatEndpoint(InferenceClient):
     async def ask(
         self, messages: Sequence[Message], specs: Sequence[ToolSpec], temperature: float, max_tokens: int
     ) -> ChatAnswer:
-        """Request the next message of a conversation. Retry recoverable failures for `server.retry_seconds`. Raise as
-        InferenceClient.generate does."""
+        """Request the next message, with retries for `server.retry_seconds`. Raise as InferenceClient.generate does."""
         url = self.urls[0] + "/chat/completions"
         retries = Retries(self._limit)
         while True:
@@ -209,8 +203,7 @@ def _denied(url: str, status: int, text: str) -> ChatEndpointError:
 
 
 def _to_openai(message: Message) -> Message:
-    """Convert a message for OpenAI's API: arguments become JSON text, internal fields and the reasoning of earlier
-    turns are removed, and only user messages keep images."""
+    """Convert a message for OpenAI's API: without internal fields and reasoning, and with images of the user only."""
     content: Content = message.get("content") or ""
     if message["role"] != "user":
         content = text_of(content)

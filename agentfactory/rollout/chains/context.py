@@ -12,8 +12,7 @@ from agentfactory.rollout.images.parts import image_urls
 
 @dataclass
 class Context:
-    """The conversation in a chain's current row: the opening, a summary of what was left out, and the turns, each
-    followed by the answers to it."""
+    """The conversation in a chain's row: the opening, a summary of what was left out, and turns with their answers."""
 
     opening: list[Message]
     turns: list[list[Message]] = field(default_factory=list)
@@ -42,8 +41,7 @@ class Context:
         return Context(self.opening, kept, summary)
 
     def with_images(self, most: int | None) -> "Context":
-        """Return the conversation without its oldest turns, so that at most `most` images are left (None: any number),
-        but with the opening and the last turn."""
+        """Return the conversation without its oldest turns, so that at most `most` images are left if possible."""
         if most is None:
             return self
         counts = [len(image_urls(turn)) for turn in self.turns]

@@ -178,9 +178,8 @@ def check_recipe(recipe: RolloutRecipe) -> None:
 async def open_chat_runner(
     recipe: RolloutRecipe, base: Path, url: str, model: str | None = None, images: Path | None = None
 ) -> AsyncIterator[ChatRunner]:
-    """Open a runner for chains of `recipe` with the endpoint at `url` and its `model` (None: the only one that it
-    lists). `images` is the folder for the chains' images; None: images become text. Raise ChatEndpointError or
-    ServerUnreachableError if no chain could run."""
+    """Open a runner of chains with the endpoint at `url` and its `model` (None: the only one that it lists). `images`
+    is the folder for images; None: they become text. Raise ChatEndpointError or ServerUnreachableError."""
     check_recipe(recipe)
     server = recipe.server
     async with (

@@ -155,8 +155,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects and settings that all chains of a recipe share. `cut` truncates a result to a number of tokens; None:
-    results have no token limit."""
+    """What all chains of a recipe share. `cut` truncates a result to a number of tokens; None: there is no limit."""
 
     recipe: RolloutRecipe
     dialogue: Dialogue

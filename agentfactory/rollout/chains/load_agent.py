@@ -20,9 +20,8 @@ _OWN_LOOPS = {
 
 
 def load_agent(config: AgentConfig | None, base: Path) -> Any:
-    """Load the agent of `rollout.agent`: AgentHooks (a class `FILE.py:NAME`; by default plain ones), or a ClientAgent:
-    an async function with its own loop, a program, or external programs. Raise SettingError if it is not an agent, a
-    hook has the wrong signature, or it cannot be created."""
+    """Load the agent of `rollout.agent`: AgentHooks, by default plain ones, or a ClientAgent: an async function with
+    its own loop, a program, or external programs. Raise SettingError if it cannot be used."""
     if config is None:
         return AgentHooks()
     if config.outside is not None:
@@ -69,8 +68,7 @@ def has_own_loop(agent: object) -> bool:
 
 
 def check_own_loop(config: RolloutConfig, native: bool) -> None:
-    """Raise SettingError for settings that have no effect on an agent with its own loop. `native`: the tool-call format
-    is one of chat templates."""
+    """Raise SettingError for settings without effect on an agent with its own loop. `native`: see check_native."""
     own = "but an agent with its own loop writes its messages itself"
     for field, value, nothing in (
         ("system_prompt", config.system_prompt, None),

@@ -8,8 +8,7 @@ from agentfactory.rollout.config import RolloutConfig
 from agentfactory.rollout.data import Task
 
 MOST_CHARACTERS = 64
-"""Characters per token beyond which a text is taken for too long without counting its tokens: some vocabularies have
-longer runs of spaces, but no text consists of these."""
+"""Characters per token beyond which a text is too long without counting: only runs of spaces have longer tokens."""
 
 
 def opening_messages(task: Task, system_prompt: str | None) -> list[Message]:

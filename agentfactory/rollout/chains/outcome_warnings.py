@@ -13,8 +13,7 @@ logger = logging.getLogger(__name__)
 RECENT = 128
 """Number of most recently ended chains over which shares are computed."""
 SHARE, LEAST = 0.05, 4
-"""Share of the chains from which on there is a finding about their outcome, and their minimum number in a run that may
-have just begun."""
+"""Share of the chains from which on there is a finding about their outcome, and their minimum number."""
 _LOST = (OutcomePolicy.DROP, OutcomePolicy.RETRY)
 FIXES = {
     Outcome.MAX_TOKENS: "raise rollout.max_tokens, or ask for short answers",
@@ -44,8 +43,7 @@ class ChainOutcomes:
     _told: set[Outcome] = field(default_factory=set)
 
     def note(self, chain: Trajectory) -> None:
-        """Count a chain, and warn if too many ended with its outcome. After a first warning about an outcome, each
-        further chain with it updates the counts in the warning."""
+        """Count a chain. Warn if too many ended with its outcome; further ones update the counts in the warning."""
         outcome = chain.outcome
         self._ended += 1
         self._recent.append(outcome)
@@ -65,8 +63,7 @@ class ChainOutcomes:
 
 
 def commonest_ending(endings: Counter[tuple[str, str]], chains: int) -> str:
-    """Describe the most frequent outcome in `endings`, (outcome, error) pairs of some of `chains` chains, and its most
-    frequent error."""
+    """Describe the most frequent (outcome, error) in `endings`, those of some of `chains` chains."""
     outcomes: Counter[str] = Counter()
     for (outcome, _), count in endings.items():
         outcomes[outcome] += count

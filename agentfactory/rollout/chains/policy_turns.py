@@ -131,8 +131,7 @@ class PolicyTurns:
             raise AgentError(f"{agent.__name__}.{hook}: {type(error).__name__}: {error}") from error
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
-        """Start a row with the context shortened by `rollout.context`; the current row has `length` tokens. Return
-        False if nothing can be left out."""
+        """Start a row with the context shortened by `rollout.context`; return False if nothing can be left out."""
         policy, keep = self.config.context.policy, self.config.context.options.keep_turns
         if len(self.context.turns) <= keep:
             return False

@@ -51,10 +51,9 @@ async def describe_first_prompt(
 def describe_prompt(
     renderer: Renderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
 ) -> Iterator[str]:
-    """Yield parts of a description of the first prompt of a chain that `messages` open: the tool-call format and the
-    reasons for it, text and ids of the prompt, of a sample tool call and of its result, each shortened to `most`
-    characters (None: not shortened). In the text, an image is one placeholder token. Raise ValueError if the prompt or
-    the call cannot be rendered."""
+    """Yield parts of a description of the first prompt of a chain that `messages` open: the tool-call format and its
+    reasons; text and ids of the prompt, a sample call and its result, each shortened to `most` characters (None: not
+    shortened). In the text, an image is one placeholder token. Raise ValueError if something cannot be rendered."""
     info = renderer.info
     stops = [f"{renderer.tokenizer.decode([token])!r} ({token})" for token in renderer.stop_token_ids]
     stops += [repr(stop) for stop in renderer.stops]
@@ -100,8 +99,7 @@ def _short(text: str, most: int | None) -> str:
 
 
 def _made_turn(renderer: Renderer, specs: list[ToolSpec]) -> tuple[Call, list[int]]:
-    """Return a sample call of the first tool whose call the format can write, and the ids of a turn that makes it.
-    Raise ValueError if there is none."""
+    """Return a sample call of the first tool that the format can call, and a turn's ids. Raise ValueError if none."""
     parser, behaviour = renderer.parser, renderer.behaviour
     problem: ValueError | None = None
     for spec in specs:

@@ -17,9 +17,8 @@ from agentfactory.rollout.token_row import ImageSpan, Span
 @dataclass(frozen=True)
 class Sampling:
     """The sampling settings of a chain. `model` is the server's name of the weights, or a function that returns it for
-    each turn. `seed` is any text: with the recipe's seed it makes the chain reproducible on a server that supports
-    seeds. `cache_salt` is the version of the weights whose KV cache may be used if the server keeps old caches
-    (`rollout.inflight: keep`)."""
+    each turn. `seed` is any text, which with the recipe's seed makes the chain reproducible. `cache_salt` is the
+    version of the weights whose KV cache may be used if the server keeps old caches (`rollout.inflight: keep`)."""
 
     model: str | Callable[[], str]
     temperature: float
@@ -35,8 +34,7 @@ def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> 
 
 
 class Sampler:
-    """A sampler that requests turns from the inference servers. A turn ends at one of `stop_token_ids`. Image tokens of
-    `images` are banned from sampling."""
+    """Requests turns, which end at one of `stop_token_ids`, from the servers. Image tokens of `images` are banned."""
 
     def __init__(
         self, recipe: RolloutRecipe, client: InferenceClient, stop_token_ids: list[int], images: Images | None = None
@@ -60,8 +58,8 @@ class Sampler:
         stops: Sequence[str] = (),
     ) -> Completion:
         """Sample a turn after `ids`, which contain `images`, up to the token that completes one of `stops`. `sample`
-        numbers the attempts at the turn. `encoded` is the row's cached encoding, if `ids` are the row's. Raise
-        InferenceError if the server samples an image token."""
+        numbers attempts; `encoded` is the cached encoding. Raise InferenceError if the server samples an image
+        token."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": max_tokens,

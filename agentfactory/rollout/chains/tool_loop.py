@@ -35,8 +35,7 @@ class Turns(Protocol):
         Raise ContextOverflowError if no token is left for the turn."""
 
     async def go_on(self, answers: list[Message]) -> None:
-        """Prepare the next turn after `answers`, the last messages of the context. Raise ContextOverflowError if they
-        do not fit."""
+        """Prepare the next turn after `answers`. Raise ContextOverflowError if they do not fit."""
 
 
 class ToolLoop:

@@ -95,8 +95,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass
 class Findings:
-    """The losses of a row's conversation: nulls, fields of messages that only a chat template may read, and keys of
-    tools and of calls that the model does not see."""
+    """The losses of a row: nulls, fields that only a template may read, and keys of tools and calls no model sees."""
 
     nulls: Nulls = field(default_factory=Nulls)
     fields: set[str] = field(default_factory=set)
@@ -140,8 +139,7 @@ def parse_json_column(value: Any, column: str) -> Any:
 
 
 def specs_of(tools: Any, findings: Findings | None = None, columnar: bool = False) -> list[ToolSpec]:
-    """Return the tools of a row: a list in the OpenAI format, or its JSON text, also without the level `function`.
-    Raise ValueError, which names the entry, for anything else."""
+    """Return the tools of a row: a list in the OpenAI format, or its JSON text. Raise ValueError for anything else."""
     tools = parse_json_column(tools, "tools")
     if tools is None:
         return []

@@ -93,8 +93,7 @@ def drop_from_call(call: dict[str, Any], tools: Mapping[str, ToolSpec], nulls: N
 
 
 def drop_from_history(task: dict[str, Any], specs: Sequence[ToolSpec], nulls: Nulls) -> dict[str, Any]:
-    """Return a task without the nulls in its messages' calls that the tools `specs` of its chains do not allow. A row
-    that describes its own tools has lost its nulls already."""
+    """Return a task without the nulls in calls that its chains' tools `specs` do not allow, unless it has tools."""
     messages = task.get("messages") or []
     if task.get("tools") or not nulls_in_calls(messages):
         return task

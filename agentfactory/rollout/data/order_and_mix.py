@@ -50,8 +50,7 @@ WHOLE = Share(0, 1)
 
 
 class TaskOrder:
-    """An endless order of tasks, reshuffled each epoch. The n-th task depends only on (seed, n), so a resumed run needs
-    only the position."""
+    """An endless order of tasks, reshuffled each epoch. The n-th task depends only on (seed, n), as resuming needs."""
 
     def __init__(self, tasks: list[Task], seed: int, shuffle: bool):
         self.tasks = tasks

@@ -31,8 +31,7 @@ def advise(look: Look) -> list[Finding]:
 
 
 def missing_calls(look: Look) -> Iterator[Finding]:
-    """Advise if no chain called a tool although tools are offered, if fewer than one of each group did, or if another
-    format reads more than the recipe's."""
+    """Advise if fewer than one chain of each group called a tool, or if another format reads more than the recipe's."""
     if not look.offer.specs or not look.ended:
         return
     # with one call in each group, its advantage shows whether calls pay

@@ -50,9 +50,8 @@ async def open_runner(
     proxy: Proxy | None = None,
 ) -> AsyncIterator[ChainRunner]:
     """Open a runner for chains of `recipe`: renderer, connections to the servers at `urls`, tools and rewards.
-    `objects` are tools in addition to the recipe's; `rewards` and `agent` replace the recipe's. `processes` is the
-    number of processes like this one that share the machine's memory. `images` is the folder for the chains' images;
-    None: a temporary one. `proxy`: see InferenceClient."""
+    `objects` are further tools; `rewards` and `agent` replace the recipe's. `processes` like this one share the
+    machine's memory. `images` is the folder for images (None: a temporary one). `proxy`: see InferenceClient."""
     async with (
         _connected(recipe, urls, images, proxy) as (client, folder),
         _open_chains(
@@ -73,8 +72,7 @@ async def open_sources(
     images: Path | None = None,
     proxy: Proxy | None = None,
 ) -> AsyncIterator[list[Source[ChainRunner]]]:
-    """Open the runners of the parts of `recipe` in `loaded`, with common connections to the servers at `urls`: see
-    open_runner and open_all."""
+    """Open the runners of the parts in `loaded`, with common connections: see open_runner and open_all."""
     # all tools share the machine's memory
     processes *= len(distinct([one.part for one in loaded]))
     async with _connected(recipe, urls, images, proxy) as (client, folder):
@@ -198,8 +196,7 @@ async def _play(
     name: str,
     cache_salt: str | None = None,
 ) -> dict[str, list[Group]]:
-    """Run the chains of each mode and return its groups in the order of the tasks. Save each group when its chains have
-    ended."""
+    """Run the chains of each mode, saving each group at its end, and return the groups in the order of the tasks."""
     modes = {"sampled": (recipe.rollout.temperature, recipe.eval.samples)}
     if recipe.eval.greedy:
         modes["greedy"] = (0.0, 1)
@@ -260,8 +257,7 @@ class Evaluation:
     """The look of the sampled chains, by source."""
 
     def figures(self) -> dict[str, float]:
-        """Return all results by name: the means, the bounds of intervals as `<mode>/<figure>/low` and `/high`, and the
-        same for each source under `<mode>/source/<source>/`."""
+        """Return the means and the bounds of intervals (`<mode>/<figure>/low`), also `<mode>/source/<source>/...`."""
         metrics = dict(self.means)
         for mode, sources in self.estimates.items():
             for source, found in sources.items():

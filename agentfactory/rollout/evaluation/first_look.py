@@ -97,8 +97,7 @@ class Look:
     read: int = 0
     """First turns in which the recipe's format reads a call of a known tool."""
     unread: list[str] = field(default_factory=list)
-    """The other first turns, without their reasoning, of chains that called no tool: an agent with its own loop may
-    read calls in another way."""
+    """The other first turns, without reasoning, of chains that called no tool."""
     shown: list[str] = field(default_factory=list)
     """First turns as text, with their reward or outcome, one of each group as far as there are enough groups."""
 
@@ -123,8 +122,7 @@ class Look:
 
     @cached_property
     def named(self) -> int:
-        """First turns that name an offered tool, and in which neither the recipe's nor the best other format reads a
-        call."""
+        """First turns that name an offered tool, and in which neither the recipe's nor the best format reads one."""
         if not self.offer.specs:
             return 0
         # many tools are called by a common word, so it must stand as code does
@@ -135,8 +133,7 @@ class Look:
 
 
 class FirstGroups:
-    """The groups of a beginning run that are looked at: the first batch, and the first group of each of the named
-    `sources` that it lacks."""
+    """The groups of a beginning run to look at: the first batch, and the first group of each other one of `sources`."""
 
     def __init__(self, batch: int, sources: Collection[str]) -> None:
         self._wanted = batch
@@ -269,8 +266,7 @@ def formats_that_read(texts: Sequence[str], specs: Sequence[ToolSpec]) -> Counte
 
 
 def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
-    """Return whether a parser reads at least one call in `text`, and only calls of offered tools: other JSON may look
-    like a call."""
+    """Return whether a parser reads at least one call in `text`, and only calls of offered tools."""
     found = parser.parse(text, specs)
     names = {name for name, _ in found.calls}
     return found.error is None and bool(names) and names <= {spec.name for spec in specs}
@@ -278,8 +274,7 @@ def reads_call(parser: Parser, text: str, specs: Sequence[ToolSpec]) -> bool:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chains of one training step, the number of steps, and how many chains ran at a time during the look
-    (`at_once`) and may run (`most`)."""
+    """The chains of a training step, the number of steps, and how many chains ran (`at_once`) and may run at a time."""
 
     chains: int
     steps: int

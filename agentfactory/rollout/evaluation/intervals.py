@@ -31,8 +31,7 @@ def mean(shares: Sequence[Share]) -> float:
 def of_proportion(shares: Sequence[Share]) -> Interval:
     """Return the interval of a mean of values between 0 and 1: Gaffke's bounds (2005, "Three test statistics for a
     nonparametric one-sided hypothesis on the mean of a nonnegative variable"; Learned-Miller and Thomas, 2020,
-    arXiv:1905.06208). With one chain per task, it is the exact interval of Clopper and Pearson (1934, Biometrika 26).
-    It never falls if a chain passes that failed before."""
+    arXiv:1905.06208). With one chain per task, it is that of Clopper and Pearson (1934, Biometrika 26)."""
     failed = [Share(share.weight - share.total, share.weight) for share in shares]
     return _lower_bound(shares), 1.0 - _lower_bound(failed)
 
@@ -51,8 +50,7 @@ def of_mean(shares: Sequence[Share]) -> Interval | None:
 
 
 def _lower_bound(shares: Sequence[Share]) -> float:
-    """Return the 2.5 % quantile of the mean when each task has a random weight from the exponential distribution, and
-    one further task of average weight fails."""
+    """Return the 2.5 % quantile of the mean if tasks have random exponential weights, and one further task fails."""
     from scipy import optimize
 
     value = mean(shares)
@@ -71,9 +69,8 @@ def _lower_bound(shares: Sequence[Share]) -> float:
 
 
 def _chance_not_positive(coefficients: np.ndarray, counts: np.ndarray) -> float:
-    """Return P(S <= 0) for a sum S of independent exponential variables times `coefficients`, each of which occurs
-    `counts` times, by inversion of the characteristic function (Gil-Pelaez, 1951, Biometrika 38); 0 or 1 if it is
-    within 0.01 of that."""
+    """Return P(S <= 0) for a sum S of independent exponential variables times `coefficients`, each `counts` times, by
+    inversion of the characteristic function (Gil-Pelaez, 1951, Biometrika 38); 0 or 1 if within 0.01 of that."""
     coefficients = coefficients / np.abs(coefficients).max()
     expected, deviation = float(coefficients @ counts), math.sqrt(float(coefficients**2 @ counts))
     if abs(expected) > 10 * deviation:  # Cantelli's inequality; the integrand would oscillate too fast for the step

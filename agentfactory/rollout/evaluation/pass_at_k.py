@@ -35,8 +35,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def sample_figures(groups: Sequence[Group], samples: int) -> dict[str, float]:
-    """Return avg@`samples` and pass@k for each power of two k up to `samples`, by name; empty for one sample per task,
-    or if no reward reports `success`."""
+    """Return avg@`samples` and pass@k for each power of two k up to `samples`, by name; empty for one sample."""
     return {name: mean(shares) for name, shares in _shares(groups, samples).items() if "@" in name}
 
 
@@ -54,8 +53,7 @@ def estimates(groups: Sequence[Group], samples: int) -> dict[str, Estimate]:
 
 
 def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Group by source, or else by the task's `source` field, in order of first appearance; empty if no group has
-    either."""
+    """Group by source, or else by the task's `source` field; empty if no group has either."""
     names = [group.source or group.task.get("source") for group in groups]
     if all(name in (None, "") for name in names):
         return {}
@@ -66,8 +64,7 @@ def by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def _shares(groups: Sequence[Group], samples: int) -> dict[str, list[Share]]:
-    """Return the shares of tasks by metric, without tasks that have no chain for a metric, and without metrics that
-    have no task."""
+    """Return the shares of tasks by metric, without those that have no value."""
     scored = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     rewards = [[t.reward for t in chains if t.reward is not None] for chains in scored if chains]
     shares = {"reward": [Share(sum(values), len(values)) for values in rewards]}

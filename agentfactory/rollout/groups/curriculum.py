@@ -24,10 +24,9 @@ def successes(
 
 @dataclass
 class Curriculum:
-    """A curriculum, which visits tasks (rows of the data, or sources counted like them) that are currently solved or
-    hopeless only occasionally; a task that was never visited is neither. The skipped tasks depend only on the seed, the
-    position in the task order and earlier observations. `name` is that of its metrics; `share` is the weight of a new
-    observation in a task's rate."""
+    """Visits tasks (rows of the data, or sources counted like them) that are currently solved or hopeless only
+    occasionally. The skipped tasks depend only on the seed, the position in the task order and earlier observations.
+    `name` is that of its metrics; `share` is the weight of a new observation in a task's rate."""
 
     config: CurriculumConfig
     seed: int
@@ -54,8 +53,7 @@ class Curriculum:
         return passes
 
     def take_figures(self) -> dict[str, float]:
-        """Return the numbers of tasks skipped since the last call, currently solved and currently hopeless, by metric
-        name."""
+        """Return the numbers of tasks skipped since the last call, now solved and now hopeless, by metric name."""
         metrics = {
             f"{self.name}/passed_over": float(self._passed),
             f"{self.name}/solved": float(sum(rate >= self.config.solved for rate in self.rates.values())),

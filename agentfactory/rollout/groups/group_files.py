@@ -41,8 +41,7 @@ STREAMS: dict[str, tuple[Any, np.dtype[Any]]] = {
 """Stream of a row -> its type if a line contains it, and the type of its array. Roles are ASCII letters."""
 
 _RECORD_BYTES = 1 << 30
-"""Maximum size of a group's arrays: 64 chains of 100,000 tokens have an eighth of that, and a teacher's 64 most likely
-tokens at 2 million sampled ones all of it."""
+"""Maximum size of a group's arrays; 64 chains of 100,000 tokens have an eighth of that, with top_k grades more."""
 
 CREDIT_FILE = "credit.jsonl"
 """Name of the file, in a folder of trajectories, with the trainer's values per token. It contains no groups."""
@@ -113,16 +112,14 @@ def _json(line: dict[str, Any]) -> bytes:
 
 
 def decode_group(line: bytes, record: bytes) -> Group:
-    """Return the group of a line and its record; the streams of its rows are arrays. Raise ValueError if the line is
-    not a group, or if the record does not belong to it."""
+    """Return the group of a line and its record, with arrays as streams. Raise ValueError if they are no group."""
     saved = from_json(line)
     restore_streams(saved, record)
     return _group(saved)
 
 
 def append_group(path: Path, group: Group) -> EncodedGroup:
-    """Append a group to the file `path` and to its arrays file, and return its bytes. Only one process may append to a
-    file. Raise DiskError if writing fails."""
+    """Append a group to `path` and its arrays file, which only this process may write. Raise DiskError."""
     arrays = arrays_file(path)
     encoded = encode_group(group, arrays.stat().st_size if arrays.exists() else 0)
     # the line comes last, so that a reader of the line finds its arrays
@@ -189,8 +186,7 @@ def read_record(saved: Any, path: Path, within: Path | None = None) -> bytes:
 
 
 def restore_streams(saved: Any, record: bytes) -> None:
-    """Replace the numbers of values, or the lists, in the rows of a parsed line by arrays. Raise ValueError if the line
-    is not a group, or if `record` does not belong to it."""
+    """Replace the counts, or lists, in the rows of a parsed line by arrays. Raise ValueError if they are no group."""
     try:
         place = saved.pop("arrays", None)
         if place is not None and zlib.crc32(record) != place["crc32"]:

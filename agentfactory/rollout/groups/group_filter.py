@@ -62,8 +62,8 @@ class GroupFilter:
     """Total number of chains in these groups."""
 
     def judge(self, chains: Sequence[Trajectory], config: RolloutConfig | None = None) -> Worth:
-        """Judge a complete group. Return TEACHES if it must be trained, LOST, or EQUAL if `rollout.equal_rewards`
-        filters it. `config` are the settings of its source."""
+        """Judge a complete group: TEACHES, LOST, or EQUAL if `rollout.equal_rewards` filters it, by its source's
+        `config`."""
         found = worth(chains, config or self.config)
         if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
             found = Worth.TEACHES

@@ -40,9 +40,8 @@ _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
 class GroupProducer:
     """A producer of batches, until the total of `admission` is delivered. `order` mixes the tasks of `sources`;
     `mixing` is the curriculum over these. `deliver` receives the groups of each batch, and the counts since the last
-    batch. Every group is first appended to `trajectories`, including its failed and cancelled chains; `note` receives
-    each complete group. `resumed` is what an earlier run left in that file, and `versions` are its labels of spans with
-    their versions. Only positions of `share` are run."""
+    one. Every group is first appended to `trajectories`, which had `resumed` and its labels of `versions`; `note`
+    receives each complete one. Only positions of `share` run."""
 
     def __init__(
         self,
@@ -286,8 +285,7 @@ class GroupProducer:
         await self._source(group).runner.play(chain, group.task, sampling, self.config.scored)
 
     def cache_salt(self) -> str | None:
-        """Return the cache salt for a chain that starts now: with `inflight: keep`, it must not hit KV caches of older
-        weights."""
+        """Return the cache salt for a chain that starts now: with `inflight: keep`, it must not hit older KV caches."""
         keeps = self.config.inflight is Inflight.KEEP and self.sources[0].runner.setup.recipe.model.lora is None
         return self.published.label if keeps else None
 

@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pending:
-    """A saved group that is not trained yet. `oldest` is the lowest possible version of its oldest token
-    (None: it has no tokens)."""
+    """A saved group that is not trained yet. `oldest` is the lowest version of its tokens (None: it has none)."""
 
     place: Place
     group: Group

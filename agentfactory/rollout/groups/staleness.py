@@ -8,10 +8,9 @@ from agentfactory.rollout.config import LateChains
 @dataclass
 class Admission:
     """A bound on how far generation runs ahead of training, and the version of the servers' weights. A group may start
-    while `started < (max_staleness + 1 + version) * batch_size`. At most `max_staleness + 1` batches of groups are then
-    started but not yet trained into `version`, so groups that are trained in the order of their starts stay within
-    `max_staleness` updates; BatchChoice handles groups that others overtake. No more groups are started than the
-    `total` that will be trained."""
+    while `started < (max_staleness + 1 + version) * batch_size`, so at most `max_staleness + 1` batches are started but
+    not trained, and groups that are trained in the order of their starts stay within `max_staleness` updates;
+    BatchChoice handles others. No more groups are started than the `total` that will be trained."""
 
     batch_size: int
     max_staleness: int
@@ -98,8 +97,7 @@ class BatchChoice:
         self.chosen = self.admission.version
 
     def leave_empty(self) -> bool:
-        """Leave a place of the next batch empty, for a group without a training signal. Return False if it is the last
-        place, since a batch needs at least one group."""
+        """Leave a place of the next batch empty, for a group without a signal. Return False if it is the last place."""
         if self.empty == self.admission.batch_size - 1:
             return False
         self.empty += 1
@@ -110,8 +108,7 @@ class BatchChoice:
         return self.chosen <= self.admission.version and complete >= self.admission.batch_size - self.empty
 
     def choose(self, candidates: list[Candidate]) -> Choice | None:
-        """Return the batch for the current version; None if it is not due. `candidates` are in the order of their
-        starts."""
+        """Return the batch for the current version; None if it is not due. `candidates` are ordered by their starts."""
         # oldest first: younger groups can wait longer
         complete = sorted((group for group in candidates if group.complete), key=self._begun)
         if not self.is_due(len(complete)):

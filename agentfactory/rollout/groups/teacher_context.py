@@ -59,10 +59,9 @@ class TeacherContext:
         check_answers(choice, tasks)
 
     async def add_to(self, chains: Sequence[Trajectory], task: Task) -> None:
-        """Set the teacher's prompt of the rows of `chains`, a group's chains that have ended; a chain for which there
-        is no text gets none. If a user's function fails, its chain ends as reward_error, without a reward. Raise
-        RolloutStoppedError if it fails for all first chains, and ValueError if the chains do not report what the
-        context needs."""
+        """Set the teacher's prompt of the rows of `chains`, a group's chains that have ended, unless there is no text.
+        If a user's function fails, its chain ends as reward_error, without a reward. Raise RolloutStoppedError if it
+        fails for all first chains, and ValueError if the chains do not report what the context needs."""
         scored = [chain for chain in chains if chain.reward is not None and any(any(row.mask) for row in chain.rows)]
         texts = await asyncio.gather(*(self._text(chain, scored, task) for chain in scored))
         for chain, text in zip(scored, texts, strict=True):
@@ -126,8 +125,7 @@ class TeacherContext:
 
 
 def with_text(opening: Sequence[Message], text: str) -> list[Message]:
-    """Return the opening messages of a chain with `text` appended to the last one of a user. Raise ValueError if there
-    is none."""
+    """Return opening messages with `text` appended to the last one of a user. Raise ValueError if there is none."""
     last = next((n for n in reversed(range(len(opening))) if opening[n]["role"] == "user"), None)
     if last is None:
         raise ValueError(f"{FIELD}: a chain opens without a message of the user to which text could be added")
@@ -135,8 +133,7 @@ def with_text(opening: Sequence[Message], text: str) -> list[Message]:
 
 
 def shown(turns: Sequence[Message], parser: Parser, specs: Sequence[ToolSpec]) -> str:
-    """Return messages as text: what the assistant wrote, without its reasoning, with its calls in the format of
-    `parser`; and the results."""
+    """Return messages as text: the assistant's without reasoning, with calls in the format of `parser`; and results."""
     lines = []
     for message in turns:
         content = text_of(message.get("content") or "")

@@ -1,6 +1,5 @@
-"""Families of multimodal models, and the image processing of each. Families of `patches` share one rule for image
-sizes, and images are resized once, here. All others use the model's own processor (OwnProcessor), which the server also
-runs."""
+"""Families of multimodal models and their image processing. Families of `patches` share one rule for image sizes, by
+which images are resized here; all others use the model's own processor, as the server does."""
 
 import json
 import os
@@ -24,8 +23,7 @@ BY_PATCHES = frozenset(
 STATED = {**dict.fromkeys([*BY_PATCHES, "internvl"], Coordinates.RELATIVE1000), "qwen2_5_vl": Coordinates.RESIZED}
 """Value of model_type -> the coordinate system that its models learned. Other models learned none, or several."""
 BY_OWN_PROCESSOR = frozenset({"internvl", "mistral3", "idefics3", "smolvlm"})
-"""Values of model_type whose images their own processor converts. Positions are one-dimensional, and images do not
-change the attention mask."""
+"""Values of model_type whose images their own processor converts, with one-dimensional positions and causal masks."""
 WITHOUT_IMAGES = {
     "gemma3": "the tokens of an image attend to each other in both directions, but rows here attend causally",
     "gemma4": "in some sizes, the tokens of an image attend to each other in both directions, but rows here attend "
@@ -35,8 +33,7 @@ WITHOUT_IMAGES = {
 
 
 def supports_images(model_type: str) -> bool:
-    """Return whether images of models of this type are supported. Models with their own processor need torchvision,
-    with which transformers resizes as servers do."""
+    """Return whether images of this model_type are supported. Models with their own processor need torchvision."""
     return model_type in BY_PATCHES or (model_type in BY_OWN_PROCESSOR and is_installed("torchvision"))
 
 
@@ -92,9 +89,8 @@ def view_of(path: str, vision: Vision | None, coordinates: str = "auto") -> Mode
 
 
 def view_of_model(model: ModelConfig, coordinates: str) -> ModelView | None:
-    """Return the coordinate system of a recipe's model; None if it accepts only text, or if its system is unknown. Do
-    not query the hub. Raise SettingError as `view_of` does, and FileNotFoundError if the model's files are not on this
-    machine."""
+    """Return the coordinate system of a recipe's model, from local files; None if there is none or it is unknown. Raise
+    SettingError as `view_of` does, and FileNotFoundError if the files are not on this machine."""
     folder = model.path if os.path.isabs(model.path) else _downloaded(model.path)
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"the folder {folder} does not exist yet")

@@ -1,5 +1,4 @@
-"""The vision tower's features of images, and their form as inputs of the language model, in trainer and embedded
-engine."""
+"""The vision tower's features of images, as inputs of the language model, in trainer and embedded engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,8 +67,7 @@ def _padded(part: Tensor, sizes: list[int]) -> Tensor:
 
 
 def compute_features(network: Any, inputs: Inputs, counts: Sequence[int]) -> list[Features]:
-    """Run the vision tower of a network (with or without LM head) on images; `counts` are their numbers of image
-    tokens."""
+    """Run the vision tower of a network on images, whose numbers of image tokens are `counts`."""
     found = network.base_model.get_image_features(**inputs, return_dict=True)
     whole = found.pooler_output
     # tiles are along the first dimension

@@ -76,8 +76,7 @@ class ShownImages:
             self.vision.check(*(decode(image).size if decodes else size_of(image)))
 
     async def take_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return tool messages in which stored images replace `data:` addresses. An unusable image becomes a text with
-        the reason; other addresses are never fetched."""
+        """Return tool messages with stored images for `data:` addresses, and text for unusable images and others."""
         if not self.shows or not image_urls(messages):
             return list(messages)
         return await asyncio.to_thread(map_parts, messages, self._take_part)

@@ -39,8 +39,7 @@ class Vision(ABC):
 
     @abstractmethod
     def fit(self, image: Image.Image) -> Image.Image:
-        """Resize an RGB image for storage and for the model's processor, here and in the server. Raise ValueError if
-        its size is not supported."""
+        """Resize an RGB image for storage and the model's processor. Raise ValueError for an unsupported size."""
 
     @abstractmethod
     def check(self, width: int, height: int) -> None:
@@ -56,8 +55,7 @@ class Vision(ABC):
 
     @abstractmethod
     def positions(self, length: int, spans: Sequence[ImageSpan]) -> Int[np.ndarray, "3 length"] | None:
-        """Return the rotary positions in time, height and width of a row's tokens; None if positions are
-        one-dimensional."""
+        """Return the rotary positions of a row's tokens in time, height and width; None if one-dimensional."""
 
     def server_options(self) -> dict[str, Any]:
         """Return the `mm_processor_kwargs` with which vLLM does not resize stored images, if the recipe has limits."""
@@ -122,8 +120,7 @@ class PatchVision(Vision):
     min_pixels: int
     max_pixels: int
     frames: int = 1
-    """Factor by which the processor counts pixels in its limits. GLM's counts each pixel once per frame of a video
-    patch, all of which a still image fills."""
+    """Factor by which the processor counts pixels in its limits: GLM's counts each once per frame of a video patch."""
     grows: bool = False
     """True if an image with a side shorter than a token's is enlarged as a whole, as in GLM, instead of only that side.
     """
@@ -158,8 +155,7 @@ class PatchVision(Vision):
         return Image.new("RGB", (grid[2] * self.patch_size, grid[1] * self.patch_size))
 
     def positions(self, length: int, spans: Sequence[ImageSpan]) -> Int[np.ndarray, "3 length"]:
-        """A text token has the same position in all three; text after an image continues at the largest position plus
-        one."""
+        """A text token has the same position in all three; after an image, text continues at the largest plus one."""
         positions = np.empty((3, length), dtype=np.int64)
         place = start = 0
         for span in spans:
@@ -222,8 +218,7 @@ def load_own_processor(path: str) -> Any:
 
 @dataclass(frozen=True)
 class OwnProcessor(Vision):
-    """Image processing by a model's own processor. An image's tokens, and those around and between them, depend only on
-    its size."""
+    """Image processing by a model's own processor. An image's tokens depend only on its size."""
 
     processor: Any
     min_pixels: int | None = None

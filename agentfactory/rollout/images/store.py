@@ -1,5 +1,4 @@
-"""The image store of a run: lossless files named by the digest of their pixels, each stored once for all chains; and
-the files of a row's images, which tools and rewards get."""
+"""The image store of a run: lossless files named by the digest of their pixels; and the files of a row's images."""
 
 import hashlib
 import os

@@ -19,8 +19,7 @@ Takes = Callable[[str], bool]
 
 
 class TaskImages:
-    """A preparer of rows and tools for a recipe's model. `view` is the model's coordinate system in images; None if it
-    accepts only text, or if the system is unknown."""
+    """Prepares rows and tools for a recipe's model. `view` is its coordinate system in images (None: unknown)."""
 
     def __init__(self, recipe: RolloutRecipe, images: Images) -> None:
         self._recipe = recipe
@@ -42,15 +41,14 @@ class TaskImages:
             raise unknown_way(self._recipe.model.path, "its rewards convert")
 
     async def take(self, task: Task, section: str, row: int | None = None) -> Task:
-        """Prepare a row of `section`, with number `row` if it is given, for its chains: store its images once, and
-        convert boxes and points in its text to the model's coordinates. Raise SettingError for an unusable image or an
-        invalid box or point."""
+        """Prepare a row of `section` for its chains: store its images once, and convert boxes and points in its text to
+        the model's coordinates. Raise SettingError, with the number `row`, for unusable ones."""
         task = state_places(task, self.view, self._recipe.model.path, section, row)
         return await self._seeing(section).take_task(task, section, row) if has_images(task) else task
 
     def for_tools(self, task: Task, tools_take: Takes) -> Task:
-        """Add the model's coordinate system as `model_view` to a row that `take` returned, if a tool's reset takes it.
-        Raise SettingError if it is unknown."""
+        """Add the coordinate system as `model_view` to a row if a reset takes it. Raise SettingError if it is
+        unknown."""
         if not tools_take(VIEW_FIELD):
             return task
         if self.view is None:

@@ -1,5 +1,4 @@
-"""Rewards for short answers: exact match and F1, as in SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), and the
-metrics of benchmarks about images."""
+"""Rewards for short answers, as in SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250) and benchmarks about images."""
 
 import re
 import string
@@ -23,8 +22,7 @@ def normalize(text: str) -> str:
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """Return the harmonic mean of precision and recall of the normalised words; if a text has no words, 1 if both have
-    none, otherwise 0."""
+    """Return the harmonic mean of precision and recall of the normalised words; 1 if neither text has words."""
     predicted, expected = normalize(prediction).split(), normalize(answer).split()
     if not predicted or not expected:
         return float(predicted == expected)
@@ -102,9 +100,8 @@ def _plain(text: str) -> str:
 
 
 def relaxed_match(prediction: str, answer: str, tolerance: float = 0.05) -> bool:
-    """Return whether a number is within the relative `tolerance` of the answer, or a text equals it up to case
-    (ChartQA, Masry et al., 2022, arXiv:2203.10244, section 5.1). As in ChartQA's code, an answer of 0 counts as text,
-    and 5% as 0.05."""
+    """Return whether a number is within the relative `tolerance`, or a text equal up to case (ChartQA, Masry et al.,
+    2022, arXiv:2203.10244, section 5.1). As in ChartQA's code, an answer of 0 counts as text, and 5% as 0.05."""
     said, wanted = _number(prediction), _number(answer)
     if said is not None and wanted:
         return abs(said - wanted) / abs(wanted) <= tolerance
@@ -190,8 +187,7 @@ class MultipleChoice(Answers):
     metrics `success` and `chose_none`."""
 
     options: str | None = None
-    """Field of the row with the texts of the options: a list in the order of the letters, or letter -> text. Null: only
-    letters count."""
+    """Field of the row with the texts of the options: a list, or letter -> text. Null: only letters count."""
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise ValueError if the row has no letter, or no such option."""

@@ -1,5 +1,4 @@
-"""Rewards for predicted boxes and points in images. Rows give boxes in pixels of the file; predictions are read in the
-model's coordinates."""
+"""Rewards for boxes and points in images: of rows in pixels of the file, of predictions in the model's coordinates."""
 
 import re
 from collections.abc import Sequence
@@ -66,8 +65,7 @@ class Places(Answers):
     """The options of rewards for the last box or point in the prediction, in the image of this index."""
 
     field: str = "box"
-    """Field of the row: the box in pixels of the image's file, as [left, top, right, bottom], or a list of accepted
-    ones."""
+    """Field of the row: the box in pixels of the image's file, as [left, top, right, bottom], or a list of boxes."""
     image: Annotated[int, Field(ge=0)] = 0
 
     def check(self, row: dict[str, Any]) -> None:

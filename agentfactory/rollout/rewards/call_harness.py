@@ -1,6 +1,5 @@
-"""A harness that calls a solution's functions inside the sandbox, to which its source is sent. Its output cannot be
-trusted, because the solution shares its process; the expected outputs are compared outside. Imports only the standard
-library."""
+"""Calls a solution's functions inside the sandbox, to which its source is sent. The solution shares its process, so
+expected outputs are compared outside. Imports only the standard library."""
 
 import inspect
 import json

@@ -59,8 +59,7 @@ class Judge:
     concurrency: Annotated[int, Field(gt=0)] = 16
     """Maximum number of concurrent requests; further rewards wait, which counts towards their time limit."""
     retries: Annotated[int, Field(ge=0)] = 3
-    """Number of retries after recoverable failures: no connection, 408, 429, 5xx, a response that is not a
-    completion."""
+    """Retries after recoverable failures: no connection, 408, 429, 5xx, a response that is not a completion."""
     parameters: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
     @field_validator("url")

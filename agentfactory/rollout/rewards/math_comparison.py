@@ -50,8 +50,7 @@ def read_text(text: str, strict: bool = False) -> list[Any]:
 
 
 def parse_arithmetic(text: str, *args: Any, **options: Any) -> Any:
-    """Parse a formula like `sympy.parse_expr`, which evaluates its text as Python. Raise ValueError for anything but
-    numbers and operators."""
+    """Parse a formula like `sympy.parse_expr`, which evaluates Python. Raise ValueError unless it is arithmetic."""
     if not _ARITHMETIC.fullmatch(text):
         raise ValueError("not arithmetic")
     return _parse(text, *args, **options)

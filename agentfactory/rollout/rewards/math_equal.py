@@ -27,13 +27,11 @@ class MathEqual(ShortAnswers):
     """
 
     strict: bool = False
-    """Accept only an expression that the prediction marks as its answer in LaTeX: \\boxed{...}, or after "the answer
-    is"."""
+    """Accept only an expression marked as the answer in LaTeX: \\boxed{...}, or after "the answer is"."""
     seconds: Annotated[float, Field(gt=0)] = 5.0
     """Time limit of one comparison."""
     processes: Annotated[int, Field(gt=0)] = 2
-    """Number of comparison processes, of about 100 MB each; further rewards wait, which counts towards their time
-    limit."""
+    """Number of comparison processes, of about 100 MB each; further rewards wait, within their time limit."""
 
     @model_validator(mode="after")
     def _can_work(self) -> "MathEqual":

@@ -42,8 +42,7 @@ GROUP_OFFERED = ("predictions", "trajectories")
 
 
 class RewardError(Exception):
-    """A failure of a reward: an exception, a timeout, or a chain that it cannot score. It says nothing about the
-    policy."""
+    """A failure of a reward: an exception, a timeout, or a chain that it cannot score; not the policy's."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class RewardSpec:
         return f"{self.label}.timeout_seconds={self.timeout_seconds:g}"
 
     async def ask(self, offered: dict[str, Any], task: Task, limit: Deadline | None = None) -> Any:
-        """Call the function on copies of its arguments and return its result. Raise RewardError if it raises, or has
-        not returned by its own limit or by `limit`."""
+        """Call the function on copies of its arguments. Raise RewardError if it raises, or exceeds its or `limit`'s
+        time."""
         rest = {**task, **self.options}
         given = {**rest, **offered}
         names = {*self.parameters, *(rest.keys() - offered if _takes_row(self.parameters) else ())}

@@ -32,8 +32,7 @@ class Dialogue:
     complains_as_tool: bool = False
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """Return the description of the tools for the model; None if the chat template contains it. Raises ValueError
-        if the tool-call format cannot call these tools."""
+        """Return the description of the tools; None if the template has it. Raises ValueError if none can be called."""
         native = self.parser.native and not self.describes_tools
         return Parser.instructions(self.parser, specs) if native else self.parser.instructions(specs)
 
@@ -44,9 +43,8 @@ class Dialogue:
     def lines(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
         """Return the lines of a conversation, with instructions in the system message, or before the first user message
         if there are no system messages. Under a text format, calls are written as text, the results of a turn become
-        one user message, and other assistant messages are marked as answers if the format marks answers; text in the
-        format is unchanged. Raises RenderError (a ValueError), with the message's index, for calls that it cannot
-        express."""
+        one user message, and other assistant messages are marked as answers if the format marks them. Raises
+        RenderError (a ValueError), with the message's index, for calls that it cannot express."""
         parser, instructions = self.parser, self.instructions(specs)
         messages = self._shown(messages)
         lines = as_lines(messages)

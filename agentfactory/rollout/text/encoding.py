@@ -21,8 +21,7 @@ _UNFIT = re.compile(f"[{MARK}\ud800-\udfff]")
 
 
 class Encoder:
-    """A tokenizer with a chat template's control tokens: the end-of-turn token `end` (empty: none), and the tokens that
-    frame turns, which occur in the rendered text `frame`."""
+    """A tokenizer with a template's end-of-turn token `end` (empty: none) and the tokens of `frame` around turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: str, frame: str) -> None:
         self.tokenizer = tokenizer
@@ -37,8 +36,7 @@ class Encoder:
         self._of_others = _pattern(framing | {token for token, special in added.items() if special})
 
     def mark(self, text: str, role: str = "user") -> str:
-        """Insert a mark into every string in `text` that only the chat template may write: tokens that frame turns and,
-        unless the assistant wrote the text, all special tokens."""
+        """Mark every string that only the template may write: tokens that frame turns, and special tokens of others."""
         pattern = self._of_assistants if role == "assistant" else self._of_others
         return pattern.sub(lambda match: match[0] + MARK, _UNFIT.sub("\ufffd", text))
 
@@ -127,9 +125,8 @@ def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
 
 
 def _pattern(tokens: set[Any]) -> re.Pattern[str]:
-    """Return a pattern for the first character of each of these strings, even if they overlap, without strings of one
-    character, which cannot be split. It is a tree: Gemma has 6,000 special tokens, which a plain alternation would try
-    at every character."""
+    """Return a pattern for the first character of each of these strings, even if they overlap, without those of one
+    character. It is a tree, because Gemma has 6,000 special tokens."""
     strings = {token for token in tokens if token and len(token) > 1}
     return re.compile("|".join(f"{re.escape(c)}(?={_tree(rest)})" for c, rest in _by_first(strings)) or r"(?!)")
 

@@ -1,5 +1,4 @@
-"""The construction of a model's renderer, with a template and tool-call format chosen by probes, and the tokens that
-these need."""
+"""The construction of a model's renderer, with a template and format chosen by probes, and the tokens they need."""
 
 import hashlib
 import json

@@ -172,8 +172,7 @@ class Renderer:
     ) -> Parsed:
         """Parse a sampled turn into a message; its calls are numbered from `first_call` (the chain's calls so far).
         `prefix` is the forced beginning of the turn, and part of the message. Reasoning goes to `reasoning_content` if
-        the template supports it. In a text format, the message is the text, without `tool_calls`, and `specs` give the
-        types of arguments."""
+        the template supports it. In a text format, the message has no `tool_calls`; `specs` type arguments."""
         text = prefix + self.decode(sampled_ids)
         reasoning, thought, rest = self._split(text)
         stop = find_stop(rest, self.stops)

@@ -28,9 +28,8 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class Closing:
-    """A template's text after an assistant turn: `before`, the end-of-turn token `end` (empty if plain text closes
-    turns), and `after`. `opens_next`: the token is missing at the end of a conversation, and often the first of the
-    next message, such as GLM's `<|user|>`."""
+    """A template's text after an assistant turn: `before`, the end-of-turn token `end` (empty: plain text closes
+    turns), and `after`. `opens_next`: the token is only written before the next message, such as GLM's `<|user|>`."""
 
     before: str = ""
     end: str = ""

@@ -6,14 +6,12 @@ import select
 import selectors
 
 _EVENTS = 1
-"""Number of sockets that the loop serves between two checks of its timers. With four, timers were three times as late;
-one costs 1 to 12 % more time."""
+"""Number of sockets served between two checks of timers: four make timers thrice as late; one costs 1 to 12 % time."""
 
 
 class _FewEvents(selectors.EpollSelector):
-    """A selector that returns at most `_EVENTS` sockets per call; the kernel returns the others first next time.
-    asyncio runs the callbacks of all ready sockets before it checks a timer: with 4,096 chains, a timeout of one second
-    may fire five seconds late."""
+    """A selector that returns at most `_EVENTS` sockets per call. asyncio runs the callbacks of all ready sockets
+    before it checks a timer: with 4,096 chains, a timeout of one second may fire five seconds late."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         wait = -1.0 if timeout is None else max(timeout, 0.0)
@@ -34,9 +32,8 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def collect_rarely() -> None:
-    """Make Python's full garbage collections rarer. Each one visits every token of every chain, which took a quarter of
-    the time of 256 chains with 16,000 tokens. Young garbage is still collected soon, because a tool may leave large
-    objects in reference cycles."""
+    """Make Python's full garbage collections rarer: each visits every token of every chain, which took a quarter of the
+    time of 256 chains with 16,000 tokens. Young garbage, which may hold large objects, is still collected soon."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_500, 60, 100)

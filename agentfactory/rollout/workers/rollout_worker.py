@@ -1,5 +1,4 @@
-"""The rollout worker, which rank 0 starts without CUDA: `python -m agentfactory.rollout.workers.rollout_worker
-DESCRIPTOR STACKS`."""
+"""The rollout worker, which rank 0 starts without CUDA, with the numbers of two descriptors as arguments."""
 
 import asyncio
 import logging
@@ -172,8 +171,7 @@ class Worker:
             yield message
 
     def _resume(self, version: int) -> Resumed | None:
-        """Return the state that the previous attempt had reached in this share by the checkpoint of `version`, or None
-        if there was no attempt. Its number of workers may differ."""
+        """Return what an earlier attempt had reached in this share by the checkpoint of `version`; None without one."""
         if not (files := train_files(self.job.trajectories)):
             return None
         if self.share.number == 0:
@@ -191,8 +189,7 @@ class Worker:
 
     def _watch(self, sources: Sequence[Source[ChainRunner]], first: bool) -> Callable[[Group], None]:
         """Return a function that receives each complete group, and gives alarms. If the run begins (`first`) without
-        held-out tasks, it also shows the look of the first batch, and of the first group of each source that it
-        lacks."""
+        held-out tasks, it also shows the look of the first batch, and of the first group of other sources."""
         batch = self.share.part(self.job.batch_size)
         named = {source.name: source for source in sources}
         alarms = {name: Alarms(offer_of(source.runner), batch) for name, source in named.items()}
@@ -257,8 +254,7 @@ class Worker:
         await self._send("evaluation", figures=metrics)
 
     async def _restore(self, url: str) -> bool:
-        """Request that rank 0 load the published weights into the server at `url`. Return whether the server has proven
-        that it has them."""
+        """Request that rank 0 load the published weights at `url`. Return whether the server has proven them."""
         restored = self._restored[url] = asyncio.get_running_loop().create_future()
         await self._send("restore", url=url)
         return await restored

@@ -24,8 +24,7 @@ _LOOK_SECONDS = 5.0
 
 class RolloutWorkers:
     """A pool of `rollout.workers` processes, each of which produces an equal share of every batch. Its methods block,
-    and raise WorkerDiedError if a worker ends. For `restore` see WorkerProcess. The workers log to `worker.log`,
-    `worker-1.log`, ... in `logs`."""
+    and raise WorkerDiedError. For `restore` see WorkerProcess. The workers log to `logs`."""
 
     def __init__(self, job: Job, logs: Path, restore: Callable[[str], bool]) -> None:
         count = job.recipe.rollout.workers
@@ -42,8 +41,7 @@ class RolloutWorkers:
             failure.pop_all()
 
     def next_batch(self, groups: int) -> list[Group]:
-        """Wait for the batch that the published weights will train: `groups` groups, or fewer if the recipe drops
-        groups with equal rewards."""
+        """Wait for the next batch: `groups` groups, or fewer if the recipe drops groups with equal rewards."""
         self._hear_until(lambda: all(worker.batches for worker in self._workers))
         batch: list[Group] = []
         figures: Counter[str] = Counter()
@@ -83,8 +81,7 @@ class RolloutWorkers:
             worker.close()
 
     def _hear_until(self, done: Callable[[], bool]) -> None:
-        """Process messages until `done`. Notify the user of workers that send nothing for STALL_SECONDS, and end those
-        that user code holds up for longer than its limit."""
+        """Process messages until `done`. Notify of workers silent for STALL_SECONDS; end those held up too long."""
         since = time.monotonic()
         by_socket = {worker.messages.source.fileno(): worker for worker in self._workers}
         sockets = select.poll()

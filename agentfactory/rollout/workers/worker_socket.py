@@ -97,8 +97,7 @@ class Messages:
         self._filled = 0
 
     def receive(self) -> None:
-        """Wait for the next piece of a message, or the end; only while `has_message` is False. Raise WorkerDiedError if
-        the bytes are not a worker's message."""
+        """Wait for a piece of a message, or the end; only while `has_message` is False. Raise WorkerDiedError."""
         try:
             count = self.source.recv_into(memoryview(self._buffer)[self._filled :])
         except ConnectionError:
@@ -166,17 +165,15 @@ JOBS = TypeAdapter(Job)
 
 @dataclass(frozen=True)
 class Ready:
-    """A worker's answer to `start`: the renderer chosen, with the reason and the template's hash, and the template's
-    Jinja source."""
+    """A worker's answer to `start`: what is known of the chosen renderer, and the template's Jinja source."""
 
     renderer: dict[str, Any]
     chat_template: str
 
 
 class WorkerProcess:
-    """Rank 0's handle of one worker process, which does `share` of the job. Its methods raise WorkerDiedError. If the
-    server at an address restarts without the published weights, `restore(address)` loads them and returns whether the
-    server has proven that it has them."""
+    """Rank 0's handle of one worker process, which does `share` of the job. Its methods raise WorkerDiedError. If a
+    server restarts without the published weights, `restore(address)` loads and proves them."""
 
     def __init__(self, job: Job, share: Share, log_file: Path, restore: Callable[[str], bool]) -> None:
         """Start the process; call `wait_until_ready` next."""
@@ -234,8 +231,7 @@ class WorkerProcess:
             due *= 3
 
     def held_by(self) -> tuple[str, str] | None:
-        """Return the user code that holds up the worker, which has sent no message for long, and the fix; None if there
-        is none."""
+        """Return the user code that holds up the silent worker, and the fix; None if there is none."""
         beats = self._inside.beats()
         if (where := self._inside.place(main_only=beats)) is None:
             return None
@@ -243,8 +239,7 @@ class WorkerProcess:
         return f"{where}, {does}", fix
 
     def end_if_held(self, seconds: float) -> None:
-        """Kill the worker, and raise WorkerDiedError, if user code has held it up for `seconds`, which is longer than
-        the longest call may take."""
+        """Kill the worker, and raise WorkerDiedError, if user code held it up for longer than the longest call."""
         longest, setting = self._longest_call
         if seconds > longest and (held := self.held_by()) is not None:
             self._process.kill()
@@ -252,8 +247,7 @@ class WorkerProcess:
             raise WorkerDiedError(f"the rollout worker was killed: {problem}; its log: {self.log_file}")
 
     def take_batch(self, groups: int) -> tuple[list[Group], dict[str, float]]:
-        """Return the next of `batches`, which has `groups` groups, or fewer if the recipe drops groups with equal
-        rewards."""
+        """Return the next of `batches`, of `groups` groups, or fewer if the recipe drops groups with equal rewards."""
         batch, figures = self.batches.popleft()
         if len(batch) > groups or len(batch) < (1 if self._may_be_short else groups):
             raise WorkerDiedError(f"the worker sent a batch of {len(batch)} groups, expected {groups}")

@@ -47,8 +47,7 @@ PARSERS = {
 
 
 def load_parser(reference: str, base: Path = Path()) -> Parser:
-    """Load the parser that `rollout.parser` names: one of PARSERS, or a Parser class as `FILE.py:NAME`, with the path
-    relative to `base`. Raises SettingError if there is none."""
+    """Load the parser that `rollout.parser` names: one of PARSERS, or a class as `FILE.py:NAME` below `base`."""
     try:
         parser = load_object(reference, base, PARSERS)
     except UserCodeError as error:

@@ -31,8 +31,7 @@ class Blocks(NativeParser):
 def read_blocks(
     text: str, opening: str, closing: str, read_block: Callable[[int], Block], ids: Sequence[str] = ()
 ) -> Reading:
-    """Parse the calls between tags by `read_block`, which gets the position after an opening tag, and the text outside.
-    Raises FormatError."""
+    """Parse calls by `read_block`, which gets the position after an opening tag, and other text. Raises FormatError."""
     outside: list[str] = []
     calls: list[Call] = []
     position = 0
@@ -97,8 +96,7 @@ def read_call_object(call: object, *keys: str, name_key: str = "name") -> Call:
 
 
 class Fenced(NamedTuple):
-    """A block between the fences [begin, code) and [stop, end), the second of which may be missing. `language` is the
-    word after the first."""
+    """A block between the fences [begin, code) and [stop, end), which may be empty, with the first one's `language`."""
 
     begin: int
     code: int

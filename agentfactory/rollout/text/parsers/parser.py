@@ -1,5 +1,4 @@
-"""The interface of tool-call formats: parse and write calls, and present tools and results to the model; and the tags
-around reasoning."""
+"""The interface of tool-call formats: calls, the tools' description and results; and the tags around reasoning."""
 
 import json
 from collections.abc import Sequence
@@ -120,8 +119,8 @@ class Parser:
         return f"Write a call as\n{self.write([(specs[0].name, {name: '...' for name in names})], specs)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
-        """Return the system message's description of the tools and their calls; None for no description. Raises
-        ValueError if the format cannot call these tools."""
+        """Return the system message's description of tools and calls, if any. Raises ValueError if it cannot call
+        them."""
         return f"{describe(specs)}\n\n{self.form(specs)}{self.after_form}" if specs else None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:

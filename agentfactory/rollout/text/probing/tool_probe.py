@@ -1,5 +1,4 @@
-"""Probes of tools and turns: the template's description of tools, its format of calls and results, and the parts of an
-assistant's turn."""
+"""Probes of a template's description of tools, its calls and results, and the parts of an assistant's turn."""
 
 import re
 from collections.abc import Callable
@@ -93,8 +92,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
 
 
 def shown_otherwise(opened: str, turn: str, name: str) -> str | None:
-    """Return the beginning of a call as a template's instructions show it, if its own calls, such as that of `name` in
-    `turn`, begin differently; otherwise None."""
+    """Return the beginning of a call as the template's instructions show it, if it differs from that in `turn`."""
     begins = _OPENING_TAG.search(turn[: turn.find(name)])
     if begins is None:
         return None
@@ -268,8 +266,7 @@ def turn_start(opened: str, *turns: str) -> int:
 
 
 def said(text: str, opened: str, tags: tuple[str, str], parser: Parser, closing: Closing) -> str:
-    """Return the text after the reasoning of the turn at the end of `text`, as `parser` gets it. `opened` is the
-    conversation before the turn, with the generation prompt."""
+    """Return the text of the last turn after its reasoning, as `parser` gets it. `opened` ends with the prompt."""
     turn = text[turn_start(opened, text) :]
     turn = turn.removesuffix(closing.text) if closing.text else turn.rstrip()
     opens = opened.rstrip().endswith(tags[0].rstrip())

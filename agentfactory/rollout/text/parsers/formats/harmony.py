@@ -22,8 +22,7 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*([a-z]*)")
 
 
 class Harmony(NativeParser):
-    """`<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "rain"}`. A turn has one call;
-    analysis and text may come before it."""
+    """`<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "rain"}`, once, after text."""
 
     def split(self, text: str, opened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
         """The reasoning is in the analysis channel; `read` gets the whole text."""

@@ -131,8 +131,7 @@ class Glm(TaggedValues):
 
 
 class Hy3(TaggedValues):
-    """GLM's calls within `<tool_calls>`, with `<tool_sep>` after the tool's name; the names of all tags end with
-    `:opensource`."""
+    """GLM's calls within `<tool_calls>`, with `<tool_sep>` after the name; all tags end with `:opensource`."""
 
     BLOCK = "<tool_calls:opensource>\n", "\n</tool_calls:opensource>"
     CALL = "<tool_call:opensource>{name}<tool_sep:opensource>\n", "</tool_call:opensource>"
