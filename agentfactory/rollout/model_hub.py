@@ -117,7 +117,6 @@ _why_offline = _Refusal("HF_HUB_OFFLINE is set", "unset it", is_reached=False)
 
 
 def _refusal(name: str | None = None, kind: Kind = "model") -> _Refusal | None:
-    """Return why a request to the hub, for `name` if that is given, gets no answer; None if it gets one."""
     if constants.HF_HUB_OFFLINE:
         return _why_offline
     return _refusal_of_hub() if name is None else _refusal_of(name, kind)

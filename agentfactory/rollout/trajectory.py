@@ -34,9 +34,7 @@ class StopReason(StrEnum):
     """The reason why a chain ended without failing. For `Outcome.TOOL_LIMIT`, the limit that was reached."""
 
     ANSWER = "answer"
-    """The model gave its final answer."""
     FINISH = "finish"
-    """A tool ended the chain."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     CONTEXT_OVERFLOW = "context_overflow"
@@ -62,9 +60,7 @@ class Activity(StrEnum):
     MODEL = "model"
     """Sampling, from request to response, including the server's queue and retries."""
     TOOL = "tool"
-    """Execution of a tool call."""
     REWARD = "reward"
-    """Computation of the rewards."""
     TEACHER = "teacher"
     """Requests to the server of the teacher (`teacher.url`), after the rewards."""
 

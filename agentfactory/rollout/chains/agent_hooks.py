@@ -40,14 +40,12 @@ class Turn:
     chain: str
     renderer: Renderer
     first_call: int
-    """Number of the chain's tool calls so far."""
     prefix: str
     """Text with which the turn must begin: `rollout.assistant_prefix`."""
     budget: TurnBudget
     generate: Callable[[Sequence[int], int, int], Awaitable[Completion]]
     """(ids, max tokens, request number from 0) -> the server's completion."""
     made: list[Completion] = field(default_factory=list)
-    """Completions that `sample` returned so far."""
     requests: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
@@ -112,7 +110,6 @@ class Turn:
 
 
 def _join(after: Completion | None, context: list[int], sampled: Completion) -> Completion:
-    """Join the start of a turn, context, and the tokens sampled after it."""
     turn = Row()
     if after is not None:
         append_turn(turn, after)

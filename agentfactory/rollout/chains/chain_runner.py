@@ -49,13 +49,11 @@ from agentfactory.tools.sessions.toolset import Toolset
 logger = logging.getLogger(__name__)
 
 ENDINGS = frozenset(outcome for outcome in Outcome if not outcome.failed)
-"""Outcomes of chains that did not fail."""
 
 LEAST_FAILURES, LEAST_TASKS = 4, 3
 """Least numbers of failing chains and tasks before the run stops: a single row of the data may be at fault."""
 
 QUIET_SECONDS = 10.0
-"""Seconds after which the user is informed that the first reset takes long."""
 
 _OUTCOMES = {
     StopReason.ANSWER: Outcome.COMPLETED,

@@ -97,7 +97,6 @@ def _read(
 
 
 def _images(recipe: RolloutRecipe, folder: Path | None) -> Images:
-    """Return the image intake of the endpoint, with the image store in `folder`: images have the policy's sizes."""
     try:
         return (None if folder is None else load_images(recipe.model, folder)) or TextOnly()
     except OSError as error:  # the hub is out of reach; a text baseline does not need the policy's files

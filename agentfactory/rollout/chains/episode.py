@@ -94,7 +94,6 @@ class ToolErrors:
 
 
 _LEAST_WAIT = 0.001
-"""Seconds below which a wait of a call is not recorded."""
 
 Call = Callable[[ToolCall, float | None], Awaitable[ToolResult]]
 """(call, time limit in seconds) -> the result."""
@@ -185,15 +184,11 @@ class Episode:
         self.timeline = Timeline(trajectory.timeline)
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
-        """Tool -> seconds spent in its calls."""
         self.sampled_tokens: int | None = 0
-        """None if the count is unknown."""
         self.workspace: Path | None = None
-        """The chain's folder, if it has one."""
         self.reported: EnvironmentReward | None = None
         """The reward that the agent itself reported."""
         self.own_metrics: Callable[[], dict[str, float]] = dict
-        """Returns metrics of an agent with its own loop."""
 
     @property
     def penalty(self) -> float:

@@ -16,7 +16,6 @@ _OWN_LOOPS = {
     "outside": "agentfactory.rollout.gateway.outside_agent:OutsideAgent",
     "program": "agentfactory.rollout.gateway.program_agent:ProgramAgent",
 }
-"""Agents with their own loop, loaded when a recipe has one."""
 
 
 def load_agent(config: AgentConfig | None, base: Path) -> Any:

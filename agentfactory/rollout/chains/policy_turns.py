@@ -51,7 +51,6 @@ class PolicyTurns:
         self.row.append_context(*piece)
 
     def _follow(self, piece: Piece | None, messages: list[Message]) -> None:
-        """Append a piece to the row; if it is None, start a row with the whole conversation."""
         if piece is None:
             self._begin_row(self._rows.open(messages, self._specs))
         else:

@@ -91,7 +91,6 @@ def describe_prompt(
 
 
 def _short(text: str, most: int | None) -> str:
-    """Shorten a text to its beginning and end, with the number of characters left out between them."""
     if most is None or len(text) <= most:
         return text
     half = most // 2

@@ -25,7 +25,6 @@ ROLE_FIXES = {
     **dict.fromkeys(("tool_call", "tool_response"), _SWIFT),
     "function_call": f"the role is LLaMA-Factory's: set data.source to {_PAGE}, from_sharegpt",
 }
-"""Role in other projects -> fix."""
 _PROMPTS = ("prompt", "query", "problem", "instruction", "input")
 _TURNS_OF_MODELS = ("completion", "response", "output")
 _ANSWERS = (*_TURNS_OF_MODELS, "answer", "solution")
@@ -81,7 +80,6 @@ _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 _TOOL_KEYS = {"type", "function", "name", "description", "parameters"}
 _CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
 _REASONING = ("reasoning", "thinking")
-"""Other names of `reasoning_content`."""
 _OF_THE_LOSS = ("loss", "loss_mask", "loss_weight", "mask", "train", "trainable", "training")
 _REFUSED = {
     "function_call": "write tool_calls: [{function: {name: ..., arguments: {...}}}]",

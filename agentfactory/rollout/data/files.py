@@ -18,7 +18,6 @@ FORMATS = ".jsonl, .json, .csv or .parquet"
 _MOST_BYTES = 1 << 26
 """Maximum bytes of a file that is read before the start, in about a second in every trainer process."""
 _EXPANSION = 8
-"""Typical ratio of a gzip file's content to its size."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LONGEST_CELL = 1 << 30
 _SEVERAL = "join the files, or read them with data.source"
@@ -56,7 +55,6 @@ class RowFile:
             raise unreadable(path)
         self.path = path
         self.share = 0.0
-        """The fraction of the file read so far."""
         self._read = read
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:

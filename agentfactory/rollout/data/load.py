@@ -91,7 +91,6 @@ def conversation_of(task: Task, number: int) -> tuple[list[Message], list[ToolSp
 
 @contextmanager
 def _faults_of(row_name: str, field: str) -> Iterator[None]:
-    """Raise SettingError with the row's name for its faults."""
     try:
         yield
     except (ValueError, RecursionError) as error:

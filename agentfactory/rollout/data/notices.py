@@ -20,7 +20,6 @@ _NOT_FOR_CHAINS = {
     "chat_template_kwargs": "set rollout.reasoning or model.chat_template",
     "enable_thinking": "set rollout.reasoning",
 }
-"""Field in other projects' rows -> its place here."""
 
 
 def tell_findings(found: Sequence[Findings], section: str, columnar: bool) -> None:

@@ -10,7 +10,6 @@ from agentfactory.base.messages import Message, ToolSpec
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired")
 _VALUES = ("default", "const", "example")
-"""Keywords whose value may be null."""
 _LISTS_OF_VALUES = ("enum", "examples", "required", "type")
 _COMBINED = {"anyOf": any, "oneOf": any, "allOf": all}
 _ANYTHING: dict[str, Any] = {"additionalProperties": True}

@@ -77,7 +77,6 @@ class TaskMix:
     position depends only on (seed, weights, position), so a resumed run needs only the position."""
 
     _BLOCK = 1024
-    """Number of positions that are drawn at a time."""
 
     def __init__(self, orders: Sequence[TaskOrder], weights: Sequence[float], seed: int):
         self.orders = orders
@@ -103,7 +102,6 @@ class TaskMix:
         return self._starts[source] + row
 
     def _drawn_at(self, position: int) -> tuple[int, int]:
-        """Return the source at `position`, and the position in its own order."""
         if len(self.orders) == 1:
             return 0, position
         block, index = divmod(position, self._BLOCK)

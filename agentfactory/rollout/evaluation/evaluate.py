@@ -250,11 +250,8 @@ class Evaluation:
     estimates: dict[str, dict[str, dict[str, Estimate]]]
     """Mode -> value of the tasks' `source` field ("" for all tasks) -> metric -> estimate."""
     failures: Counter[str]
-    """Cause of failure -> number of chains."""
     chains: int
-    """Number of chains in both modes."""
     looks: dict[str, Look]
-    """The look of the sampled chains, by source."""
 
     def figures(self) -> dict[str, float]:
         """Return the means and the bounds of intervals (`<mode>/<figure>/low`), also `<mode>/source/<source>/...`."""

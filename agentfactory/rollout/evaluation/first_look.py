@@ -24,7 +24,6 @@ from agentfactory.rollout.trajectory import Activity, Group, Trajectory
 
 SHOWN_TURNS, SHOWN_CHARACTERS = 3, 240
 READ_TEXTS = 256
-"""Maximum number of first turns that all formats read."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,9 @@ class Look:
     called: int = 0
     """Chains that called a tool that exists, in the recipe's format."""
     malformed: int = 0
-    """Chains with a turn whose call could not be parsed."""
     cut: int = 0
     """Chains with a turn that was cut at rollout.max_tokens."""
     misuses: Counter[str] = field(default_factory=Counter)
-    """Kind of wrong call -> calls."""
     endings: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(outcome, error) -> chains."""
     rewards: list[float] = field(default_factory=list)
@@ -84,13 +81,10 @@ class Look:
     worths: Counter[Worth] = field(default_factory=Counter)
     """Training signal -> groups of several chains."""
     compared: int = 0
-    """Chains of the largest group."""
     tokens: float | None = None
     """Sampled tokens of a chain that did not fail, mean; None if unknown."""
     row_tokens: float = 0.0
-    """Tokens of all its rows, mean."""
     seconds: float = 0.0
-    """Its duration, mean."""
     waits: dict[str, float] = field(default_factory=dict)
     """Tool server -> seconds that it waits for an instance of it, mean."""
     first_turns: int = 0
@@ -228,7 +222,6 @@ def _first_turn(chain: Trajectory) -> Message | None:
 
 
 def _shown(message: Message) -> str:
-    """Return a turn on one line, shortened in its middle."""
     parts = [str(message.get("reasoning_content") or ""), text_of(message.get("content") or "")]
     parts += [f"[calls {_written(call['function'])}]" for call in message.get("tool_calls") or []]
     text = " ".join(part for part in parts if part)

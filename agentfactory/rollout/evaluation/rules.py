@@ -19,7 +19,6 @@ UNREADABLE, UNREADABLE_RISE = 0.5, 0.15
 UNLIKELY = -3.0
 """Log-probability of a chain below which its repetition is no chance."""
 DRAW = "let the server draw: a temperature above 0, and another seed for each chain"
-"""Fix for chains that are the same."""
 
 
 def equal_rewards(rewards: Mapping[float, int], alike: bool, groups: int, equal: int) -> Finding | None:

@@ -33,7 +33,6 @@ class Curriculum:
     name: str = "curriculum"
     share: float = 0.5
     rates: dict[int, float] = field(default_factory=dict)
-    """Row -> success rate."""
     _passed: int = 0
 
     def observe(self, row: int, successes: Sequence[float]) -> None:

@@ -222,7 +222,6 @@ def _array(name: str, values: Any) -> np.ndarray:
 
 
 def _listed(name: str, values: Any) -> np.ndarray:
-    """Return the array of a stream that is a list in the line."""
     try:
         return _array(name, msgspec.convert(values, STREAMS[name][0]))
     except (msgspec.ValidationError, struct.error, OverflowError) as error:

@@ -59,7 +59,6 @@ class GroupFilter:
     _endings: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(Outcome, error) -> number of untrained chains in the consecutive lost groups that ended this way."""
     _chains: int = 0
-    """Total number of chains in these groups."""
 
     def judge(self, chains: Sequence[Trajectory], config: RolloutConfig | None = None) -> Worth:
         """Judge a complete group: TEACHES, LOST, or EQUAL if `rollout.equal_rewards` filters it, by its source's

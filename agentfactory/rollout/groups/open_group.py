@@ -21,7 +21,6 @@ class State(StrEnum):
     CANCELLED = "cancelled"
     """The group became too old for any later batch."""
     DROPPED = "dropped"
-    """The group gives no training signal."""
 
 
 _NEXT = {

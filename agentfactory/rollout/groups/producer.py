@@ -31,7 +31,6 @@ from agentfactory.rollout.trajectory import Group, Judged, Outcome
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 60.0
-"""Seconds after which a batch that waits for late chains gives a notice."""
 MIXING_GROUPS = 16
 """Number of groups over which a source's success rate is averaged."""
 _PAGE = "docs/staleness.md (Asynchronous training), 'Late chains'"
@@ -86,7 +85,6 @@ class GroupProducer:
         self._again: deque[Place] = deque()
         self._open: dict[str, OpenGroup] = {}
         self._late: asyncio.TimerHandle | None = None
-        """Set while a batch waits for late chains."""
         if resumed is not None:
             self._resume(resumed)
 
@@ -132,7 +130,6 @@ class GroupProducer:
                     await self.deliver(batch, await self._take_figures())
 
     def _choose(self) -> Choice | None:
-        """Choose the next batch; None if it is not due."""
         # evaluating hundreds of groups each time that one ends would block the event loop
         if not self.batches.is_due(sum(group.state is State.COMPLETE for group in self._open.values())):
             return None

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 FIELD = "teacher.context"
 OFFERED = ("trajectory", "task", "trajectories")
-"""The parameters that a user's function may take."""
 
 SOLUTION = "A solution of this task that succeeded:\n\n{}\n\nNow solve the task yourself."
 ANSWER = "The answer of this task is: {}\n\nNow solve the task yourself."
@@ -71,7 +70,6 @@ class TeacherContext:
                 self._add(chain, text)
 
     async def _text(self, chain: Trajectory, chains: Sequence[Trajectory], task: Task) -> str | None:
-        """Return the text for a chain of `chains`; None if there is none."""
         if self._own is not None:
             return await self._ask(self._own, chain, chains, task)
         if chain.metrics.get("success") == 1.0:

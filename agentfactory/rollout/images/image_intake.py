@@ -92,7 +92,6 @@ class ShownImages:
         return taken
 
     def _file(self, image: Any) -> str:
-        """Return the path of a file with an image in its full size."""
         if is_file(image):
             return str(image)
         return str(self.store.path(stored_digest(image) or self._take(image, fits=False)).absolute())

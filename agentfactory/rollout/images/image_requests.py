@@ -11,7 +11,6 @@ from agentfactory.rollout.images.parts import data_url
 from agentfactory.rollout.token_row import ImageSpan
 
 _REMEMBERED = 16_384
-"""Maximum number of images per server that are remembered as sent."""
 
 
 @dataclass(frozen=True)

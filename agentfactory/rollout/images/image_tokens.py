@@ -288,4 +288,3 @@ class OwnProcessor(Vision):
 
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
-"""Outputs of a processor that do not describe images."""

@@ -91,7 +91,6 @@ class CodeTests:
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Time limit of one program, and of all function calls together."""
     memory_mb: Annotated[int, Field(gt=0)] = 256
-    """Memory limit of the sandbox, in MiB."""
     concurrency: Annotated[int, Field(gt=0)] = 4
     """Maximum number of sandboxes; further rewards wait, which counts towards their time limit."""
 
@@ -124,7 +123,6 @@ class CodeTests:
             raise ValueError(f"cannot read the field {self.field!r}: {error}") from error
 
     async def _call(self, code: str, tests: list[CallTest]) -> tuple[int, bool]:
-        """Return the number of passed tests, and whether to continue."""
         calls = [(test.function, test.args, test.kwargs) for test in tests]
         # the arguments are Python, not JSON, because functions distinguish tuples from lists
         harness = inspect.getsource(call_harness)

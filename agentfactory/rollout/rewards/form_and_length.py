@@ -51,7 +51,6 @@ class Length:
     longest: Annotated[int, Field(gt=0)]
     """Length at which the penalty reaches -1."""
     buffer: Annotated[int, Field(ge=0)] = 0
-    """Length over which the penalty grows."""
     turns: bool = False
     """Count assistant turns instead of sampled tokens."""
 

@@ -29,7 +29,6 @@ class MathEqual(ShortAnswers):
     strict: bool = False
     """Accept only an expression marked as the answer in LaTeX: \\boxed{...}, or after "the answer is"."""
     seconds: Annotated[float, Field(gt=0)] = 5.0
-    """Time limit of one comparison."""
     processes: Annotated[int, Field(gt=0)] = 2
     """Number of comparison processes, of about 100 MB each; further rewards wait, within their time limit."""
 

@@ -58,7 +58,6 @@ class Rewards:
         self._reports_success: dict[str, set[bool]] = {}
         """Name of a reward -> whether it has returned `success`, and whether it has not."""
         self._names: set[str] = set()
-        """Names of all metrics that chains have had so far."""
         for other, entry in combinations(self._entries, 2):
             if other.name == entry.name:
                 problem = f"{other.label} is also called {entry.name!r}, but metrics need distinct names"
@@ -204,7 +203,6 @@ class Rewards:
         return totals
 
     def _known(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics whose names are within MOST_NAMES, and warn about the others."""
         known = {}
         for name, value in metrics.items():
             if len(self._names) < MOST_NAMES:

@@ -8,7 +8,6 @@ import regex
 from pydantic import AfterValidator, ConfigDict
 
 SECONDS = 1.0
-"""Time limit for one match."""
 
 OPTIONS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 """Pydantic settings for the options of prebuilt rewards."""

@@ -131,7 +131,6 @@ def _shown(arguments: dict[str, Any], name: str) -> str:
 
 
 def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
-    """Return the ranges of messages[start:end] in the text `whole`, with their weights, if not 0."""
     if not any(weights[start:end]):
         return []
     edges = [shared_length(rendered(i), whole) if i else 0 for i in range(start, end + 1)]

@@ -117,7 +117,6 @@ def skip_marked(text: str, plain: str) -> str | None:
 
 
 def _pieces(text: str, follows: bool) -> Iterator[tuple[int, str, bool]]:
-    """Yield (position, piece, whether something precedes it) for the pieces between marks."""
     position = 0
     for number, piece in enumerate(text.split(MARK)):
         yield position, piece, follows or number > 0
@@ -132,7 +131,6 @@ def _pattern(tokens: set[Any]) -> re.Pattern[str]:
 
 
 def _tree(strings: set[str]) -> str:
-    """Return a pattern that matches the start of any of the strings."""
     if "" in strings:
         return ""
     return f"(?:{'|'.join(re.escape(c) + _tree(rest) for c, rest in _by_first(strings))})"

@@ -156,7 +156,6 @@ class Renderer:
         return {number: text for number, text in tokens.items() if number not in own | set(self.stop_token_ids)}
 
     def _counted(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return `ids`. Raises RenderError unless they have as many image tokens as the messages have images."""
         if self.images.vision is None:
             return ids
         written, given = ids.count(self.images.vision.image_token_id), len(self._shown(messages))
@@ -194,7 +193,6 @@ class Renderer:
     def _misplaced(
         self, sampled_ids: list[int], reasoning: str, rest: str, found: Reading, specs: Sequence[ToolSpec]
     ) -> str | None:
-        """Return an error about a turn beyond its calls, written for the model; None if there is none."""
         if token := next((self._foreign[i] for i in sampled_ids[:-1] if i in self._foreign), None):
             problem = f"The turn has {token}, which only others' turns begin with"
             return f"{problem}: end your turn and wait for what follows."

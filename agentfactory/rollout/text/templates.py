@@ -15,7 +15,6 @@ from agentfactory.rollout.text.parsers.parser import with_json_arguments
 
 Tools = list[dict[str, Any]] | None
 _Calls = tuple[tuple[str, str], ...]
-"""Ids and names of tool calls."""
 _Key = TypeVar("_Key", bound=Hashable)
 _Rendered = TypeVar("_Rendered")
 _CACHED_CHARACTERS = 8192

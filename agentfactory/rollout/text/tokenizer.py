@@ -57,7 +57,6 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 _GROUPS = 20
-"""Saved groups that are compared."""
 _TELLING = 3
 """Least length of a text that other tokens would hardly spell by chance."""
 

@@ -44,7 +44,6 @@ from agentfactory.rollout.workers.worker_socket import ALIVE_SECONDS, JOBS, conn
 logger = logging.getLogger("agentfactory.rollout.workers.rollout_worker")
 
 LOAD_SECONDS = 1.0
-"""Seconds between measurements of the server's load, with rollout.concurrency=auto."""
 
 
 class TrainerGoneError(Exception):
@@ -150,7 +149,6 @@ class Worker:
                 raise TrainerGoneError
 
     def _prepared(self, source: Source[ChainRunner], teacher: TeacherClient | None) -> Source[ChainRunner]:
-        """Return a source whose groups the teacher grades."""
         if self.job.context is not None:
             context = TeacherContext(self.job.context, source.runner, source.tasks, self.job.base)
             source = replace(source, context=context)
@@ -369,7 +367,6 @@ async def main(descriptor: int, stacks: int) -> int:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the first leaf error of nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

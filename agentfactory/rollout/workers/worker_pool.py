@@ -19,7 +19,6 @@ from agentfactory.rollout.workers.worker_socket import Job, WorkerProcess
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 5.0
-"""Seconds between two looks at workers that send nothing."""
 
 
 class RolloutWorkers:
@@ -37,7 +36,6 @@ class RolloutWorkers:
                 log = logs / (f"worker-{number}.log" if number else "worker.log")
                 self._workers.append(WorkerProcess(job, Share(number, count), log, restore))
             self.ready, *_ = [worker.wait_until_ready() for worker in self._workers]
-            """The first worker's renderer; all choose the same."""
             failure.pop_all()
 
     def next_batch(self, groups: int) -> list[Group]:

@@ -39,7 +39,6 @@ from agentfactory.rollout.trajectory import Group
 logger = logging.getLogger(__name__)
 
 ALIVE_SECONDS = 5.0
-"""Seconds between the worker's `alive` messages."""
 READY_SECONDS = 30.0
 """Seconds after which the user is informed that a new worker is not ready."""
 END_SECONDS = 5.0
@@ -87,7 +86,6 @@ class Messages:
     def __init__(self, source: socket.socket) -> None:
         self.source = source
         self.ended = False
-        """True once the other end has closed."""
         self._expect(_LENGTHS.size)
 
     def _expect(self, size: int, lengths: tuple[int, ...] = ()) -> None:
@@ -160,7 +158,6 @@ class Job:
 
 
 JOBS = TypeAdapter(Job)
-"""The form of a job in the message `start`."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,6 @@ class WorkerProcess:
         self.batches: deque[tuple[list[Group], dict[str, float]]] = deque()
         """Batches not yet taken, with the worker's metrics of their production by name."""
         self.evaluations: deque[dict[str, float]] = deque()
-        """Results of evaluations not yet taken."""
         self._longest_call = job.recipe.longest_call()
         ours, theirs = socket.socketpair()
         reader, stacks = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

@@ -45,7 +45,6 @@ def split_reasoning(text: str, opened: bool, tags: tuple[str, str] = THINK) -> t
 
 Arguments = dict[str, Any]
 Call = tuple[str, Arguments]
-"""A call's name and arguments."""
 MAX_REASON = 300
 """Maximum length of a parse error shown to the model, in characters, without the sentence on the correct form."""
 

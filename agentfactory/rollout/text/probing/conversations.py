@@ -8,7 +8,6 @@ from agentfactory.rollout.text.parsers import Call, Parser
 from agentfactory.rollout.text.templates import Behaviour
 
 _TURNS, _CHARACTERS = 24, 20_000
-"""Length of the longest probe conversation, and of its longest text."""
 
 # some templates fail without a description or `required`, such as Command R+'s
 _PARAMETERS = {

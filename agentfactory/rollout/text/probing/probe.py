@@ -12,7 +12,6 @@ from agentfactory.rollout.text.probing.tool_probe import shows, turn_start
 from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, Closings, RenderError, Tools, shared_length
 
 _RENDERS = 5
-"""Number of renders of one conversation that check that the text is deterministic."""
 
 
 def probe(template: ChatTemplate, tools: bool, parser: Parser, image: str | None = None) -> Behaviour:

@@ -22,7 +22,6 @@ _TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
 _OPENING_TAG = re.compile(r"<[^<>/\s][^<>\s]*>|\[[A-Z_]+\]")
 _EXAMPLE = re.compile(r"\s*(?:[{\[(]|<[^/])")
 USE = "use rollout.parser="
-"""Begins the fix of an error about a format."""
 
 
 def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parser: Parser, specs: Tools) -> None:
