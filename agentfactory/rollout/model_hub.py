@@ -64,7 +64,6 @@ def is_downloaded(name: str, kind: Kind) -> bool:
 
 
 def model_names(recipe: RolloutRecipe) -> list[HubName]:
-    """Return the models of the hub that a recipe names."""
     named = {"model.path": recipe.model.path, "server.model": recipe.server.model}
     return [HubName(field, name, "model") for field, name in named.items() if name and is_hub_name(name)]
 

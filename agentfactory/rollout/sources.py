@@ -31,7 +31,6 @@ class Loaded:
 
     @classmethod
     def only(cls, recipe: RolloutRecipe, tasks: list[Task], section: str = "data") -> "Loaded":
-        """Return these tasks as those of a recipe without sources."""
         return cls(Part(section, recipe), tasks)
 
 
@@ -49,7 +48,6 @@ class Source(Loaded, Generic[RunnerT]):
 
     @property
     def config(self) -> RolloutConfig:
-        """The settings of its chains."""
         return self.runner.setup.config
 
     async def check(self) -> None:
@@ -78,19 +76,16 @@ class Source(Loaded, Generic[RunnerT]):
 
 
 def load_all(parts: Sequence[Part[Any]], tell: bool = False) -> list[Loaded]:
-    """Load the tasks of each part: see load_tasks."""
     return [Loaded(part, load_tasks(part.recipe.data, part.section, tell)) for part in parts]
 
 
 def tell_shared_tasks(training: Sequence[Loaded], held_out: Sequence[Loaded]) -> None:
-    """Notify the user of held-out tasks that are also training tasks."""
     tasks = [task for one in training for task in one.tasks]
     for one in held_out:
         notices.tell_shared_tasks(tasks, one.tasks, one.part.section)
 
 
 def mix_of(loaded: Sequence[Loaded], seed: int) -> TaskMix:
-    """Return the order of the tasks of all parts."""
     orders = [TaskOrder(one.tasks, seed, one.part.recipe.data.shuffle) for one in loaded]
     return TaskMix(orders, [1.0 if one.part.source is None else one.part.source.weight for one in loaded], seed)
 

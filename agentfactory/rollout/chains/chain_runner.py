@@ -119,13 +119,11 @@ class ChainWatch:
         self._agents = FirstVerdicts(config.group_size, tasks, Outcome.AGENT_ERROR, fix, source)
 
     def note(self, chain: Trajectory, task: Task) -> None:
-        """Record a chain on `task` that ended."""
         self._outcomes.note(chain)
         self._verdicts.note(chain, task)
         self._agents.note(chain, task)
 
     def note_group(self, judged: Sequence[Trajectory], task: Task) -> None:
-        """Record the scored chains of a group on `task` after the group rewards."""
         for chain in judged:
             self._verdicts.note(chain, task, by_group=True)
 
@@ -204,7 +202,6 @@ class Runner(ABC):
     async def run(
         self, chain_id: str, task: Task, sampling: Sampling, scored: frozenset[Outcome] = ENDINGS
     ) -> Trajectory:
-        """Run one chain to its end; see `play`."""
         trajectory = begin(chain_id)
         await self.play(trajectory, task, sampling, scored)
         return trajectory

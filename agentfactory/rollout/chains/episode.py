@@ -50,7 +50,6 @@ class ToolErrors:
         """The first error of the step, with its tool."""
 
     def note(self, tool: str, result: ToolResult) -> None:
-        """Record a call of `tool` that ended."""
         self.note_cut(tool, result.left_out)
         if result.error is CallError.UNKNOWN_TOOL:
             return
@@ -108,7 +107,6 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the start."""
         return time.monotonic() - self._began
 
     def note(self, activity: Activity, start: float, end: float, turn: int | None = None, name: str = "") -> None:
@@ -166,7 +164,6 @@ class Setup:
 
     @property
     def config(self) -> RolloutConfig:
-        """The recipe's `rollout:` section."""
         return self.recipe.rollout
 
 
@@ -192,7 +189,6 @@ class Episode:
 
     @property
     def penalty(self) -> float:
-        """The amount subtracted from the reward."""
         return self.limits.penalty + self.setup.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
 
     def note_turn(self, sampled: int | None, anchor: str | None = None) -> None:

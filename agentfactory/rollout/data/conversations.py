@@ -270,7 +270,6 @@ def _require(fits: bool, place: str, value: Any, wrong: str) -> None:
 
 
 def is_text_parts(content: Any) -> bool:
-    """Return whether content is a list of text parts only."""
     return isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     )

@@ -64,7 +64,6 @@ class RowFile:
 
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """Open the file, decompressed, for reading."""
         path = self.path
         try:
             with path.open("rb") as raw:
@@ -90,12 +89,10 @@ class RowFile:
 
 
 def has_known_ending(path: Path) -> bool:
-    """Return whether the file has the ending of a data file."""
     return _format(path) in _READERS
 
 
 def is_data_file(path: Path) -> bool:
-    """Return whether the file exists and has the ending of a data file."""
     return path.is_file() and has_known_ending(path)
 
 

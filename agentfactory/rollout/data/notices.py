@@ -78,7 +78,6 @@ def tell_unread_fields(tasks: Sequence[dict[str, Any]], section: str, takes: Cal
 
 
 def tell_answered_rows(tasks: Sequence[dict[str, Any]], section: str) -> None:
-    """Notify the user of rows whose messages end with the assistant."""
     ended = [n for n, task in enumerate(tasks, 1) if (task.get("messages") or [{}])[-1].get("role") == "assistant"]
     if ended:
         text = f"{section}: the messages of row {ended[0]} ({len(ended)} of {len(tasks)} rows) end with the assistant"
@@ -86,7 +85,6 @@ def tell_answered_rows(tasks: Sequence[dict[str, Any]], section: str) -> None:
 
 
 def tell_shared_tasks(training: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]], section: str) -> None:
-    """Notify the user of rows of `section` that are also training tasks."""
 
     def text_of(task: dict[str, Any]) -> str:
         return json.dumps(task, sort_keys=True, default=repr)

@@ -19,7 +19,6 @@ class Place:
 
     @property
     def group_id(self) -> str:
-        """The id of the group at this place."""
         return f"g{self.position:06d}" + (f"-{self.attempt}" if self.attempt else "")
 
     @classmethod

@@ -97,7 +97,6 @@ def equal_rewards(look: Look) -> Iterator[Finding]:
 
 
 def cut_turns(look: Look) -> Iterator[Finding]:
-    """Advise if turns of many chains were cut."""
     most = look.offer.config.max_tokens
     if look.cut and look.cut >= CUT * look.ended:
         text = f"rollout.max_tokens={most} cut a turn of {look.cut} of {look.ended} chains"
@@ -117,7 +116,6 @@ def slow_starts(look: Look) -> Iterator[Finding]:
 
 
 def one_chain(look: Look) -> Iterator[Finding]:
-    """Say that the chains of groups in a row were the same."""
     text = f"in {look.groups} groups in a row all chains have the same sampled tokens"
     yield warning("equal samples", text, rules.DRAW)
 
@@ -156,7 +154,6 @@ class Alarms:
             self._streaks.append(_Streak(lambda group: True, slow_starts))
 
     def note(self, group: Group) -> list[Finding]:
-        """Take a complete group; return new alarms."""
         found = [(streak, streak.note(group, self.offer)) for streak in self._streaks]
         self._streaks = [streak for streak, advice in found if not advice]
         return [one for _, advice in found for one in advice]

@@ -173,7 +173,6 @@ def _chains(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def looks_at(groups: Sequence[Group], sources: Sequence[Source[Any]]) -> dict[str, Look]:
-    """Return the look of the chains of each source, by its name."""
     looks = {}
     for source in sources:
         if part := [group for group in groups if group.source == source.name]:
@@ -182,7 +181,6 @@ def looks_at(groups: Sequence[Group], sources: Sequence[Source[Any]]) -> dict[st
 
 
 def offer_of(runner: Runner) -> Offer:
-    """Return what the chains of a runner get."""
     setup = runner.setup
     judged, waits = setup.recipe.needs_rewards, runner.toolset.why_chains_wait
     return Offer(setup.config, setup.specs, setup.dialogue.parser, waits, runner.own_loop, judged)

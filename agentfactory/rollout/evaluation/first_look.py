@@ -42,7 +42,6 @@ class Offer:
 
     @property
     def tools(self) -> str:
-        """Which tools are offered, in words."""
         return offered([spec.name for spec in self.specs])
 
     @property
@@ -53,7 +52,6 @@ class Offer:
 
     @property
     def prompt(self) -> str:
-        """The place of the instructions to the model."""
         return "the prompt of rollout.agent" if self.own_loop else "rollout.system_prompt"
 
 
@@ -147,13 +145,11 @@ class FirstGroups:
 
 
 def calls_tool(chain: Trajectory) -> bool:
-    """Return whether a chain called a tool that exists."""
     unknown = chain.metrics.get(f"tool_errors/{CallError.UNKNOWN_TOOL}", 0.0)
     return chain.metrics.get("tool_calls", 0.0) > unknown
 
 
 def look_at(groups: Sequence[Group], offer: Offer) -> Look:
-    """Compute the look of finished chains."""
     chains = [chain for group in groups for chain in group.trajectories]
     several = [group.trajectories for group in groups if len(group.trajectories) > 1]
     look = Look(
@@ -361,7 +357,6 @@ def _time(look: Look, schedule: Schedule) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as text."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = round(seconds / 60)

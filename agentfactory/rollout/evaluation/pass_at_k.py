@@ -30,7 +30,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4, ... up to `most`."""
     return [1 << power for power in range(most.bit_length())] if most > 0 else []
 
 

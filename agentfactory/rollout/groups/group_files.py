@@ -69,12 +69,10 @@ def train_file(worker: int) -> str:
 
 
 def train_files(folder: Path) -> list[Path]:
-    """Return the files of trained groups in a folder of trajectories."""
     return sorted(folder.glob("train*.jsonl"))
 
 
 def arrays_file(path: Path) -> Path:
-    """Return the file with the arrays of the groups in the file `path`."""
     return path.with_suffix(".arrays")
 
 
@@ -130,7 +128,6 @@ def append_group(path: Path, group: Group) -> EncodedGroup:
 
 
 def delete_groups(path: Path) -> None:
-    """Delete the file `path` and its arrays file, if they exist."""
     for file in (path, arrays_file(path)):
         file.unlink(missing_ok=True)
 

@@ -36,7 +36,6 @@ def counted(chains: Sequence[Trajectory], config: RolloutConfig) -> list[Traject
 
 
 def worth(chains: Sequence[Trajectory], config: RolloutConfig) -> Worth:
-    """Return the training signal of a group of these chains."""
     counting = counted(chains, config)
     trained = any(config.outcome_policy(chain.outcome) is OutcomePolicy.KEEP for chain in counting)
     if len(counting) < min(2, config.group_size) or not trained:
@@ -87,7 +86,6 @@ class GroupFilter:
         return found
 
     def ended(self, chain: Trajectory) -> None:
-        """Count a chain that ended."""
         self._figures["chains"] += 1
         if not counted([chain], self.config):
             self._figures[f"filtered/{chain.outcome}"] += 1
@@ -109,7 +107,6 @@ class GroupFilter:
         return None
 
     def take_figures(self) -> dict[str, float]:
-        """Return the counts since the last call, by metric name."""
         counts = sorted({"chains": 0, "filtered/groups": 0, **self._figures}.items())
         self._figures.clear()
         return {name: float(count) for name, count in counts}

@@ -49,7 +49,6 @@ class OpenGroup:
 
     @classmethod
     def resumed(cls, pending: Pending) -> "OpenGroup":
-        """Return the complete group that an earlier run saved."""
         group = cls(pending.place, pending.group.task, pending.group.version, 0, pending.group.source)
         group.chains, group.oldest = pending.group.trajectories, pending.oldest
         group.move(State.COMPLETE)
@@ -57,17 +56,14 @@ class OpenGroup:
 
     @property
     def id(self) -> str:
-        """The group's id."""
         return self.place.group_id
 
     @property
     def ended(self) -> list[Trajectory]:
-        """The chains that have ended."""
         return [chain for index, chain in enumerate(self.chains) if index not in self.running]
 
     @property
     def left(self) -> list[Trajectory]:
-        """The chains that still run."""
         return [self.chains[index] for index in sorted(self.running)]
 
     def move(self, state: State) -> None:
@@ -84,7 +80,6 @@ class OpenGroup:
             self.oldest = version
 
     def retry(self, index: int) -> None:
-        """Replace a failed chain by a second attempt."""
         self.chains[index] = begin(chain_id(self.id, index, retry=True))
 
     def end(self, index: int) -> None:
@@ -94,5 +89,4 @@ class OpenGroup:
         self.running.discard(index)
 
     def as_group(self) -> Group:
-        """Return the group with all its chains in their current state."""
         return Group(self.id, self.task, self.chains, self.version, self.source)

@@ -19,11 +19,9 @@ class Admission:
     started: int = 0
 
     def may_start(self) -> bool:
-        """Return whether another group may start now."""
         return self.started < min(self.total, (self.max_staleness + 1 + self.version) * self.batch_size)
 
     def start(self) -> None:
-        """Count a group as started."""
         if not self.may_start():
             raise ValueError(f"group {self.started} cannot start at version {self.version}")
         self.started += 1

@@ -38,7 +38,6 @@ def supports_images(model_type: str) -> bool:
 
 
 def why_no_images(path: str) -> str:
-    """Return the reason why images of the model at `path` are not supported."""
     config = _read(path, "config.json")
     kind = config.get("model_type")
     # omni models nest their parts

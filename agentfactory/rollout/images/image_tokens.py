@@ -107,7 +107,6 @@ class Vision(ABC):
 
 
 def shifted(spans: Sequence[ImageSpan], by: int) -> list[ImageSpan]:
-    """Return the spans shifted by `by` tokens."""
     return [replace(span, offset=span.offset + by) for span in spans]
 
 

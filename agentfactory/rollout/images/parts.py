@@ -32,22 +32,18 @@ def _is_media(value: Any) -> bool:
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """Return the message part for an image at an address."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def data_url(png: bytes) -> str:
-    """Return the `data:` address of a PNG file."""
     return f"data:image/png;base64,{b64encode(png).decode()}"
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return the message part for a text."""
     return {"type": "text", "text": text}
 
 
 def parts_of(message: Message) -> list[dict[str, Any]]:
-    """Return the parts of a message's content."""
     content = message.get("content")
     if isinstance(content, list):
         return content
@@ -82,7 +78,6 @@ def images_of_row(task: dict[str, Any]) -> list[Any]:
 
 
 def has_images(task: dict[str, Any]) -> bool:
-    """Return whether a row that `clean_row` returned has images."""
     return bool(images_of_row(task))
 
 

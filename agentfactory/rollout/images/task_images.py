@@ -71,7 +71,6 @@ MARK = "<bbox>"
 
 
 def has_places(task: dict[str, Any]) -> bool:
-    """Return whether a row's text has placeholders of boxes or points."""
     objects = task.get("objects")
     if not isinstance(objects, dict) or objects.get("bbox") is None:
         return False

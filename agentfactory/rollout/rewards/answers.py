@@ -190,7 +190,6 @@ class MultipleChoice(Answers):
     """Field of the row with the texts of the options: a list, or letter -> text. Null: only letters count."""
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no letter, or no such option."""
         right, options = self._accepted(row), self._options(row)
         if options is not None and right not in options:
             raise ValueError(f"needs a letter of {', '.join(options)} in {self.field!r}, not {row[self.field]!r}")

@@ -69,7 +69,6 @@ class Places(Answers):
     image: Annotated[int, Field(ge=0)] = 0
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no box, or no such image."""
         super().check(row)
         self._image(row)
 

@@ -98,7 +98,6 @@ class CodeTests:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check(self, row: dict[str, Any]) -> None:
-        """Raise ValueError if the row has no tests."""
         self._tests(row)
 
     async def __call__(self, prediction: str, **row: Any) -> dict[str, float]:

@@ -57,7 +57,6 @@ def parse_arithmetic(text: str, *args: Any, **options: Any) -> Any:
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
     # math-verify's patterns leave nothing else to it; sympify gives it any text
     math_verify.parser.parse_expr = sympy_parser.parse_expr = parse_arithmetic
     logging.disable()  # texts that cannot be parsed are expected

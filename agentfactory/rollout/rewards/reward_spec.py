@@ -59,7 +59,6 @@ class RewardSpec:
 
     @property
     def group(self) -> bool:
-        """True if the reward scores the chains of a group together."""
         return getattr(self.function, "is_group_reward", False)
 
     @property

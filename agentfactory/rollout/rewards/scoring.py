@@ -65,7 +65,6 @@ class Rewards:
 
     @classmethod
     def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:
-        """Load the rewards of a recipe."""
         return cls(rewards, base)
 
     @property
@@ -75,11 +74,9 @@ class Rewards:
 
     @property
     def has_group_rewards(self) -> bool:
-        """True if a reward scores the chains of a group together."""
         return any(entry.group for entry in self._entries)
 
     def takes(self, name: str) -> bool:
-        """Return whether a reward has a parameter of this name."""
         return any(name in entry.parameters for entry in self._entries)
 
     @property

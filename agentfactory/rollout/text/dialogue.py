@@ -63,11 +63,9 @@ class Dialogue:
         return _instruct(written, instructions, self.system)
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """Return the messages with the results of a turn."""
         return self._shown(self.parser.answers(calls, results))
 
     def complaint(self, text: str) -> list[Message]:
-        """Return the messages that report a malformed turn to the model."""
         told = self.parser.complaint(text)
         if self.complains_as_tool:
             return told

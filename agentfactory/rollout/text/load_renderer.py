@@ -51,7 +51,6 @@ class FormatTokens:
 
 
 def format_tokens(renderer: Renderer) -> FormatTokens:
-    """Return the tokens that a renderer's template and format need."""
     tokenizer, behaviour = renderer.tokenizer, renderer.behaviour
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     ends = sorted({end for calls in (False, True) if (end := renderer.end_of(calls)) is not None})

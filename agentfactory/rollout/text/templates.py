@@ -49,7 +49,6 @@ class Closings:
     calls: Closing
 
     def of(self, calls: object) -> Closing:
-        """Return the closing of a turn with these calls, or without any."""
         return self.calls if calls else self.words
 
 

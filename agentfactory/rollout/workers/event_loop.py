@@ -27,7 +27,6 @@ class _FewEvents(selectors.EpollSelector):
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Create an event loop for many chains."""
     return asyncio.SelectorEventLoop(_FewEvents())
 
 

@@ -74,7 +74,6 @@ class RolloutWorkers:
         return {f"eval/{name}": value for name, value in first.evaluations.popleft().items()}
 
     def close(self) -> None:
-        """End the workers after they have processed all messages."""
         for worker in self._workers:
             worker.close()
 

@@ -55,7 +55,6 @@ class WorkerDiedError(Exception):
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """Encode a message without a group."""
     return _begin(kind, fields, 0, 0)
 
 
@@ -110,7 +109,6 @@ class Messages:
 
     @property
     def has_message(self) -> bool:
-        """True if a whole message has arrived."""
         return bool(self._lengths) and self._filled == len(self._buffer)
 
     def take(self) -> dict[str, Any] | None:
@@ -209,7 +207,6 @@ class WorkerProcess:
         self.send("start", job=dumped, needs_rewards=job.recipe.needs_rewards, share=[share.number, share.of])
 
     def wait_until_ready(self) -> Ready:
-        """Wait for the worker's answer to `start`."""
         began, due = time.monotonic(), QUIET_SECONDS
         while True:
             if select.select([self.messages.source], [], [], max(0.0, began + due - time.monotonic()))[0]:
@@ -254,14 +251,12 @@ class WorkerProcess:
         return batch, figures
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message."""
         try:
             self.messages.source.sendall(encode(kind, **fields))
         except ConnectionError:
             raise self._death() from None
 
     def hear(self) -> None:
-        """Wait for the next message and process it."""
         self._take(self._receive())
 
     def _take(self, message: dict[str, Any]) -> None:

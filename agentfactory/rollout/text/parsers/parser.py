@@ -170,7 +170,6 @@ def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def parameters(spec: ToolSpec) -> dict[str, Any]:
-    """Return the schemas of a tool's parameters by name."""
     return properties_of(spec.parameters)
 
 
@@ -189,7 +188,6 @@ def sole_parameter(spec: ToolSpec) -> str | None:
 
 
 def find_spec(name: str, specs: Sequence[ToolSpec]) -> ToolSpec | None:
-    """Return the tool called `name`; None if there is none."""
     return next((spec for spec in specs if spec.name == name), None)
 
 

@@ -109,7 +109,6 @@ def _compact(text: str) -> str:
 
 
 def shows_tools(text: str) -> bool:
-    """Return whether a rendered conversation describes the probes' tools."""
     return all(spec.name in text for spec in PROBE_TOOLS)
 
 
