@@ -81,8 +81,7 @@ def is_hub_name(name: str) -> bool:
 
 def check_names(wanted: Iterable[HubName]) -> None:
     """Raise SettingError, within seconds, if one of these names can neither be fetched nor was downloaded before. If
-    the hub cannot be reached, warn on stderr, and switch this process and those that it starts to offline mode: the
-    hub's client repeats each request for half a minute, and reports another cause."""
+    the hub cannot be reached, warn on stderr, and go offline: the hub's client would retry for half a minute."""
     for field, name, kind in wanted:
         if (refusal := _refusal(name, kind)) is None:
             continue

@@ -42,21 +42,16 @@ LEAST_LOGPROB, LARGEST_LOGPROB = -float(np.finfo(np.float32).max), 1e-3
 
 @dataclass
 class Row:
-    """A token sequence with its streams, all of length `len(token_ids)`.
-
-    `mask` is 1 where the server sampled the token and 0 elsewhere; RL trains only tokens with mask 1.
-    `logprobs` are the server's logprobs of the sampled tokens, after temperature (0.0 where the mask is 0).
-    `weights` scale the loss of each token (SFT; None means 1 on the mask).
-    `turn_ends` has the end of each assistant turn, exclusive (None: each run of 1s in the mask is a turn).
-    `images` has the images of the row, in order; image tokens are never sampled.
-    `roles` has a letter per token (token_roles.ROLES for sampled tokens, NO_ROLE for others). Context at the end has no
-    letters; the string is empty if no roles are known.
-    `teacher_logprobs` and `teacher_tokens` are the grades of a teacher behind a server, along `graded()` and not along
-    all tokens: its log-probability of each, or for top_k, flat, those of its k most likely tokens there, and these
-    tokens (-1: missing).
-    `teacher_prompt` replaces the tokens before the first sampled one where a teacher grades the row with more in its
-    context (see groups.teacher_context); None if it does not.
-    """
+    """A token sequence with its streams, all of length `len(token_ids)`. `mask` is 1 where the server sampled the token
+    and 0 elsewhere; RL trains only tokens with mask 1. `logprobs` are the server's logprobs of the sampled tokens,
+    after temperature (0.0 where the mask is 0). `weights` scale the loss of each token (SFT; None means 1 on the mask).
+    `turn_ends` has the end of each assistant turn, exclusive (None: each run of 1s in the mask is a turn). `images` has
+    the images of the row, in order; image tokens are never sampled. `roles` has a letter per token (token_roles.ROLES
+    for sampled tokens, NO_ROLE for others). Context at the end has no letters; the string is empty if no roles are
+    known. `teacher_logprobs` and `teacher_tokens` are the grades of a teacher behind a server, along `graded()` and not
+    along all tokens: its log-probability of each, or for top_k, flat, those of its k most likely tokens there, and
+    these tokens (-1: missing). `teacher_prompt` replaces the tokens before the first sampled one where a teacher grades
+    the row with more in its context (see groups.teacher_context); None if it does not."""
 
     token_ids: Stream = field(default_factory=list)
     mask: Stream = field(default_factory=list)

@@ -60,9 +60,8 @@ class Turn:
         self, prefix: str = "", max_tokens: int | None = None, after: Completion | None = None
     ) -> Completion:
         """Sample the turn, or continue `after`, a completion of this turn that was `cut`, and return both joined; if no
-        token is left for that, return `after`. `prefix` is put before the sampled tokens, as context that is not
-        trained. At most `max_tokens` are sampled, and all samples together stay within rollout.max_tokens. Raise
-        ValueError if `after` is of another turn or the model ended it, or if `max_tokens` is less than 1."""
+        token is left, return `after`. `prefix` is put before the sampled tokens, as context. All samples together stay
+        within rollout.max_tokens. Raise ValueError unless `after` can go on and `max_tokens` is at least 1."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens: got {max_tokens}; use at least 1")
         if after is not None and not any(after is made for made in self.made):

@@ -142,9 +142,8 @@ class Player(Protocol):
 
 
 class Runner(ABC):
-    """Base class of runners: runs chains of one recipe, at most `rollout.concurrency` at a time. Subclasses choose the
-    source of the turns. Copies of a runner share its concurrency limit and call rates. Raise ValueError if the limits
-    or the context policy do not suit the tools, or if the process may not open enough files for its chains."""
+    """Base class of runners of one recipe's chains, at most `rollout.concurrency` at a time; copies share this limit
+    and call rates. Raise ValueError if limits or context do not suit the tools, or for too few open files."""
 
     own_loop = False
     """True if an agent with its own loop requests the turns."""
@@ -215,9 +214,8 @@ class Runner(ABC):
         return self.task_images.for_tools(task, self.toolset.takes)
 
     async def check(self, tasks: Sequence[Task], section: str = "data") -> None:
-        """Raise SettingError or ToolInfrastructureError for errors that would fail chains of these tasks, the rows of
-        `section`: a row without a field that a reward or reset needs; and, with the first task, an environment that
-        cannot be created or reset (wrong options, or a missing sandbox)."""
+        """Raise SettingError or ToolInfrastructureError for what would fail chains of these rows of `section`: a
+        missing field, or an environment that cannot be created or reset with the first one."""
         self.rewards.check_rows(tasks, section)
         reports = (agent := self.setup.config.agent) is not None and agent.reports
         self.toolset.check_rows(tasks, section, has_rewards=reports or not self.rewards.is_empty)

@@ -1,9 +1,7 @@
-"""Chains whose turns come from a chat endpoint: a baseline with the same tools, rewards and limits as the policy.
-
-These chains have messages but no token rows: use them for inspection and comparison, not for training. With a native
+"""Chains whose turns come from a chat endpoint: a baseline with the same tools, rewards and limits as the policy. These
+chains have messages but no token rows: use them for inspection and comparison, not for training. With a native
 `rollout.parser`, the endpoint receives the tools, and writes and parses calls in its own format. With a text format,
-`rollout.parser` instructs the endpoint and parses its text. Token counts come from the endpoint's `usage`.
-"""
+`rollout.parser` instructs the endpoint and parses its text. Token counts come from the endpoint's `usage`."""
 
 import json
 import logging

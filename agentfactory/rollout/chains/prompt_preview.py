@@ -51,9 +51,8 @@ async def describe_first_prompt(
 def describe_prompt(
     renderer: Renderer, messages: Sequence[Message], specs: Sequence[ToolSpec], most: int | None = None
 ) -> Iterator[str]:
-    """Yield parts of a description of the first prompt of a chain that `messages` open: the tool-call format and its
-    reasons; text and ids of the prompt, a sample call and its result, each shortened to `most` characters (None: not
-    shortened). In the text, an image is one placeholder token. Raise ValueError if something cannot be rendered."""
+    """Yield parts of a description of the first prompt: the tool-call format and its reasons; text and ids of the
+    prompt, a sample call and its result, shortened to `most` characters. Raise ValueError if it cannot be rendered."""
     info = renderer.info
     stops = [f"{renderer.tokenizer.decode([token])!r} ({token})" for token in renderer.stop_token_ids]
     stops += [repr(stop) for stop in renderer.stops]

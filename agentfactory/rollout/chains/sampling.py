@@ -58,8 +58,7 @@ class Sampler:
         stops: Sequence[str] = (),
     ) -> Completion:
         """Sample a turn after `ids`, which contain `images`, up to the token that completes one of `stops`. `sample`
-        numbers attempts; `encoded` is the cached encoding. Raise InferenceError if the server samples an image
-        token."""
+        numbers attempts; `encoded` caches the ids. Raise InferenceError if an image token is sampled."""
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": max_tokens,

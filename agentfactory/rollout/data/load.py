@@ -42,9 +42,8 @@ _IN_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from)["']\s*:""")
 
 def load_tasks(config: DataConfig, section: str = "data", tell: bool = False) -> list[Task]:
     """Load the rows of `config`, with columns renamed; each has `question`, or `messages` in the OpenAI format, with
-    call arguments as objects and without nulls that the row's tools do not allow. `tell`: notify the user of changes to
-    the rows' conversations. Raise SettingError with a field of `section`, the file and the row if a row has no valid
-    question or messages, or if the file cannot be read as rows."""
+    call arguments as objects and without padding nulls. `tell`: notify the user of these changes. Raise SettingError
+    with a field of `section`, file and row for invalid ones."""
     with _without_collector() if config.path is not None else nullcontext():
         tasks, findings, columnar = _loaded(config, section)
     if tell:

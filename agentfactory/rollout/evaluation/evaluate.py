@@ -49,9 +49,8 @@ async def open_runner(
     images: Path | None = None,
     proxy: Proxy | None = None,
 ) -> AsyncIterator[ChainRunner]:
-    """Open a runner for chains of `recipe`: renderer, connections to the servers at `urls`, tools and rewards.
-    `objects` are further tools; `rewards` and `agent` replace the recipe's. `processes` like this one share the
-    machine's memory. `images` is the folder for images (None: a temporary one). `proxy`: see InferenceClient."""
+    """Open a runner for chains of `recipe` with the servers at `urls`. `objects` are further tools; `rewards` and
+    `agent` replace the recipe's; `processes` share the machine's memory; `images` is the folder for images."""
     async with (
         _connected(recipe, urls, images, proxy) as (client, folder),
         _open_chains(
@@ -154,10 +153,9 @@ async def evaluate(
     cache_salt: str | None = None,
 ) -> tuple[dict[str, float], dict[str, str], dict[str, Look]]:
     """Run `recipe.eval` on the tasks of `sources` with the weights called `model`, and save trajectories to `folder`.
-    For `cache_salt` see Sampling. Return means over the chains that did not fail, under `sampled/...` and `greedy/...`
-    (`reward`, every metric of the trajectories, `failed`, and with several samples per task avg@k and pass@k; those of
-    a named source also under `sampled/source/<source>/...`); for each mode in which no chain has a reward, a
-    description of the failures; and the looks of the sampled chains."""
+    For `cache_salt` see Sampling. Return means over the chains that did not fail, under `sampled/...`, `greedy/...` and
+    `sampled/source/<source>/...` (`reward`, metrics, `failed`, avg@k, pass@k); descriptions of the failures of modes in
+    which no chain has a reward; and the looks of the sampled chains."""
     played = await _play(sources, recipe, model, folder, name, cache_salt)
     failures = {}
     for mode, groups in played.items():
@@ -311,9 +309,8 @@ def run_rollout(
     model: str = "policy",
     sizes: Sequence[int] | None = None,
 ) -> tuple[dict[str, float], dict[str, Look]]:
-    """Run a group of sampled chains on each task of the sources `opened`, and save the groups for
-    `train.from_trajectories`. Return the mean metrics, and the looks of the chains by source. Blocking. `sizes`: run
-    only so many groups, the first ones of training, with these numbers of chains."""
+    """Run a group of sampled chains on each task of `opened`, and save the groups. Return the mean metrics, and the
+    looks by source. Blocking. `sizes`: run only so many groups, the first of training, of these sizes."""
     path = folder / "rollout.jsonl"
 
     async def run_chain(

@@ -1,7 +1,5 @@
 """A look at what a model does with a recipe, computed from finished chains: calls, endings, rewards, size and time.
-
-`agentfactory doctor --sample`, `eval`, `rollout` and the beginning of `train` show it with `advice`.
-"""
+`agentfactory doctor --sample`, `eval`, `rollout` and the beginning of `train` show it with `advice`."""
 
 import json
 import re

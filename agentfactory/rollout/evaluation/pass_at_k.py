@@ -19,9 +19,8 @@ class Estimate:
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of `k` samples of a task passes, if `passed` of
-    `samples` did: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, arXiv:2107.03374, equation 1). Raise ValueError if k
-    exceeds the number of samples, for which no unbiased estimate exists."""
+    """Return the unbiased estimate of the chance that one of `k` samples passes, if `passed` of `samples` did: 1 - C(n
+    - c, k) / C(n, k) (Chen et al., 2021, arXiv:2107.03374, equation 1). Raise ValueError if k > n."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples: k must be between 1 and the number of samples")
     if not 0 <= passed <= samples:
@@ -39,9 +38,8 @@ def sample_figures(groups: Sequence[Group], samples: int) -> dict[str, float]:
 
 
 def estimates(groups: Sequence[Group], samples: int) -> dict[str, Estimate]:
-    """Return `reward`, `success`, avg@k and pass@k with their intervals, as far as the chains report them. Chains
-    without a reward failed and do not count. `reward` and `success` are means over chains; avg@k and pass@k are means
-    over tasks of the values per task. A chain passes if its `success` is 1."""
+    """Return `reward`, `success`, avg@k and pass@k with their intervals, of chains with a reward. The first two are
+    means over chains, the others over tasks. A chain passes if its `success` is 1."""
     found = {}
     for name, shares in _shares(groups, samples).items():
         # rewards may have any bounds, even if all observed ones lie between 0 and 1

@@ -24,9 +24,8 @@ def successes(
 
 @dataclass
 class Curriculum:
-    """Visits tasks (rows of the data, or sources counted like them) that are currently solved or hopeless only
-    occasionally. The skipped tasks depend only on the seed, the position in the task order and earlier observations.
-    `name` is that of its metrics; `share` is the weight of a new observation in a task's rate."""
+    """Visits tasks (rows, or sources counted like them) that are solved or hopeless only occasionally, by the seed, the
+    position and earlier observations. `name` is its metrics'; `share` weighs a new observation."""
 
     config: CurriculumConfig
     seed: int

@@ -1,11 +1,9 @@
-"""Group files: one readable JSON line per group, and a second file with the arrays of its rows.
-
-A line of `train.jsonl` has everything except the streams of the rows (STREAMS); each stream is replaced by its number
-of values. The values are in `train.arrays`, a concatenation of one safetensors record per group. A record has an array
-per stream, with the values of all rows of the group in order; readers ignore unknown names. The line's `arrays` gives
-the `offset` and `length` of its record in bytes and its `crc32`, so a group can be read alone. Lines of version 0.1 and
-handwritten lines contain the streams as lists; they can be read as well.
-"""
+"""Group files: one readable JSON line per group, and a second file with the arrays of its rows. A line of `train.jsonl`
+has everything except the streams of the rows (STREAMS); each stream is replaced by its number of values. The values are
+in `train.arrays`, a concatenation of one safetensors record per group. A record has an array per stream, with the
+values of all rows of the group in order; readers ignore unknown names. The line's `arrays` gives the `offset` and
+`length` of its record in bytes and its `crc32`, so a group can be read alone. Lines of version 0.1 and handwritten
+lines contain the streams as lists; they can be read as well."""
 
 import json
 import math
@@ -133,9 +131,8 @@ def delete_groups(path: Path) -> None:
 
 
 def read_groups(path: str | Path) -> Iterator[Group]:
-    """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE, in order, with
-    arrays as streams. Raise ValueError with file and line if a line is no group or its arrays are missing or damaged,
-    and OSError if a file cannot be read or is a link in a folder."""
+    """Yield the groups of a trajectories file, or of all `*.jsonl` files of a folder except CREDIT_FILE. Raise
+    ValueError with file and line for damage, and OSError if a file cannot be read or is a link in a folder."""
     path = Path(path)
     within = path if path.is_dir() else None
     files = [path] if within is None else [file for file in sorted(path.glob("*.jsonl")) if file.name != CREDIT_FILE]

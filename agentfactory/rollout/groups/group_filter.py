@@ -1,8 +1,6 @@
 """A filter of groups by their training signal, as a pure function of their chains, with counts of filtered groups.
-
 Advantages compare the chains of a group. A group has a training signal if at least two of its chains count (they are
-scored, see OutcomePolicy), their rewards differ, and at least one of them is trained, not only part of the baseline.
-"""
+scored, see OutcomePolicy), their rewards differ, and at least one of them is trained, not only part of the baseline."""
 
 from collections import Counter
 from collections.abc import Sequence

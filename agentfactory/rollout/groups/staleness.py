@@ -8,9 +8,8 @@ from agentfactory.rollout.config import LateChains
 @dataclass
 class Admission:
     """A bound on how far generation runs ahead of training, and the version of the servers' weights. A group may start
-    while `started < (max_staleness + 1 + version) * batch_size`, so at most `max_staleness + 1` batches are started but
-    not trained, and groups that are trained in the order of their starts stay within `max_staleness` updates;
-    BatchChoice handles others. No more groups are started than the `total` that will be trained."""
+    while `started < (max_staleness + 1 + version) * batch_size`, so groups trained in the order of their starts stay
+    within `max_staleness` updates; BatchChoice handles others. At most `total` groups are started."""
 
     batch_size: int
     max_staleness: int
@@ -43,9 +42,8 @@ class Admission:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A started group, as input to `BatchChoice`: the version of its oldest token (None: no token is sampled yet),
-    whether all its chains have ended, the number of ended chains that count, whether these give a training signal
-    without the others, and the version of the newest token that may be trained (baseline only)."""
+    """A started group: the version of its oldest token (None: none yet), whether all its chains have ended, how many
+    ended ones count, whether these give a signal, and the version of the newest trainable token (baseline only)."""
 
     id: str
     oldest: int | None

@@ -1,9 +1,7 @@
-"""Prompts of a teacher that is a model with more in its context than the policy (teacher.context).
-
-When a group has ended, the opening of each chain is rendered again, with a text appended to its last user message. The
-teacher's row consists of these tokens and of the chain's own from the first sampled one on, so that it has the policy's
-tokens exactly, and only the prompt is stored (Row.teacher_prompt).
-"""
+"""Prompts of a teacher that is a model with more in its context than the policy (teacher.context). When a group has
+ended, the opening of each chain is rendered again, with a text appended to its last user message. The teacher's row
+consists of these tokens and of the chain's own from the first sampled one on, so that it has the policy's tokens
+exactly, and only the prompt is stored (Row.teacher_prompt)."""
 
 import asyncio
 import inspect

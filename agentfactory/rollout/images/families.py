@@ -52,9 +52,8 @@ def why_no_images(path: str) -> str:
 
 
 def load_vision(path: str, min_pixels: int | None = None, max_pixels: int | None = None) -> Vision | None:
-    """Return the image processing of the model at `path`, a folder or hub name, with the recipe's limits; None if it
-    accepts only text, or if its images are not supported (see why_no_images), so that its chains are text only. Raise
-    SettingError if the model has no processor, or if the limits contradict each other."""
+    """Return the image processing of the model at `path`, a folder or hub name; None if its chains are text only (see
+    why_no_images). Raise SettingError if it has no processor, or if the limits contradict each other."""
     config = _read(path, "config.json")
     kind = config.get("model_type", "")
     if "vision_config" not in config or not supports_images(kind):
@@ -75,9 +74,8 @@ def model_type(path: str) -> str:
 
 
 def view_of(path: str, vision: Vision | None, coordinates: str = "auto") -> ModelView | None:
-    """Return the coordinate system of the model at `path` with image processing `vision`: that of its family if
-    `coordinates` is auto, otherwise `coordinates`. None if the model accepts only text, or if the family's is unknown.
-    Raise SettingError if coordinates are pixels of the resized image, but the model's own processor resizes it."""
+    """Return the coordinate system of the model at `path`: by `coordinates`, or if auto, its family's; None if unknown
+    or without `vision`. Raise SettingError for resized if the model's own processor resizes images."""
     if vision is None:
         return None
     stated = STATED.get(model_type(path)) if coordinates == "auto" else Coordinates(coordinates)

@@ -42,9 +42,8 @@ class ShownImages:
     # ---- intake
 
     async def take_task(self, task: dict[str, Any], source: str, row: int | None = None) -> dict[str, Any]:
-        """Return a row with images whose `messages` refer to stored images. `images` become paths of files for tools
-        and rewards: paths in the data stay, and images given as data become lossless files. Raise SettingError, with
-        the field `source` and the number of the `row`, if it is given, for an unusable image."""
+        """Return a row whose `messages` refer to stored images. `images` become paths of files for tools and rewards.
+        Raise SettingError with the field `source`, and the `row` if given, for an unusable image."""
         return await asyncio.to_thread(self._take_task, task, source, row)
 
     def take_tasks(self, tasks: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:

@@ -82,9 +82,8 @@ def has_images(task: dict[str, Any]) -> bool:
 
 
 def clean_row(row: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Normalize the images of a row of data: `images` becomes a list, and content has parts of the types `text`,
-    `image_url`, and `image` (one of `images`), without the None values of tables. Paths are relative to `base`. Raise
-    ValueError if the numbers of images and placeholders differ, or if a column that is not read has media."""
+    """Normalize the images of a row: `images` becomes a list, and content parts have the types `text`, `image_url` and
+    `image` (one of `images`). Paths are relative to `base`. Raise ValueError for other media or numbers."""
     row = dict(row)
     for name in _OTHER_COLUMNS:
         if _is_media(row.get(name)):

@@ -81,9 +81,8 @@ def state_places(
     task: dict[str, Any], view: ModelView | None, model: str, section: str, row: int | None = None
 ) -> dict[str, Any]:
     """Return a row of `section` with each MARK in its text replaced by the next of `objects.bbox`, in the model's
-    coordinates. An entry is a box or point in pixels (with `objects.bbox_type: norm1`, fractions of the sides) of the
-    image whose number is at the same index in `objects.image_id`, by default the first. Raise SettingError, with the
-    number of the `row`, for an invalid entry, or if the coordinate system of `model` is unknown."""
+    coordinates. An entry is a box or point in pixels (`objects.bbox_type: norm1`: fractions of the sides) of the image
+    with the number in `objects.image_id`. Raise SettingError with the `row` for invalid or unknown ones."""
     if not has_places(task):
         return task
     if view is None:

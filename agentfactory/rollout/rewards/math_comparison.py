@@ -1,9 +1,7 @@
-"""The subprocess in which `math_equal` compares, since sympy can hang or exhaust memory on model output.
-
-It reads requests as JSON lines on stdin: `prediction`, `answers`, `bare` (the prediction is a bare expression),
-`strict`, `seconds`. It writes a line with the number of parsed `answers`, and one with the result, `equal`. The
-kernel's alarm ends a process that takes too long; the end of stdin ends one whose parent is gone.
-"""
+"""The subprocess in which `math_equal` compares, since sympy can hang or exhaust memory on model output. It reads
+requests as JSON lines on stdin: `prediction`, `answers`, `bare` (the prediction is a bare expression), `strict`,
+`seconds`. It writes a line with the number of parsed `answers`, and one with the result, `equal`. The kernel's alarm
+ends a process that takes too long; the end of stdin ends one whose parent is gone."""
 
 import json
 import logging

@@ -18,13 +18,11 @@ _PROCESS = "agentfactory.rollout.rewards.math_comparison"
 @reward
 @dataclass(config=OPTIONS)
 class MathEqual(ShortAnswers):
-    """1 if math-verify considers prediction and answer equal, else 0; metrics `success` and `math_timeout`.
-
-    Answers, and the part of the prediction that `extract` finds, are bare expressions (LaTeX with or without $, or a
-    number). Without `extract`, the last expression that math-verify finds is compared. A prediction on which sympy
-    takes too long counts as not equal, as in math-verify, and sets `math_timeout`. An answer in the data that cannot be
-    parsed is an error of the reward.
-    """
+    """1 if math-verify considers prediction and answer equal, else 0; metrics `success` and `math_timeout`. Answers,
+    and the part of the prediction that `extract` finds, are bare expressions (LaTeX with or without $, or a number).
+    Without `extract`, the last expression that math-verify finds is compared. A prediction on which sympy takes too
+    long counts as not equal, as in math-verify, and sets `math_timeout`. An answer in the data that cannot be parsed is
+    an error of the reward."""
 
     strict: bool = False
     """Accept only an expression marked as the answer in LaTeX: \\boxed{...}, or after "the answer is"."""

@@ -43,16 +43,13 @@ def prediction_of(trajectory: Trajectory) -> str:
 
 class Rewards:
     """The weighted sum of several rewards; without any, the environment's own reward. As an async context manager, it
-    closes the rewards' resources on exit.
-
-    If there are several, the unweighted value of each is a metric of the chain: `reward/<name>`. Two rewards must not
-    produce metrics of the same name, but a reward may replace a metric of the environment.
-    """
+    closes the rewards' resources on exit. If there are several, the unweighted value of each is a metric of the chain:
+    `reward/<name>`. Two rewards must not produce metrics of the same name, but a reward may replace a metric of the
+    environment."""
 
     def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
-        """Create from Python callables, marked or not, each with weight 1, and from recipe entries: prebuilt names, and
-        `FILE.py:NAME` references to objects marked with `@reward`, with paths relative to `base`. Raise SettingError if
-        a reward does not exist, does not accept its options, or shares its name with another."""
+        """Create from Python callables, each with weight 1, and from recipe entries: prebuilt names, and `FILE.py:NAME`
+        below `base` marked with `@reward`. Raise SettingError for unusable ones, and for names given twice."""
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
         self._reports_success: dict[str, set[bool]] = {}
@@ -134,11 +131,8 @@ class Rewards:
         limit: Deadline | None = None,
     ) -> EnvironmentReward:
         """Return the weighted sum of the chain's rewards and turn rewards, without group rewards, and their metrics.
-        `seen_images`, `view` and `workspace` are offered to rewards, see `reward`; `limit` bounds all rewards together.
-
-        Raise RewardError if a reward raises or takes too long; TypeError if its result is not a reward; ValueError if
-        the number of turn rewards differs from the chain's turns, or if two rewards produce the same metric.
-        """
+        `seen_images`, `view` and `workspace` are offered to rewards; `limit` bounds all together. Raise RewardError if
+        a reward raises or takes too long, TypeError or ValueError if its result is invalid."""
         if not self._entries:
             if environment is None:
                 raise ValueError("no reward: the recipe has no rewards and no environment returned one")

@@ -41,10 +41,10 @@ class Dialogue:
         return [line.message for line in self.lines(messages, specs)]
 
     def lines(self, messages: Sequence[Message], specs: Sequence[ToolSpec]) -> list[Line]:
-        """Return the lines of a conversation, with instructions in the system message, or before the first user message
-        if there are no system messages. Under a text format, calls are written as text, the results of a turn become
-        one user message, and other assistant messages are marked as answers if the format marks them. Raises
-        RenderError (a ValueError), with the message's index, for calls that it cannot express."""
+        """Return the lines of a conversation, with instructions in the system message, or else before the first user
+        message. Under a text format, calls are written as text, the results of a turn become one user message, and
+        other turns are marked as answers. Raises RenderError, with the message's index, for calls that it cannot
+        express."""
         parser, instructions = self.parser, self.instructions(specs)
         messages = self._shown(messages)
         lines = as_lines(messages)

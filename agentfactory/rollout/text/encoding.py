@@ -1,9 +1,7 @@
-"""Conversion of text to token ids and back, in which text from users and tools can never become a control token.
-
-A tokenizer would read `<|im_end|>` in a tool result as the end of the turn. So a mark is inserted into every such
-string before the chat template is rendered, and the rendered text is tokenised in pieces between the marks. No piece
-contains the string, so no id is the control token's, and the ids still decode to the same characters.
-"""
+"""Conversion of text to token ids and back, in which text from users and tools can never become a control token. A
+tokenizer would read `<|im_end|>` in a tool result as the end of the turn. So a mark is inserted into every such string
+before the chat template is rendered, and the rendered text is tokenised in pieces between the marks. No piece contains
+the string, so no id is the control token's, and the ids still decode to the same characters."""
 
 import logging
 import re
@@ -163,11 +161,9 @@ _TEXTS = (
 
 class FastEncoding:
     """An encoder by `fastokens`, without surrounding special tokens, in a few hundredths of the time of `tokenizers`.
-
     Its ids are compared with those of `tokenizers` for texts of all kinds when a tokenizer is loaded, and then for
     every thousandth text. After a difference, or for tokenizers with unsupported parts (Unigram, WordPiece, some
-    normalizers), `tokenizers` encodes.
-    """
+    normalizers), `tokenizers` encodes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

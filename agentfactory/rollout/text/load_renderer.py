@@ -94,13 +94,11 @@ def make_renderer(
     log: Log | None = None,
     images: ShownImages | None = None,
 ) -> Renderer:
-    """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing it.
-
-    `parser` is `rollout.parser`, whose file is looked up in `base`, and `reasoning` is `rollout.reasoning`. Set `tools`
-    if the chains call tools; otherwise the template need not render any. `eos_token_ids` end a turn in addition to the
+    """Create a renderer for a tokenizer and a Jinja template (default: the tokenizer's own), after probing it. `parser`
+    is `rollout.parser`, whose file is looked up in `base`, and `reasoning` is `rollout.reasoning`. Set `tools` if the
+    chains call tools; otherwise the template need not render any. `eos_token_ids` end a turn in addition to the
     template's and the tokenizer's own tokens. `log` gets one record, `{"renderer": info}`. `images` prepares images for
-    the model; None converts them to text. Raises RenderError (a ValueError) if the template cannot be used.
-    """
+    the model; None converts them to text. Raises RenderError (a ValueError) if the template cannot be used."""
     origin = "tokenizer" if chat_template is None else "model.chat_template"
     if chat_template is None and tokenizer.chat_template is None:
         raise RenderError("the tokenizer has no chat template: set model.chat_template to a file with one")

@@ -24,9 +24,8 @@ from agentfactory.rollout.token_row import Row
 
 @dataclass(frozen=True)
 class Parsed:
-    """The content of a sampled turn. `error`, written for the model, describes a malformed turn, of which no call is
-    executed and `message` has the sampled text. `answer` is the final answer if the format marks one. `roles` has a
-    letter for each sampled token (token_roles.turn_roles); empty: unknown."""
+    """The content of a sampled turn. `error`, written for the model, describes a malformed one, of which no call is
+    run. `answer` is the final answer if the format marks one. `roles` has a letter per token; empty: unknown."""
 
     message: Message
     calls: list[ToolCall] = field(default_factory=list)
@@ -107,9 +106,8 @@ class Renderer:
     def extend(
         self, ids: list[int], messages: list[Message], new: list[Message], specs: list[ToolSpec]
     ) -> list[int] | None:
-        """Return the ids to append to `ids`, which end with a sampled turn, for the messages `new` and the next turn.
-        `messages` is the whole conversation, `new` included. None means that the template rewrites history here (never,
-        in the cases that the probes cover, if it appends): begin a new row with `open(messages, specs)`."""
+        """Return the ids to append to `ids`, which end with a sampled turn, for `new`, the last of `messages`, and the
+        next turn. None: the template rewrites history here, so begin a new row with `open(messages, specs)`."""
         tools = self._json(specs)
         messages = self._history(messages)
         missing = self._missing(ids, calls=new[0]["role"] == "tool")
@@ -170,8 +168,7 @@ class Renderer:
         self, sampled_ids: list[int], first_call: int = 0, prefix: str = "", specs: Sequence[ToolSpec] = ()
     ) -> Parsed:
         """Parse a sampled turn into a message; its calls are numbered from `first_call` (the chain's calls so far).
-        `prefix` is the forced beginning of the turn, and part of the message. Reasoning goes to `reasoning_content` if
-        the template supports it. In a text format, the message has no `tool_calls`; `specs` type arguments."""
+        `prefix` is its forced beginning. In a text format, the message has no `tool_calls`; `specs` type arguments."""
         text = prefix + self.decode(sampled_ids)
         reasoning, thought, rest = self._split(text)
         stop = find_stop(rest, self.stops)
@@ -256,13 +253,11 @@ class Renderer:
 
     def conversation_row(self, messages: list[Message], specs: list[ToolSpec]) -> Row:
         """Return a whole conversation as one row, tokenised in exactly the pieces of a chain with these messages.
-
         `weight` of a message (OpenAI's fine-tuning convention) is the weight of its tokens: by default 1 for an
         assistant message with its end-of-turn token, 0 for any other, for the generation prompt and for the rest of a
         turn's closing. The mask is 1 where the weight is not 0. The row ends with the last turn's end-of-turn token, or
         with the messages after it. Raises RenderError, naming the message's index, if the template cannot render the
-        conversation or rewrites it, or if the tool-call format cannot express it.
-        """
+        conversation or rewrites it, or if the tool-call format cannot express it."""
         lines = self.dialogue.lines(messages, specs)
         row = self._row(lines, specs)
         if isinstance(self.images, TextOnly) or not self.behaviour.images:

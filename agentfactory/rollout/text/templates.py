@@ -112,9 +112,8 @@ class ChatTemplate:
     def continuation(
         self, new: list[Message], tools: Tools, closings: Closings, prompt: bool = True, loose: bool = False
     ) -> str | None:
-        """Return the template's text after the end of an assistant turn for the messages `new`, as the difference of
-        two renders, in which the turn is a dummy with the calls that tool messages answer. None if `new` makes the
-        template change that turn; `loose` lets it replace the end-of-turn token, as harmony does."""
+        """Return the text after an assistant turn for `new`, as the difference of two renders with a dummy turn. None
+        if that turn changes; `loose` lets `new` replace the end-of-turn token, as harmony does."""
         answers = enumerate(takewhile(lambda message: message["role"] == "tool", new))
         calls = tuple((m.get("tool_call_id", f"call_{number}"), m.get("name", "tool")) for number, m in answers)
         closing = closings.of(calls)
@@ -141,9 +140,8 @@ class ChatTemplate:
         return (token.content for token in self.tokenizer.added_tokens_decoder.values())
 
     def beginnings(self, messages: list[Message], tools: Tools, closings: Closings) -> dict[tuple[int, bool], str]:
-        """Return the renders of a conversation up to and including each assistant turn, by (number of messages, whether
-        the generation prompt follows), composed of cached renders of single turns, because rendering every beginning
-        takes quadratic time. Empty if the composed text differs from the render of the whole conversation."""
+        """Return the renders up to and including each assistant turn, by (messages, whether a prompt follows), composed
+        of cached renders, since rendering all takes quadratic time. Empty if the whole differs."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return {}
@@ -222,10 +220,8 @@ def shared_length(a: str, b: str) -> int:
 class Behaviour:
     """A template's behaviour, as found by the probes: whether it renders system messages (`system`), several calls in a
     turn, words next to calls, questions directly after results, and images in user messages and in tool messages.
-
     `rewrites` describes how the template rewrites history (None: it appends); `notes` are harmless findings. `tags`
-    open and close reasoning in a turn. `conversations` are the probe conversations that it rendered.
-    """
+    open and close reasoning in a turn. `conversations` are the probe conversations that it rendered."""
 
     closings: Closings
     generation_prompt: str

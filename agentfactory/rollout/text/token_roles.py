@@ -43,11 +43,9 @@ def turn_roles(
     lengths: Sequence[int], text: str, words: Iterable[str], arguments: Iterable[dict[str, Any]], malformed: bool
 ) -> str:
     """Return a letter for each token of a turn. The tokens' `lengths` in bytes add up to those of `text` and its end.
-
     arguments: the token contains part of an argument value of a call; text: otherwise, part of the `words` outside
     calls; format: all others, and all of a `malformed` turn. Words are searched from the start and values from the end,
-    where the calls are. Text that differs from its parsed form, such as by an escape, may be missed: it is format.
-    """
+    where the calls are. Text that differs from its parsed form, such as by an escape, may be missed: it is format."""
     whole = text.encode()
     letters = bytearray([FORMAT]) * (sum(lengths) + len(whole))
     if not malformed:

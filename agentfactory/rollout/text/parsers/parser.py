@@ -55,9 +55,8 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class Reading:
-    """The content of a turn: the text outside the calls, the calls with their `ids` if the format writes them, and the
-    final answer if it marks one. `error`, written for the model, describes a malformed turn: `calls` is then empty and
-    `content` the whole text, because a turn is executed completely or not at all."""
+    """The content of a turn: text outside calls, the calls with their `ids` if the format writes them, and the answer
+    if it marks one. If `error`, written for the model, is set, `calls` is empty and `content` the whole text."""
 
     content: str
     calls: list[Call] = field(default_factory=list)

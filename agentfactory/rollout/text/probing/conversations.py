@@ -58,10 +58,8 @@ def results_of(calls: list[dict[str, Any]]) -> list[Message]:
 
 
 def short_conversations(behaviour: Behaviour, parser: Parser | None) -> list[list[Message]]:
-    """Return conversations of all kinds that occur in chains, with the reasoning in the parser's place.
-
-    Turns end with full stops, because many tokenizers would merge their last letters with a newline of the template.
-    """
+    """Return conversations of all kinds that occur in chains, with the reasoning in the parser's place. Turns end with
+    full stops, because many tokenizers would merge their last letters with a newline of the template."""
 
     def said(word: str, reason: str = "", calls: list[dict[str, Any]] | None = None) -> Message:
         if reason and not behaviour.reasoning:

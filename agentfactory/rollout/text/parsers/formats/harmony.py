@@ -1,9 +1,6 @@
 """Harmony, the format of gpt-oss (PyPI `openai-harmony` and its documentation): a turn is several messages, each with a
-channel.
-
-`analysis` is reasoning, `commentary` with a recipient is a call, `commentary` without one and `final` are text. The
-recipient may be before the channel, as the chat template writes it, or after it, as models do.
-"""
+channel. `analysis` is reasoning, `commentary` with a recipient is a call, `commentary` without one and `final` are
+text. The recipient may be before the channel, as the chat template writes it, or after it, as models do."""
 
 import json
 import re

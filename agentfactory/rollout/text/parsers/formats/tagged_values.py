@@ -1,8 +1,6 @@
 """Formats whose values stand between tags, without quotes and mostly without types, which the schema determines.
-
 Qwen3-Coder's XML, which Qwen3.5 and later and Nemotron 3 write too, and Seed-OSS with other outer tags; GLM-4.5 and
-later, and Hunyuan 3 with other names; MiniMax M2, and DeepSeek V3.2 and V4.
-"""
+later, and Hunyuan 3 with other names; MiniMax M2, and DeepSeek V3.2 and V4."""
 
 import json
 import re
