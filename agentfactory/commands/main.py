@@ -211,7 +211,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
     from agentfactory.launching.placement import place
     from agentfactory.launching.reach_early import check_hub
     from agentfactory.launching.run_folder import RunFolderError, check_free
-    from agentfactory.recipe import adapters, checks
+    from agentfactory.recipe import checks
     from agentfactory.recipe.schema import stages_of
     from agentfactory.rollout.config import distinct
     from agentfactory.rollout.model_hub import OutOfReach, has_tokenizer
@@ -242,7 +242,7 @@ def _show(recipe: "Recipe | StagedRecipe", options: argparse.Namespace, lacks: "
                 if stage.model.lora is not None:
                     # it imports transformers
                     load_named("agentfactory.placement.meta_model:check_targets")(stage)
-                for doubt in adapters.doubts(stage):
+                for doubt in checks.doubts(stage):
                     comment(f"warning: {doubt}")
             plan = plan_run(recipe, options.resume, options.overwrite)
             for line in plan.describe():

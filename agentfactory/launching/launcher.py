@@ -17,8 +17,7 @@ from agentfactory.launching.resumption import rewind
 from agentfactory.launching.run_folder import ADAPTER, Hold, RunFolder, RunFolderError, check_free
 from agentfactory.launching.run_results import best_checkpoint, check_dropped, conclude, draw_curve
 from agentfactory.launching.start_server import begin_server, wait_for_server
-from agentfactory.recipe.adapters import doubts
-from agentfactory.recipe.checks import check_prepared
+from agentfactory.recipe.checks import check_prepared, doubts
 from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Recipe, StagedRecipe, stages_of
 from agentfactory.rollout.inference.server_command_line import address_fault, outside_fault

@@ -42,7 +42,8 @@ def take_over(data: Mapping[str, Any]) -> None:
 
 
 def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
-    """Set model and adapter of a stage to what the stage `before` ends with. Raises SettingError."""
+    """Set model and adapter of the mapping of stage `name` to what the stage `before` ends with: its checkpoint, the
+    same base and its adapter, or a base with this adapter merged. Raises SettingError."""
     model, adapter = stage.data.setdefault("model", {}), before.model.lora
     if not isinstance(model, dict):
         return
@@ -56,6 +57,7 @@ def follow(stage: Composed, name: str, before: Recipe, output: Path) -> None:
             raise SettingError("model.lora.merge", problem, "remove it", source=stage.origin("model.lora.merge"))
         return
     if before.model.chat_template is not None:
+        # the base has its own
         model.setdefault("chat_template", before.model.chat_template)
     if isinstance(lora, dict):
         shape = shape_of(adapter)
@@ -125,22 +127,30 @@ def check_adapter(recipe: Recipe, prepared: Path | None, after: str | None) -> N
     _check_tensors(folder, where, has_rows=shape["trainable_tokens"] is not None)
 
 
-def doubts(recipe: Recipe) -> list[str]:
+def doubts_about_adapter(recipe: Recipe) -> list[str]:
     """Return warnings about an adapter that was trained on another base or with another chat template."""
     lora, model = recipe.model.lora, recipe.model
     if lora is None or lora.from_ is None or not (Path(lora.from_) / ADAPTER).is_file():
         return []
-    folder = Path(lora.from_)
+    folder, found = Path(lora.from_), []
     base = _read(folder).get("base_model_name_or_path")
-    # a copy in a folder has the last part of its hub name
-    if not isinstance(base, str) or Path(base).resolve().name == Path(model.path).resolve().name:
-        return []
-    problem = f"{display(folder)} was trained on {base}, and model.path is {model.path}"
-    return [f"{_FROM}: {problem}; fix: name the same model"]
+    if isinstance(base, str) and not _same_model(base, model.path):
+        problem = f"{display(folder)} was trained on {base}, and model.path is {model.path}"
+        found.append(f"{_FROM}: {problem}; fix: name the same model")
+    own, template = Path(model.path) / "chat_template.jinja", folder / "chat_template.jinja"
+    is_other = own.is_file() and template.is_file() and own.read_bytes() != template.read_bytes()
+    if is_other and model.chat_template is None and not (folder / INFO).is_file():
+        found.append(
+            f"{_FROM}: {display(folder)} has another chat template than {display(Path(model.path))}, which is used; "
+            f"fix: model.chat_template={display(template)}"
+        )
+    return found
 
 
 def _continue(lora: dict[str, Any], shape: Mapping[str, Any], is_foreign: bool = False) -> None:
-    """Complete the mapping `lora` by the shape of the adapter that it continues, and `merge` by whether they differ."""
+    """Set the fields that the mapping `lora` leaves out to those of the adapter that it continues; `merge` to whether
+    they differ. A new adapter on the merged base takes over the rank alone. Whether a foreign adapter's modules are
+    all-linear, or fit a pattern, is not known here."""
     if lora.get("merge") is not True and lora.get("rank", shape["rank"]) == shape["rank"]:
         for name, value in shape.items():
             lora.setdefault(name, value)
@@ -162,6 +172,7 @@ def _comparable(lora: Mapping[str, Any], name: str) -> Any:
 
 
 def _scale(lora: Mapping[str, Any]) -> Any:
+    """Return the value of alpha, or its default."""
     value = lora.get("alpha")
     return 2 * lora["rank"] if value is None and isinstance(lora["rank"], int) else value
 
@@ -175,6 +186,7 @@ def _check_equal(lora: Mapping[str, Any], shape: Mapping[str, Any], where: str, 
 
 
 def _check_vision(stage: Composed, before: Recipe) -> None:
+    """Raise SettingError if one of the stages has adapters in the vision tower, and the other has none."""
     train = stage.data.get("train")
     vision = train.get("vision", "frozen") if isinstance(train, dict) else "frozen"
     if (vision != "frozen") != before.train.trains_vision:
@@ -183,15 +195,23 @@ def _check_vision(stage: Composed, before: Recipe) -> None:
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run's folder, of its stages, or of its folder of checkpoints."""
     folders = (folder, *folder.glob("checkpoints"), *folder.glob("*/checkpoints"))
     return [found for each in folders if each.is_dir() for found in checkpoints(each)]
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the LoRA adapter in `folder`. Raises SettingError if there is none."""
     where = display(folder)
     if not (folder / ADAPTER).is_file():
         fix = "name a folder written by peft, or a checkpoint of a run that trained an adapter"
-        raise SettingError(_FROM, f"{where} has no {ADAPTER}" if folder.is_dir() else f"{where}: no such folder", fix)
+        if not folder.is_dir():
+            raise SettingError(_FROM, f"{where}: no such folder", fix)
+        if (folder / "config.json").is_file():
+            raise SettingError(_FROM, f"{where} holds a full model", f"name it as model.path, and remove {_FROM}")
+        if found := _checkpoints_in(folder):
+            fix = f"name one of its checkpoints, such as {display(found[-1])}"
+        raise SettingError(_FROM, f"{where} has no {ADAPTER}", fix)
     try:
         config: dict[str, Any] = read_json(folder / ADAPTER)
     except (OSError, ValueError) as error:
@@ -219,3 +239,10 @@ def _check_tensors(folder: Path, where: str, has_rows: bool) -> None:
     if others or not names:
         what = f"it has the tensor {others[0]}" if others else "it has no tensors"
         raise SettingError(_FROM, f"{where} cannot be trained further: {what}", _MERGE)
+
+
+def _same_model(base: str, path: str) -> bool:
+    """Return whether two names can be those of one model: a copy in a folder has the last part of its hub name."""
+    if Path(base).is_dir() and Path(path).is_dir():
+        return Path(base).resolve() == Path(path).resolve()
+    return Path(base).name == Path(path).name

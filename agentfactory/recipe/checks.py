@@ -11,7 +11,7 @@ from typing import Any
 from agentfactory.base.errors import SettingError, short
 from agentfactory.base.processes.environment import is_setting
 from agentfactory.base.user_code.source_files import source_files, variables_read
-from agentfactory.recipe.adapters import check_adapter
+from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
 from agentfactory.recipe.code_checks import (
     check_anchors,
     check_programs,
@@ -382,3 +382,17 @@ def _variable_faults(recipe: Recipe) -> Iterator[Fault]:
             if not is_setting(name):
                 problem = f"{display(file)} reads {name}, which the recipe does not name, and so does not get it"
                 yield "env", problem, f"env: [{', '.join([*recipe.env, name])}], or unset {name}"
+
+
+def doubts(recipe: Recipe) -> list[str]:
+    """Return warnings about settings of a training run that can work, but hardly as meant."""
+    size, found = recipe.train.batch_size, doubts_about_adapter(recipe)
+    data = None if recipe.train.from_trajectories else recipe.data
+    # only rows in a file that exists and is fast to read
+    if data is None or data.file is None or not (data.file.is_file() and is_quick(data.file)):
+        return found
+    if (rows := len(load_tasks(data))) >= size:
+        return found
+    each = "the same row" if recipe.train.algorithm == "sft" else "groups of the same task"
+    problem = f"got {size}, more than the rows of data ({rows}): a batch has {each} several times"
+    return [*found, f"train.batch_size: {problem}; fix: lower it to {rows}, or add rows"]

@@ -111,8 +111,15 @@ def read_mapping(path: Path, source: str, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise SettingError(name, f"{display(path)}: no such file", "name an existing recipe", source=source) from None
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"{display(path)}: cannot be read: {error}"
-        raise SettingError(name, problem, "name a YAML file", source=source) from None
+        if not path.is_dir():
+            problem = f"{display(path)}: cannot be read: {error}"
+            raise SettingError(name, problem, "name a YAML file", source=source) from None
+        inside = [file for file in (path / "recipe.yaml", path / f"{path.name}.yaml") if file.is_file()]
+        fix = f"name {display(inside[0])}" if inside else "name a YAML file"
+        raise SettingError(name, f"{display(path)}: is a folder", fix, source=source) from None
+    if path.suffix == ".py":
+        fix = f"name a recipe, which is YAML, such as one with `tools: [{path.name}:NAME]`"
+        raise SettingError(name, f"{display(path)} is a Python file", fix, source=source)
     try:
         data = parse_yaml(text)
     except ValueError as error:

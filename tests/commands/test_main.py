@@ -24,7 +24,7 @@ BROKEN = [
     ("steps => stepz", r"train\.stepz: .*did you mean train\.steps\?"),
     ("learning_rate=1e-3", r"command line: learning_rate: .*train\.learning_rate"),
     ("1e-5 => abc", r"recipe\.yaml: train\.learning_rate: .*'abc'.*valid number"),
-    ("steps: 10 => steps: '10'", r"train\.steps: .*without quotes: 10"),
+    ("steps: 10 => steps: '10'", r"train\.steps: got '10'; fix: it must be a valid integer"),
     ("model.lora=8", r"model\.lora: .*8.*indented"),
     ("train.steps=0", r"train\.steps: .*0.*greater than 0"),
     ("model.dtype=fp8", r"model\.dtype: .*'fp8'.*'bfloat16'"),
@@ -64,7 +64,7 @@ BROKEN = [
     ("", r"model\.path: .*model has no config\.json; fix: name a folder"),
     (
         "tools=[] rollout.agent={command: sh run.sh}",
-        r"rollout\.agent\.command: .*not a list.*fix: write \[sh, run\.sh\]",
+        r"rollout\.agent\.command: .*not a list.*fix: write \[",
     ),
     (
         "tools=[] rollout.agent={command: [sh, '${here}/nope.sh']}",

@@ -17,7 +17,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.launching.launch_plan import State, plan_run
 from agentfactory.launching.run_folder import RunFolder
 from agentfactory.placement.meta_model import check_targets
-from agentfactory.recipe.adapters import doubts
+from agentfactory.recipe.checks import doubts
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.placement.shapes import sizes
 from tests.project import load_and_check, refused
@@ -213,13 +213,18 @@ def test_an_adapter_that_is_not_plain_is_merged_or_refused_by_name(make_adapter:
     ("lora", "error"),
     [
         ("{rank: 4, from: none}", r"model\.lora\.from: none: no such folder"),
-        ("{rank: 4, from: full}", r"full has no adapter_config\.json; fix: name a folder written by peft"),
+        ("{rank: 4, from: model}", r"model\.lora\.from: model has no adapter_config"),
+        ("{rank: 4, from: full}", r"full holds a full model; fix: name it as model\.path"),
         ("{rank: 4, merge: true}", r"model\.lora\.merge: got true, but there is no adapter to merge"),
         ("{from: prompt}", r"another kind: peft_type: PROMPT_TUNING"),
         ("{from: pickled}", r"pickled has no adapter_model\.safetensors"),
         ("{from: adapter, merge: false, rank: 8}", r"model\.lora\.rank: got 8, and the adapter in adapter has 4"),
-        ("{from: adapter, target_modules: all-linear}", r"target_modules: got 'all-linear', and .* \['q_proj'\]"),
-        ("{from: run}", r"lora\.from: run has no adapter_config.*; fix: name a folder written by peft"),
+        ("{from: adapter, target_modules: all-linear}", r"target_modules: got 'all-linear', and .* \['q_proj'\]; fix"),
+        ("{from: run}", r"lora\.from: run has no adapter_config.*; fix: name .* as run/sft/checkpoints/step-000020"),
+        ("{from: run, rank: 8}", r"lora\.from: run has no adapter_config\.json; fix: name one of its checkpoints"),
+        ("{from: run/sft}", r"such as run/sft/checkpoints/step-000020"),
+        ("{from: run/sft/checkpoints}", r"such as run/sft/checkpoints/step-000020"),
+        ("{from: adapter, form: x}", r"did you mean model\.lora\.from\?"),
     ],
 )
 def test_adapters_that_cannot_be_continued(make_adapter: Make, project: Path, lora: str, error: str) -> None:

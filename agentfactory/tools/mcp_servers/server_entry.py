@@ -1,6 +1,7 @@
 """The other end of a connection: a recipe's MCP server entry resolved on this machine, with secrets filled in."""
 
 import asyncio
+import difflib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from mcp.server import Server
 from mcp.server.mcpserver import MCPServer
 
 from agentfactory.base.config import CHAIN, Isolation, McpServerConfig
-from agentfactory.base.errors import SettingError
+from agentfactory.base.errors import SettingError, short
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.import_path import own_python, user_folders
 from agentfactory.base.user_code.loading import load_object
@@ -96,6 +97,10 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
     prefix = f"mcp_servers.{name}"
     expand_variables(f"{prefix}.headers", config.headers)
     expand_variables(f"{prefix}.env", config.env)
+    for field, text in (*((f"args.{n}", text) for n, text in enumerate(config.args)), ("cwd", config.cwd or "")):
+        for variable in _VARIABLE.findall(text):
+            if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
+                raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
     if config.keep_workspaces:
         check_kept(f"{prefix}.keep_workspaces", base / config.keep_workspaces)
     template = base / config.workspace if config.workspace else None
@@ -169,3 +174,8 @@ async def _run(*command: str) -> tuple[int | None, str]:
             await process.wait()
     lines = said.decode(errors="replace").strip().splitlines()
     return process.returncode, lines[-1] if lines else "no message on stderr"
+
+
+def _did_you_mean(variable: str) -> str:
+    is_close = difflib.get_close_matches(variable.lower(), ["chain"], cutoff=0.75)
+    return f"did you mean {CHAIN}?" if is_close else ""
