@@ -208,7 +208,7 @@ class _Files:
                 content.seek(place.offset)
                 try:
                     chains: Any = json.loads(content.read(place.length))["chains"]
-                except (ValueError, LookupError, TypeError) as error:
+                except (ValueError, LookupError, TypeError, RecursionError) as error:
                     self._note(_unreadable(CREDIT_FILE, ValueError(f"byte {place.offset}: {error!r}")))
                     return {}
                 return chains if isinstance(chains, dict) else {}

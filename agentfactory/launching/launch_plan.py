@@ -68,7 +68,7 @@ class Assignment:
             data = json.loads(file.read_text(encoding="utf-8"))
             recipe = Recipe.model_validate_json(json.dumps(data["recipe"]), strict=True)
             return cls(recipe, Path(data["checkpoint"]) if data["checkpoint"] else None)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"{display(file)} is not an assignment: {' '.join(str(error).split())[:200]}"
             fix = "only the launcher writes one: run `agentfactory train RECIPE`"
             raise SettingError("--assignment", problem, fix, source=COMMAND_LINE) from error

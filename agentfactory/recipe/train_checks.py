@@ -116,7 +116,7 @@ def _check_lengths(recipe: Recipe) -> None:
             continue
         try:
             config = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             # named when the model is loaded
             continue
         if isinstance(config, dict):

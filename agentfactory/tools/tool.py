@@ -176,7 +176,7 @@ def _tried(model: type[BaseModel], arguments: dict[str, Any]) -> tuple[BaseModel
 def _read_json(text: Any) -> list[Any] | dict[str, Any] | None:
     try:
         value = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, (list, dict)) else None
 

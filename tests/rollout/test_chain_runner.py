@@ -8,11 +8,17 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
 
+from agentfactory.rollout.chains.sampling import Sampler, Sampling
+from agentfactory.rollout.config import RolloutRecipe
+from agentfactory.rollout.inference.http_transport import InferenceError
+from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.trajectory import Outcome
 from tests.conftest import QUICKSTART
 from tests.scripted_chains import Scripted, call, scripted_chains
@@ -245,3 +251,16 @@ async def test_chains_never_see_each_others_state(tmp_path: Path, transport: str
         answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
         pages = [f"start {i}", *(f"chain {i} page {turn}" for turn in (0, 2, 4))]
         assert answers[1::2] == ["/".join(pages[:n]) for n in (2, 3, 4)]
+
+
+async def test_tokens_that_the_model_lacks_or_did_not_allow_are_the_servers_fault(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 300}')
+    recipe: Any = {"model": {"path": str(tmp_path)}, "rollout": {"max_tokens": 4}}
+    for ids, told in (
+        ([10**9], r"the token 1000000000, and the model has 300"),
+        ([5] * 9, "sampled 9 tokens, and max"),
+    ):
+        client: Any = SimpleNamespace(generate=AsyncMock(return_value=Completion(ids, [0.0] * len(ids), [], False, [])))
+        sampler = Sampler(RolloutRecipe.model_validate(recipe), client, [])
+        with pytest.raises(InferenceError, match=told):
+            await sampler.sample([1], Sampling("policy", 1.0, seed="s"), 0, 4)

@@ -267,3 +267,17 @@ async def test_an_agent_that_outlives_its_chain_calls_no_tool_of_the_next_one(tm
         assert (second.outcome, second.result) == (Outcome.AGENT_ERROR, "two")
         with pytest.raises(ChainEnded, match="while the tool was running"):
             await running[0]
+
+
+async def test_deep_arguments_are_no_json(tmp_path: Path) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "note", "arguments": "[" * 100_000}}
+    said = [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
+    body = {"messages": [*said, {"role": "tool", "tool_call_id": "a", "content": "x"}]}
+    async with elsewhere(tmp_path, ["a"], rewards=[], rollout={"max_total_tokens": 8192}) as (chains, program):
+        running = begin(chains)
+        key = (await program.take())["key"]
+        status, _ = await program.post(CHAT, key, **body)
+        assert status in (200, 400)
+        status, called = await program.post("/tools", key, name="note", arguments="[" * 100_000)
+        assert (status, "not JSON" in str(called)) == (200, True)
+        running.cancel()

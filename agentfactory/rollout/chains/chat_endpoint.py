@@ -77,7 +77,7 @@ class ChatEndpoint(InferenceClient):
             paths = set(json.loads(text)["paths"]) if status == 200 else set()
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None  # a web page, not an API
         return await self.connection.models(root) if set(NEEDED_ROUTES) <= paths else None
 
@@ -92,7 +92,7 @@ class ChatEndpoint(InferenceClient):
             names = [str(card["id"]) for card in cards if not card.get("parent")]
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {self.urls[0]}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ChatEndpointError("--model", f"{url} returned no list of models ({error!r})", "set it") from None
         if status in (401, 403):
             raise _denied(url, status, text)
@@ -226,7 +226,7 @@ def _answer(text: str) -> ChatAnswer:
         if not isinstance(message.get("tool_calls") or [], list):
             raise TypeError(f"tool_calls is {message['tool_calls']!r}")
         sampled, length = (_count(usage.get(name)) for name in ("completion_tokens", "total_tokens"))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise InferenceError(f"the endpoint's answer is not a chat completion: {error!r}: {text[:300]}") from error
     if reason not in (None, "stop", "length", "tool_calls", "function_call"):
         raise InferenceError(f"the endpoint ended its answer with finish_reason={reason!r}")

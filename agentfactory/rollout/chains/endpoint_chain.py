@@ -121,7 +121,7 @@ def _call(raw: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of {name} are not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {name} are not a JSON object")

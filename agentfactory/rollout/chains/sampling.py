@@ -11,6 +11,7 @@ from agentfactory.rollout.images.image_requests import RequestImages
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS
 from agentfactory.rollout.inference.http_transport import InferenceError
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient
+from agentfactory.rollout.text.tokenizer import vocabulary_of
 from agentfactory.rollout.token_row import ImageSpan, Span
 
 
@@ -45,6 +46,7 @@ class Sampler:
         self.images = images or TextOnly()
         self._banned = frozenset(() if self.images.vision is None else self.images.vision.banned_token_ids)
         self._bias = {str(token): BANNED_BIAS for token in self._banned}
+        self._vocabulary = vocabulary_of(recipe.model.path)
 
     async def sample(
         self,
@@ -78,6 +80,10 @@ class Sampler:
         completion = await self.client.generate(
             ids, model, parameters, sampling.cache_salt, sampling.seed, shown, encoded
         )
+        if (count := len(completion.token_ids)) > max_tokens:
+            raise InferenceError(f"the server sampled {count} tokens, and max_tokens was {max_tokens}")
+        if (largest := max(completion.token_ids, default=0)) >= self._vocabulary:
+            raise InferenceError(f"the server sampled the token {largest}, and the model has {self._vocabulary} tokens")
         if not self._banned.isdisjoint(completion.token_ids):
             token = next(token for token in completion.token_ids if token in self._banned)
             raise InferenceError(f"the server sampled the image token {token}, so it ignores logit_bias")

@@ -54,7 +54,7 @@ class ChainTools:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}", strict=False)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return f"The arguments of {name} are not JSON: {error}"
             if not isinstance(arguments, dict):
                 return f"The arguments of {name} are not a JSON object."

@@ -260,6 +260,6 @@ def _value(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments, strict=False) if arguments else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

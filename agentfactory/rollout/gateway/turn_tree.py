@@ -106,7 +106,7 @@ def _value(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ["no JSON", arguments]
     return _numbers(arguments)
 

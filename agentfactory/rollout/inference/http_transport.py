@@ -128,7 +128,10 @@ class Connection:
                 # JSON and metrics are UTF-8, whatever the header says
                 content = await answer_within(response, most)
                 return response.status, content.decode(errors="replace"), response.headers
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except TimeoutError as error:
+            late = str(error) if seconds is None else f"no answer to {method} {url} within {seconds:g} s"
+            raise LostError((late or repr(error)) + through(self._proxy)) from error
+        except (aiohttp.ClientError, OSError) as error:
             raise LostError((str(error) or repr(error)) + through(self._proxy)) from error
 
     async def _state(self, url: str, route: str) -> dict[str, Any] | None:

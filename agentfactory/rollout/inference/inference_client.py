@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 GENERATE = "/inference/v1/generate"
 NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
 LOAD_SECONDS = 10.0
+ROUTES_SECONDS = 60.0
 """Timeout of a request for metrics."""
 _PAGE = "docs/servers.md"
 
@@ -126,7 +127,7 @@ class InferenceClient:
         """Check that each server describes the routes that rollouts need. Raises ServerUnreachableError."""
         for url in self.urls:
             try:
-                status, text = await self.connection.request("GET", url + "/openapi.json")
+                status, text = await self.connection.request("GET", url + "/openapi.json", seconds=ROUTES_SECONDS)
                 if status == 401:
                     raise ServerUnreachableError(f"server {url} answered 401: {self.connection.lacking_key(url)}")
                 if status != 200:
@@ -149,7 +150,7 @@ class InferenceClient:
                 own = "set server.url=null to start one here" if self._section == "server" else "correct teacher.url"
                 fix = f"start it (agentfactory serve RECIPE), or {own}"
                 raise ServerUnreachableError(f"no server answers at {url}: {error}; fix: {fix}") from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ServerUnreachableError(f"server {url} answered invalid JSON to /openapi.json: {error}") from error
 
     async def generate(

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from agentfactory.base.errors import SettingError
@@ -102,3 +104,16 @@ def check_saved_chains(groups: Iterable[Group], tokenizer: PreTrainedTokenizerBa
         problem += f"{sum(found)} of {len(found)} chains"
         fix = "train a model with the tokenizer of the one that played"
         raise SettingError("train.from_trajectories", problem, fix)
+
+
+@cache
+def vocabulary_of(model: str) -> float:
+    """Return the number of tokens that a model's network knows, which may be larger than its tokenizer's; infinite if
+    its configuration does not tell."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model)
+    except (OSError, ValueError):
+        return inf
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    return size if type(size) is int else inf

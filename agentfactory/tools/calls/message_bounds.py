@@ -39,8 +39,13 @@ def id_of(message: bytes) -> int | str | None:
     found = _ID_FIRST.match(message[:_ENDS]) or _ID_LAST.search(message[-_ENDS:])
     try:
         return None if found is None else json.loads(found[1])
-    except ValueError:  # control characters, or bytes that are no UTF-8
+    except (ValueError, RecursionError):  # control characters, or bytes that are no UTF-8
         return None
+
+
+def most_bytes(result_bytes: int) -> int:
+    """Return the maximum size of a message that the filter passes, with its prefix."""
+    return BINARY_BYTES + (_TEXTS + 1) * passing(result_bytes)
 
 
 class MessageFilter:

@@ -18,7 +18,7 @@ from mcp_types import INTERNAL_ERROR
 from agentfactory.base.http.proxies import Proxy
 from agentfactory.base.http.server_keys import key_header, pinned
 from agentfactory.base.messages import ToolInfrastructureError
-from agentfactory.tools.calls.message_bounds import MessageFilter
+from agentfactory.tools.calls.message_bounds import MessageFilter, most_bytes
 from agentfactory.tools.mcp_servers.server_entry import HttpAddress
 from agentfactory.tools.mcp_servers.server_messages import Repairs, Tell
 
@@ -77,7 +77,7 @@ async def http_client(
         proxy=None if proxy is None else proxy.url,
         trust_env=False,
     ) as http:
-        transport = streamable_http_client(url, http_client=http, max_sse_event_size=None)
+        transport = streamable_http_client(url, http_client=http, max_sse_event_size=most_bytes(result_bytes))
         mode = "legacy" if target.session else "auto"
         async with Client(transport, cache=None, mode=mode, message_handler=receive) as client:
             yield client

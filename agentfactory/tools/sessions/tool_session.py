@@ -368,6 +368,6 @@ def _verdict(server: str, result: CallToolResult) -> EnvironmentReward:
         if isinstance(answer, dict) and "reward" not in answer and set(answer) == {"result"}:
             answer = answer["result"]  # the SDK's MCPServer wraps a plain return value this way
         return EnvironmentReward.parse(answer, "it")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         said = short(text_of(content_of(result)))
         raise EnvironmentRewardError(f"environment {server}: reward answered {said}: {error}") from None

@@ -75,6 +75,6 @@ def _text(value: Any) -> str | None:
     if isinstance(value, str):
         try:
             json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return json.dumps(value, ensure_ascii=False, default=str)

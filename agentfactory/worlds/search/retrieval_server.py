@@ -22,6 +22,8 @@ from agentfactory.worlds.search.passage import Passage
 from agentfactory.worlds.search.ranking import Index
 
 MOST_BYTES = 16 << 20
+MOST_PASSAGES = 20_000
+"""Maximum number of passages that a request may ask for, over all of its queries."""
 
 
 class Query(BaseModel):
@@ -45,6 +47,8 @@ def make_app(index: Index, topk: int) -> Starlette:
                 {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
             )
         count = asked.topk or topk
+        if len(asked.queries) * count > MOST_PASSAGES:
+            return JSONResponse({"detail": f"queries x topk: at most {MOST_PASSAGES} passages at a time"}, 422)
         found = await run_in_thread(lambda: [index.search(query, count) for query in asked.queries])
         return JSONResponse({"result": [[_item(each, asked.return_scores) for each in passages] for passages in found]})
 
@@ -58,7 +62,7 @@ def _encodable(body: bytes) -> bytes:
     """Return JSON without lone surrogates, which models write and pydantic rejects."""
     if rb"\ud" not in body.lower():
         return body
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.dumps(json.loads(body), ensure_ascii=False).encode("utf-8", "replace")
     return body
 

@@ -45,7 +45,7 @@ def load_rows(settings: dict[str, Any]) -> list[dict[str, Any]]:
         raise SettingError("verifiers.id", problem, "set tasks, or correct its load()") from error
     try:
         found = json.loads(process.stdout)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if not process.stdout and process.returncode == 0:
             raise SettingError("verifiers.python", f"got {python!r}, which is no Python", _PYTHON_FIX) from None
         problem = f"got {settings['id']!r}; its process ended with status {process.returncode} while it loaded"

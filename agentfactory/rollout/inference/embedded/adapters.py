@@ -75,7 +75,7 @@ class AdapterLayers:
         try:
             config: dict[str, Any] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
             tensors = load_file(folder / WEIGHTS)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
             raise AdapterError(f"{path} is not a readable adapter folder: {error}") from error
         if (reason := unsupported(config)) is not None:
             raise AdapterError(reason)

@@ -1,4 +1,4 @@
-"""`python -m tests.viewer.pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs. Without
+"""`python -m benchmarks.viewer_pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs. Without
 them, that of a film, of a run that it makes."""
 
 import asyncio
@@ -14,7 +14,7 @@ from tests.viewer.browsing import api, trajectory, viewing, when_read
 from tests.viewer.conftest import CHROMIUM
 from tests.viewer.screen_runs import screen_run
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 PHONE = (390, 740)
 GAP = 16
 
