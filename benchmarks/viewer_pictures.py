@@ -1,5 +1,5 @@
-"""`python -m benchmarks.viewer_pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs. Without
-them, that of a film, of a run that it makes."""
+"""`python -m benchmarks.viewer_pictures QUICKSTART OTHER`: takes the pictures of docs/viewer.md, of two such runs.
+Without them, that of a film, of a run that it makes."""
 
 import asyncio
 import sys
