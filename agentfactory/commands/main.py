@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentfactory.base.errors import is_interruption
+from agentfactory.base.files.untrusted_files import terminal_text
 from agentfactory.base.http.proxies import spare_loopback
 from agentfactory.base.processes.supervised import DiedFromInside, Signalled, exited_by, supervised
 from agentfactory.base.user_code.entry_points import load_named
@@ -303,7 +304,7 @@ _MODULES = {
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(terminal_text(text), flush=True)
 
 
 def _show_traceback() -> None:
@@ -321,5 +322,6 @@ def _end(text: str, status: int) -> int:
     if sys.stdout.isatty():
         # a killed trainer could not restore the cursor
         print("\x1b[?25h", end="", flush=True)
-    print(f"agentfactory: {text}", file=sys.stderr, flush=True)
+    # a server's answer, or an exception of user code, may contain sequences that a terminal obeys
+    print(f"agentfactory: {terminal_text(text)}", file=sys.stderr, flush=True)
     return status

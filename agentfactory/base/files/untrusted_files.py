@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import secrets
 import stat
 import subprocess
@@ -93,9 +94,17 @@ def has_few_values(content: bytes, most: int = JSON_VALUES) -> bool:
     return sum(map(content.count, (b",", b"[", b"{"))) <= most
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
 def printable(text: str) -> str:
     """Return a text with the control sequences of a terminal escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def terminal_text(text: str) -> str:
+    """Return lines of text with control characters, which a terminal obeys, and lone surrogates escaped."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def lines_of(file: BinaryIO, most: int = LINE_BYTES) -> Iterator[bytes]:

@@ -142,7 +142,7 @@ class ChatEndpoint(InferenceClient):
             raise _denied(url, status, text)
         no_tools = tools and "tool" in text.lower()
         # transient errors may be gone when chains run; llama.cpp answers 500 if it does not support tools
-        final = 400 <= status < 500 and not _heals(status, text) and _LIMIT_REACHED not in text
+        final = (status < 200 or 300 <= status < 500) and not _heals(status, text) and _LIMIT_REACHED not in text
         if final or (status == 500 and no_tools):
             fix = "set eval.request to parameters that it accepts, such as {reasoning_effort: low}"
             if "temperature" in text:

@@ -38,12 +38,15 @@ from agentfactory.tools.mcp_servers.stdio import collected_stderr, stdio_transpo
 from agentfactory.tools.mcp_servers.streamable_http import http_client
 
 logger = logging.getLogger(__name__)
+# the SDK logs tracebacks of what we name ourselves; without a handler, Python would print them
+logging.getLogger("mcp").addHandler(logging.NullHandler())
 
 Log = Callable[[dict[str, Any]], None]
 
 REOPEN_DELAYS = (0.0, 0.5, 2.0)
 """Seconds to wait before reopening a lost connection, by consecutive failures; after the last one, give up."""
 QUIET_SECONDS = 10.0
+_SHOWN = 1000
 OPEN_SECONDS = 120.0
 """Time limit for starting a server and listing its tools; `npx` may have to download it first."""
 LISTEN_DELAYS = (1.0, 10.0, 60.0)
@@ -379,4 +382,5 @@ def _describe(error: BaseException) -> str:
         return "; ".join(dict.fromkeys(_describe(inner) for inner in error.exceptions))
     if isinstance(error, ToolInfrastructureError):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    # pydantic's errors have a line per field
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"

@@ -15,7 +15,14 @@ from mcp.client._transport import TransportStreams
 from mcp.client.stdio import get_default_environment
 from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
-from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+from mcp_types import (
+    PARSE_ERROR,
+    ErrorData,
+    JSONRPCError,
+    JSONRPCRequest,
+    JSONRPCResponse,
+    jsonrpc_message_adapter,
+)
 
 from agentfactory.base.run_notices import notify
 from agentfactory.tools.calls.message_bounds import MessageFilter, id_of
@@ -27,6 +34,8 @@ _END_SECONDS = 2.0
 """Seconds that a process may take to end after its stdin is closed, and again after SIGTERM."""
 _FLUSH_SECONDS = 0.5
 _POLL_SECONDS = 0.01
+_MOST_REQUESTS = 1000
+"""Maximum number of a server's own requests whose answers it has not read: each is a task of the SDK."""
 
 
 @asynccontextmanager
@@ -51,8 +60,10 @@ async def stdio_transport(
     incoming_end, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, outgoing_end = anyio.create_memory_object_stream[SessionMessage](0)
     written, repairs = anyio.Event(), Repairs(tell)
+    open_requests = 0
 
     async def read() -> None:
+        nonlocal open_requests
         async with incoming_end:
             told = False
             async for line in _lines(process, most):
@@ -60,6 +71,11 @@ async def stdio_transport(
                 if isinstance(messages[0], Exception) and not told:
                     told, name = True, " ".join([server.command, *server.args])
                     notify(logger, f"garbage of {name}", f"a line on stdout of {name} is no message: {line[:200]!r}")
+                open_requests += sum(isinstance(getattr(each, "message", None), JSONRPCRequest) for each in messages)
+                if open_requests > _MOST_REQUESTS:
+                    name, text = server.command, f"sent {_MOST_REQUESTS} requests and reads no answer: it is ended"
+                    notify(logger, f"requests of {name}", f"the tool server {name} {text}; fix: correct it")
+                    break
                 try:
                     for message in messages:
                         await incoming_end.send(message)
@@ -70,6 +86,7 @@ async def stdio_transport(
             """Drain: a process that blocks on a full pipe cannot end."""
 
     async def write() -> None:
+        nonlocal open_requests
         assert process.stdin is not None
         try:
             async with outgoing_end:
@@ -77,6 +94,7 @@ async def stdio_transport(
                     message = sent.message.model_dump(mode="json", by_alias=True, exclude_unset=True)
                     repairs.sent(message)
                     await process.stdin.send(f"{json.dumps(message, ensure_ascii=False)}\n".encode())
+                    open_requests -= isinstance(sent.message, JSONRPCResponse | JSONRPCError)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
             await incoming_end.aclose()  # no answer can come any more
         finally:

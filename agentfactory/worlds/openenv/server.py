@@ -238,4 +238,5 @@ class Session:
 def _told(fault: Any) -> str:
     if not isinstance(fault, dict):
         return str(fault)
-    return f"{'.'.join(map(str, fault.get('loc') or ())) or 'action'}: {fault.get('msg')}"
+    place = fault.get("loc")
+    return f"{'.'.join(map(str, place if isinstance(place, list) else ())) or 'action'}: {fault.get('msg')}"

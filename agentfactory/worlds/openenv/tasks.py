@@ -1,6 +1,7 @@
 """`data.openenv`: episodes of an OpenEnv server, as data rows."""
 
 import asyncio
+import json
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +15,9 @@ from agentfactory.base.user_code.extras import check_extra
 from agentfactory.rollout.config import TaskSource
 from agentfactory.worlds.openenv.server import RefusedAction, Server, ServerFault, Session
 from agentfactory.worlds.openenv.words import calls_tools, in_words, tools_in_words
+
+_MOST_CHARACTERS = 100_000
+"""Maximum length of the schema of actions, whose description each row has."""
 
 
 class OpenEnvSource(TaskSource):
@@ -67,6 +71,9 @@ class OpenEnvSource(TaskSource):
         schema = schemas.get("action")
         if not isinstance(schema, dict):
             raise ServerFault(f"{server}/schema has no schema of actions", "give the address of an OpenEnv server")
+        if len(json.dumps(schema)) > _MOST_CHARACTERS:
+            told = f"{server}/schema describes actions in more than {_MOST_CHARACTERS:,} characters"
+            raise ServerFault(told, "shorten it: the model reads it in each task")
         question = self.question
         if question is None:
             about = (await server.get("/metadata")).get("description")
