@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentfactory.rollout.inference.sglang.front import NCCL_VARIABLES
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.nccl_sync import NcclSync, group_for, packed
 from agentfactory.trainers.sync.server_control import ServerControl, SyncError
@@ -111,3 +112,20 @@ def test_without_a_gpu_it_is_refused() -> None:
     for kind in ({}, {"process_group": "nccl"}):
         with pytest.raises(SyncError, match=fault):
             group_for([{"world_size": 1, **kind}])
+
+
+def test_nccl_that_cannot_join_sglangs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    answer = {"world_size": 1, "process_group": "nccl", "variables": NCCL_VARIABLES, "nccl": "2.28.9"}
+    for name, value in NCCL_VARIABLES.items():
+        monkeypatch.delenv(name, raising=False)
+        with pytest.raises(SyncError, match=rf"SGLang sets {name}=0, and the trainer has None; export {name}=0"):
+            group_for([answer])
+        monkeypatch.setenv(name, value)
+    assert group_for([answer])
+    for version, told in (("2.30.4", "has NCCL 2.30.4"), (None, "was not started here, so that its version")):
+        with pytest.raises(
+            SyncError, match=rf"the trainer has NCCL 2.28.9, and SGLang {told}.*; use sync.backend: file"
+        ):
+            group_for([{**answer, "nccl": version}])

@@ -3,6 +3,7 @@
 Untested over NCCL: tests run the protocol over gloo, against a receiver that splits the stream like vLLM 0.32
 (vllm/distributed/weight_transfer/nccl_engine.py)."""
 
+import os
 import queue
 import socket
 import threading
@@ -97,9 +98,23 @@ def group_for(answers: Sequence[Mapping[str, Any]]) -> OpenGroup:
     if len(kinds) > 1:
         raise SyncError("sync.backend: nccl: the servers join different kinds of group; use servers of one engine")
     kind = kinds.pop()
-    if reason := why_impossible(kind):
+    if reason := why_impossible(kind) or next(filter(None, map(_unequal, answers)), None):
         raise SyncError(f"sync.backend: nccl: {reason}")
     return VllmGroup if kind is None else partial(TorchGroup, backend=kind)
+
+
+def _unequal(answer: Mapping[str, Any]) -> str | None:
+    """Return why NCCL would refuse, or never form, a group with these workers; None if nothing is known to differ."""
+    if answer.get("process_group") != "nccl":
+        return None
+    ours, theirs = ".".join(map(str, torch.cuda.nccl.version())), answer.get("nccl")
+    if ours != theirs:
+        told = f"has NCCL {theirs}" if theirs else "was not started here, so that its version of NCCL is unknown"
+        return f"the trainer has NCCL {ours}, and SGLang {told}: NCCL joins equal versions only; use sync.backend: file"
+    for name, value in answer.get("variables", {}).items():
+        if (found := os.environ.get(name)) != value:
+            return f"SGLang sets {name}={value}, and the trainer has {found}; export {name}={value}, or use file"
+    return None
 
 
 def why_impossible(kind: str | None = None) -> str | None:

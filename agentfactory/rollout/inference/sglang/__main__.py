@@ -92,6 +92,14 @@ class SglangProcess:
             raise SettingError("server.engine", problem, "its own error is in the log above")
 
 
+def _nccl_of(python: str | None) -> str | None:
+    """Return the version of NCCL that a Python has; None if it has none."""
+    code = "from importlib.metadata import distributions as found\n"
+    code += "print(*{each.version for each in found() if each.metadata['Name'].startswith('nvidia-nccl')})"
+    command = own_python("-c", code, executable=python)
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = server_parser("agentfactory.rollout.inference.sglang", __doc__)
     parser.add_argument("--dtype", default="auto")
@@ -118,7 +126,8 @@ async def _serve(
         if served.max_model_len < args.max_model_len:
             problem = f"got {args.max_model_len}, but {url} takes {served.max_model_len} tokens"
             raise SettingError("server.max_model_len", problem, "lower it, or start SGLang with --context-length")
-        await answer_requests(listener, Front(sglang, served, args.served_model_name, api_key))
+        nccl = None if process is None else await asyncio.to_thread(_nccl_of, args.python)
+        await answer_requests(listener, Front(sglang, served, args.served_model_name, api_key, nccl))
         await (process.watch() if process is not None else asyncio.Event().wait())
 
 

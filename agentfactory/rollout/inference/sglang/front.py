@@ -15,15 +15,22 @@ _MODES = {"abort": "abort", "keep": "retract"}
 """Mode of /pause -> mode of SGLang's /pause_generation. `in_place` would also keep requests, but leaves a sampled token
 unprocessed, which SGLang would then count among those of the next version."""
 
+NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""Variables that SGLang sets in its processes (sglang/srt/entrypoints/engine.py)."""
+
 
 class Front(ProtocolServer):
     """Our protocol's routes, answered by one SGLang server."""
 
-    def __init__(self, sglang: Sglang, served: Served, served_model_name: str, api_key: str) -> None:
+    def __init__(
+        self, sglang: Sglang, served: Served, served_model_name: str, api_key: str, nccl: str | None = None
+    ) -> None:
+        """`nccl` is the version of NCCL that SGLang has, if it is known."""
         super().__init__("SGLang", api_key, served.max_model_len, images=True)
         self._sglang = sglang
         self._served = served
         self._name = served_model_name
+        self._nccl = nccl
         self._updates = WeightUpdates(sglang, served.on_gpu)
         self._aborts: set[asyncio.Task[Any]] = set()
 
@@ -66,9 +73,11 @@ class Front(ProtocolServer):
         return {"message": "Weight transfer initialized"}
 
     async def get_world_size(self, http: web.BaseRequest) -> Json:
-        """Return the number of workers, their host, and the kind of process group in which they receive a broadcast."""
-        host = urlsplit(self._sglang.url).hostname
-        return {"world_size": self._served.workers, "host": host, "process_group": self._updates.process_group}
+        """Return the number of workers, their host, the kind of process group in which they receive a broadcast, and
+        what NCCL requires to be equal on both ends: its version, and these variables."""
+        host, kind = urlsplit(self._sglang.url).hostname, self._updates.process_group
+        needs = {"nccl": self._nccl, "variables": NCCL_VARIABLES} if kind == "nccl" else {}
+        return {"world_size": self._served.workers, "host": host, "process_group": kind, **needs}
 
     async def start_weight_update(self, http: web.BaseRequest) -> Json:
         await self._updates.start()
