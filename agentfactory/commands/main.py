@@ -104,8 +104,7 @@ def _ended_by(error: BaseException) -> int:
 
     match error:
         case SettingError() | RunFolderError():
-            print(f"agentfactory: {error}", file=sys.stderr, flush=True)
-            return REFUSED
+            return _end(str(error), REFUSED)
         case CommandFailed():
             return _end(str(error), error.status)
         case ToolInfrastructureError() if not after:

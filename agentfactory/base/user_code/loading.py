@@ -69,7 +69,7 @@ def load_module(path: Path) -> ModuleType:
             raise
         if is_interruption(error):
             raise KeyboardInterrupt from error
-        problem = f"{path} fails on import: {type(error).__name__}: {error}{_place(error, path)}"
+        problem = f"{path} fails on import: {type(error).__name__}: {_said(error)}{_place(error, path)}"
         raise UserCodeError(problem, _fix(error)) from error
     return module
 
@@ -102,6 +102,13 @@ def _place(error: BaseException, path: Path) -> str:
         return ""
     file, line = users[-1]
     return f" (line {line})" if file == str(path) else f" ({file}, line {line})"
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # boundary: the user's own class
+        return "an error whose __str__ raises another"
 
 
 def _fix(error: BaseException) -> str:
