@@ -70,7 +70,7 @@ def test_full_reference_has_the_models_dtype_and_is_not_trained(make_recipe: Mak
     recipe = make_recipe()
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
     model, reference = make_model(recipe)
-    frozen: Any = reference._frozen
+    frozen: Any = reference.network
     assert {parameter.dtype for parameter in frozen.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
     # rotary angles have full precision

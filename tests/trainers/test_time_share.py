@@ -247,9 +247,10 @@ def test_a_refusal_stops_the_run(train: Callable[[], Any], recorder: Recorder) -
     assert "trainer: made" in recorder.calls
 
 
-def test_a_run_that_is_told_to_stop_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stop, "heard", True)
-    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), retry_seconds=600.0, stop=Stop())
+def test_a_run_that_is_told_to_stop_waits_for_no_server() -> None:
+    stop = Stop()
+    stop.heard = signal.SIGTERM
+    turns = TimeShare(ServerControl("http://127.0.0.1:9"), torch.device("cpu"), retry_seconds=600.0, stop=stop)
     with pytest.raises(ServerGoneError, match=r"127\.0\.0\.1:9/sleep"), turns.training():
         pytest.fail("the trainer's turn")
 

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
 from agentfactory.base.errors import SettingError
@@ -111,9 +111,8 @@ def vocabulary_of(model: str) -> float:
     """Return the number of tokens that a model's network knows, which may be larger than its tokenizer's; infinite if
     its configuration does not tell."""
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model)
-    except (OSError, ValueError):
+        config = _object(json.loads(Path(cached_file(model, "config.json") or "").read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
         return inf
-    text = config.get("text_config")
-    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    size = _object(config.get("text_config")).get("vocab_size", config.get("vocab_size"))
     return size if type(size) is int else inf

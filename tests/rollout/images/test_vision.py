@@ -90,7 +90,7 @@ def test_an_omni_model_is_not_called_a_text_model(tmp_path):
 
 def test_limits_that_no_size_keeps_are_told():
     """The rule alternately enlarges and shrinks the image."""
-    with pytest.raises(ValueError, match=r"from 3072 to 4096 pixels; set model.max_image_pixels to at least twice"):
+    with pytest.raises(ValueError, match=r"from 3072 to 4096 pixels in whole tokens"):
         SizeRule(32, 3072, 4096).fitted(200, 100)
     width, height = SizeRule(32, 3072, 2 * 3072).fitted(200, 100)
     assert 3072 <= width * height <= 2 * 3072
