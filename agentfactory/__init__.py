@@ -1,7 +1,6 @@
 """AgentFactory: reinforcement learning for LLM agents that call tools over many turns.
 
-Public names are loaded on first use (PEP 562): `from agentfactory import tool` does not load torch.
-"""
+Public names are loaded on first use (PEP 562): `from agentfactory import tool` does not load torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

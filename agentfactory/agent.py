@@ -69,8 +69,7 @@ class Agent(AgentHooks):
             print(result.rewards)
 
     Without `async with`, the first `run` opens it and `close` closes it. It uses the same engine as training:
-    `rollout.agent` may name a subclass that overrides `generate` or `parse`; training creates it without arguments.
-    """
+    `rollout.agent` may name a subclass that overrides `generate` or `parse`; training creates it without arguments."""
 
     def __init__(
         self,

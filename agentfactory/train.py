@@ -3,8 +3,7 @@
 
 Reinforcement learning needs an inference server at `server.url` (`agentfactory serve RECIPE`); rank 0 starts the
 rollout worker. `--resume [PATH]` continues the run in `output`. `agentfactory train RECIPE` does all of this, and runs
-the stages of a staged recipe: it starts this module with an assignment. `launching/trainer_main.py` does the work.
-"""
+the stages of a staged recipe: it starts this module with an assignment. `launching/trainer_main.py` does the work."""
 
 from agentfactory.base.user_code import import_path
 

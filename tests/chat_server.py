@@ -1,7 +1,6 @@
 """A chat endpoint for tests: OpenAI's protocol over real HTTP, scripted, or backed by a server that takes token ids.
 
-It is independent of AgentFactory's requests: it accepts and refuses the same requests as OpenAI's API.
-"""
+It is independent of AgentFactory's requests: it accepts and refuses the same requests as OpenAI's API."""
 
 import asyncio
 import json

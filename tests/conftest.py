@@ -55,8 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make pytest-xdist distribute files in our order; by default it begins with the files with the most tests.
 
     A shell's background jobs ignore Ctrl-C, and `nohup` ignores hang-ups. The tests do the same by a handler, which
-    child processes do not inherit.
-    """
+    child processes do not inherit."""
     config.option.loadscopereorder = False
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:

@@ -1,7 +1,6 @@
 """A fork server for our commands: a process that has already imported everything forks one process per command.
 
-The forked process runs the command's `main` with its own arguments, environment and output, as `python -m` would.
-"""
+The forked process runs the command's `main` with its own arguments, environment and output, as `python -m` would."""
 
 import importlib
 import multiprocessing

@@ -17,8 +17,7 @@ from agentfactory.rollout.inference.server_metrics import REPLICA_HEADER
 class Recording:
     """A proxy's records. `exchanges` are pairs of a `/inference/v1/generate` request and its answer, in answer order.
 
-    While `fails_with` is set to a status, the proxy answers such requests with it itself; `failures` counts them.
-    """
+    While `fails_with` is set to a status, the proxy answers such requests with it itself; `failures` counts them."""
 
     url: str = ""
     fails_with: int | None = None

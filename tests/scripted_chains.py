@@ -115,8 +115,7 @@ async def scripted_chains(
     are sent as they are. Truncate the answer at the request's token limit.
 
     There is a tool `note`, and the reward is the number of turns; `fields` are recipe sections. `knows_stops`: the
-    server ends turns at stop strings.
-    """
+    server ends turns at stop strings."""
 
     def ended(text: str) -> list[int]:
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -2,8 +2,7 @@
 
 `python -m tests.sglang_api FOLDER` writes `sglang_api.json` from the unpacked wheel in FOLDER. A test compares the two
 (tests/rollout/test_sglang_api.py), and the stand-in for SGLang refuses what is not in the file
-(tests/sglang_server.py).
-"""
+(tests/sglang_server.py)."""
 
 import ast
 import json

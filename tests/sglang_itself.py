@@ -1,8 +1,7 @@
 """SGLang's own classes and hashes: a process of SGLang's environment, without a server.
 
 Each line of standard input is [class, body]; it fails at the first body that SGLang's HTTP server would not accept. It
-prints the number of bodies, and for each of `weights()` the hashes on a CPU and, by Triton's interpreter, on a GPU.
-"""
+prints the number of bodies, and for each of `weights()` the hashes on a CPU and, by Triton's interpreter, on a GPU."""
 
 import importlib.util
 import json

@@ -6,8 +6,7 @@ renames the model at an update from disk, ends turns after 128 tokens unless tol
 context free, and stacks projections.
 
 FAULT in SGLANG_STAND_IN_FAULT: `raw` ignores the temperature in log-probabilities, `deaf` answers updates without
-loading them, `nan` ends turns as SGLang does at NaN logits, `mute` reports no versions.
-"""
+loading them, `nan` ends turns as SGLang does at NaN logits, `mute` reports no versions."""
 
 import argparse
 import asyncio

@@ -1,8 +1,7 @@
 """Unmodified inspect-ai and lm-eval on a checkpoint behind `serve --chat`: their results equal those of `agentfactory
 eval`, to the token.
 
-`make test-harnesses` installs them into a separate environment, because they need other versions of packages.
-"""
+`make test-harnesses` installs them into a separate environment, because they need other versions of packages."""
 
 import json
 import os

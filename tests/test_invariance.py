@@ -1,8 +1,7 @@
 """Splitting, ordering and distributing rows changes nothing: one SGD step at learning rate 1, by the user's command, or
 for a single process by the code that the command runs in it.
 
-The rows were sampled by the trained model itself, in the quickstart's first step.
-"""
+The rows were sampled by the trained model itself, in the quickstart's first step."""
 
 import json
 import os

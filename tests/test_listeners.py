@@ -1,7 +1,6 @@
 """Every listening command uses loopback only, requires a key, rejects other pages in a browser, and bounds bodies.
 
-Sockets are found by psutil in the whole process tree, not taken from the code.
-"""
+Sockets are found by psutil in the whole process tree, not taken from the code."""
 
 import base64
 import http.client

@@ -1,7 +1,6 @@
 """mini-swe-agent, an unmodified command-line agent: its commands run, and none of its processes is left.
 
-`make test-agents` installs it into a separate environment, because it needs other versions of packages.
-"""
+`make test-agents` installs it into a separate environment, because it needs other versions of packages."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Multi-node training: the SLURM script with all machines simulated on this one by real processes.
 
-Each machine has its own loopback address, and each of the two trainer machines runs one process. NCCL is not tested.
-"""
+Each machine has its own loopback address, and each of the two trainer machines runs one process. NCCL is not tested."""
 
 import json
 import os

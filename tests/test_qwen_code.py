@@ -1,7 +1,6 @@
 """Qwen Code, an unmodified command-line agent on Node, in the sandbox: its commands run, and no process is left.
 
-`make test-agents` installs it from npm.
-"""
+`make test-agents` installs it from npm."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """A killed run resumes as if nothing had happened: trainer, worker and run folder, by the user's commands.
 
-`AGENTFACTORY_KILLS=50 pytest tests/test_resume.py` kills the recorded run 50 times; the default is three.
-"""
+`AGENTFACTORY_KILLS=50 pytest tests/test_resume.py` kills the recorded run 50 times; the default is three."""
 
 import json
 import os

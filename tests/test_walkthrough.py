@@ -1,7 +1,6 @@
 """README.md and the pages of docs/, followed in a terminal as by a new user: every `bash` block, line by line.
 
-It takes minutes, so it is in `make test-long`. Blocks that only show a command's syntax are marked `sh`.
-"""
+It takes minutes, so it is in `make test-long`. Blocks that only show a command's syntax are marked `sh`."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """The quickstart after a few steps, trained once for all processes of a test run.
 
-`python -m tests.trained_quickstart FOLDER` trains it ahead of the tests that need it.
-"""
+`python -m tests.trained_quickstart FOLDER` trains it ahead of the tests that need it."""
 
 import subprocess
 import sys

@@ -1,7 +1,6 @@
 """Generated small random models of the families that use their own image processor, and of GLM.
 
-They need torchvision where transformers' processors do.
-"""
+They need torchvision where transformers' processors do."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -139,8 +139,7 @@ def optimizer_state(model: nn.Module, train: TrainConfig) -> int:
     adamw: two moments. adamw_8bit: two moments of one byte each and a float32 constant for each block of 256, but in
     float32 for weights with fewer than 4096 values (bitsandbytes 0.50, Optimizer2State). lion and sgd: one. adafactor:
     sums over the last two dimensions, or one number per weight with a single dimension. muon: one for matrices within
-    layers, and adamw's for all others.
-    """
+    layers, and adamw's for all others."""
     if train.optimizer.name == "muon":
         groups = make_optimizer(model, train).param_groups
         return sum(_bytes(group["params"]) * (1 if group["matrix"] else 2) for group in groups)

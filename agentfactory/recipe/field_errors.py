@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from agentfactory.base.config import Choice, fields_of
 from agentfactory.base.errors import SettingError, short
 from agentfactory.recipe.choices import CHOICES, chosen
+from agentfactory.recipe.yaml_text import parse_yaml
 from agentfactory.rollout.config import DataConfig, TaskSource, source_of
 
 _DISTINCT = re.compile(r".*_.*|lr|r")
@@ -79,6 +81,8 @@ def _explain(error: Any, data: Any, model: type[BaseModel]) -> tuple[str, str, s
             return name, f"got {got}, not a list", "write [..., ...]"
         case "string_type":
             return name, f"got {got}, not text", "write text, in quotes if it looks like another type"
+    if (meant := _without_quotes(error["input"])) is not None:
+        return name, f"got {got}, which is text", f"write it without quotes: {meant}"
     # pydantic adds how it tried to read the value
     return name, f"got {got}", wanted.replace("Input should be", "it must be").partition(", unable to parse")[0]
 
@@ -90,6 +94,14 @@ def _other_choice(section: type[Choice], choice: str, keys: list[str]) -> str | 
     chooser = ".".join([*path, section.chooser])
     now = f"the {path[-1]} is a {choice}" if choice in section.model_fields else f"{chooser} is {choice}"
     return f"remove it: {' or '.join(others)} has it, and {now}" if others else None
+
+
+def _without_quotes(given: Any) -> str | None:
+    """Return the number or truth value in a text that was written in quotes, else None."""
+    with suppress(ValueError):
+        if isinstance(given, str) and isinstance(parse_yaml(given), (bool, int, float)):
+            return given.strip()
+    return None
 
 
 def did_you_mean(name: str, known: list[str], model: type[BaseModel] | None = None) -> str:

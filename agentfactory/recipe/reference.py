@@ -206,15 +206,11 @@ def _stages() -> str:
 
 def _presets() -> str:
     rows = [
-        [f"`{name}`", ", ".join(f"`{field}: {_plain(value)}`" for field, value in fields.items()) or "as above"]
+        [f"`{name}`", ", ".join(f"`{field}: {value}`" for field, value in fields.items()) or "as above"]
         for name, fields in ALGORITHMS.items()
     ]
     about = "`train.algorithm` sets these defaults for fields that the recipe leaves out. For the formulas, see "
     return f"## Defaults by algorithm\n\n{about}[Algorithms](algorithms.md).\n\n" + _table(["algorithm", "sets"], rows)
-
-
-def _plain(value: Any) -> str:
-    return value.value if isinstance(value, StrEnum) else str(value)
 
 
 def _values(enum: type[StrEnum]) -> str:

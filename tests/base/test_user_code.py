@@ -99,7 +99,7 @@ def test_a_file_that_others_import_is_the_same_module(tmp_path: Path) -> None:
         ),
         ("from no_such.place import x", r"No module named 'no_such' \(line 1\); fix: install it"),
         ("import broken_helper", r"SyntaxError: .*broken_helper.py, line 1\); fix: correct the file"),
-        ("from yaml import mine", "correct the import, whose yaml may come before a file of yours of that name"),
+        ("from yaml import mine", "correct the import; the library yaml comes before a file of that name"),
         ("raise SystemExit(3)", r"SystemExit: 3 \(line 1\); fix: do not end the program"),
     ],
 )

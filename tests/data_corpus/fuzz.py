@@ -1,8 +1,7 @@
 """A mutation fuzzer of the data corpus. Every mutant loads, or is refused with an error of ours that names file, row
 and fix; and what is trained is what a rendering without our loader gives, or a notice tells the difference.
 
-`python -m tests.data_corpus.fuzz --seconds 1200` runs for 20 minutes, and prints what it found.
-"""
+`python -m tests.data_corpus.fuzz --seconds 1200` runs for 20 minutes, and prints what it found."""
 
 import argparse
 import copy

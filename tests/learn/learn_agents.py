@@ -1,7 +1,6 @@
-"""What `make learn-agents` runs: the hunt played by agents that keep their own loop, on four SDKs and frameworks.
+"""Part of `make learn-agents`: the hunt played by agents that keep their own loop, on four SDKs and frameworks.
 
-They come from PyPI: OpenAI's and Anthropic's SDKs, LangGraph, smolagents.
-"""
+They come from PyPI: OpenAI's and Anthropic's SDKs, LangGraph, smolagents."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `make learn` runs, too: examples/minimal_rl.py learns, on every seed of the variable SEEDS; in full by
+"""Part of `make learn`: examples/minimal_rl.py learns, on every seed of the variable SEEDS; in full by
 `make learn-worlds`."""
 
 import re

@@ -1,5 +1,5 @@
-"""What `make learn` runs, too: what `agentfactory new` writes is trained as its README says, learns, and prints it
-within minutes, on every seed of the variable SEEDS."""
+"""Part of `make learn`: the templates of `agentfactory new` learn in minutes, by the commands of their READMEs, on
+every seed of the variable SEEDS."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What `make learn` runs: gpt-oss and a DeepSeek network hunt treasure by the quickstart's way, each in its own format,
+"""Part of `make learn`: gpt-oss and a DeepSeek network hunt treasure by the quickstart's way, each in its own format,
 on every seed of the variable SEEDS."""
 
 import json

@@ -1,7 +1,6 @@
-"""What `make learn` runs: the quickstart's second stage with an adapter, where server or trainer hold rounded weights.
+"""Part of `make learn`: the quickstart's second stage with an adapter, where server or trainer hold rounded weights.
 
-Success is the server's: what it samples with rounded weights under the trained adapter. The first of SEEDS is used.
-"""
+Success is the server's: what it samples with rounded weights under the trained adapter. The first of SEEDS is used."""
 
 from pathlib import Path
 

@@ -1,9 +1,8 @@
-"""What `make learn` runs: the quickstart reverses a bad habit on every seed of the variable SEEDS, with an adapter,
+"""Part of `make learn`: the quickstart reverses a bad habit on every seed of the variable SEEDS, with an adapter,
 with trainer and server in turns, by teachers, and by each algorithm of the variable ALGORITHMS, whose metrics are left
 in the folder of the variable CURVES, if it is set (draw_curves.py).
 
-Its name keeps it out of `make test`.
-"""
+Its name keeps it out of `make test`."""
 
 import json
 import os

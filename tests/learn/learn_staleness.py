@@ -1,7 +1,6 @@
-"""What `make learn` runs: training ahead learns as training in step does.
+"""Part of `make learn`: training ahead learns as training in step does.
 
-All seeds, stalenesses and algorithms: `python benchmarks/staleness.py`.
-"""
+All seeds, stalenesses and algorithms: `python benchmarks/staleness.py`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `make learn` runs, too: in each world an agent learns, on every seed of the variable SEEDS. The engine of
+"""Part of `make learn`: in each world an agent learns, on every seed of the variable SEEDS. The engine of
 ALFWorld and the screens in a real Chromium have no short form: `make learn-worlds`."""
 
 import importlib.util

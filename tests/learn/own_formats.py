@@ -1,8 +1,7 @@
 """Prepares the quickstart's hunts for networks of other architectures, each with the chat template and the tool-call
 format that it is published with: gpt-oss, and DeepSeek V3.1.
 
-`agentfactory train recipes/quickstart/quickstart.yaml prepare=tests/learn/own_formats.py:gpt_oss`
-"""
+`agentfactory train recipes/quickstart/quickstart.yaml prepare=tests/learn/own_formats.py:gpt_oss`"""
 
 import random
 from importlib.util import find_spec

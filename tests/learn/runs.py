@@ -30,8 +30,7 @@ def shortened(*overrides: str, steps: int = SHORT_STEPS) -> list[str]:
 def assert_risen(summary: dict, full: float = 0.0, by: float = 0.3, figures: Sequence[str] = ("success",)) -> None:
     """Each of `figures` on held-out tasks has risen by at least `by`, and the first one to `full`, after all steps.
 
-    Where they begin is not judged: processors round in other ways, and so their warm starts end in other places.
-    """
+    Where they begin is not judged: processors round in other ways, and so their warm starts end in other places."""
     if FULL:
         assert summary[f"{figures[0]}_after"] >= full
     for figure in figures:

@@ -2,8 +2,7 @@
 and has a base model's habit: it goes on with an observation of its own.
 
 `agentfactory train recipes/quickstart/quickstart.yaml prepare=tests/learn/text_format.py:prepare`
-`sft.rollout.parser=tests/learn/text_format.py:Habit grpo.rollout.parser=react`
-"""
+`sft.rollout.parser=tests/learn/text_format.py:Habit grpo.rollout.parser=react`"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -18,11 +18,11 @@ from agentfactory.launching import launch_plan as plan
 from agentfactory.launching import launcher
 from agentfactory.launching.placement import Placement
 from agentfactory.placement.__main__ import place as plan_for
-from agentfactory.placement.__main__ import refusal
 from agentfactory.placement.machine import MARGIN, Gpu, Machine
 from agentfactory.placement.meta_model import SHAPES, load_config
 from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
 from agentfactory.placement.server_memory import ServerMemory, meta_network
+from agentfactory.placement.suggested_changes import refusal
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.placement.shapes import sizes
 from tests.project import Command, load_and_check, refused

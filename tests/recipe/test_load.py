@@ -102,8 +102,10 @@ def test_numbers_as_people_write_them(project: Path, text: str, value: float) ->
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
+        ('train.learning_rate="1e-5"', "got '1e-5', which is text; fix: write it without quotes: 1e-5"),
         ("train.learning_rate=-0", "got 0; fix: it must be greater than 0"),
-        ('train.steps="7"', "got '7'; fix: it must be a valid integer"),
+        ('train.steps="7"', "got '7', which is text; fix: write it without quotes: 7"),
+        ('eval.greedy="no"', "got 'no', which is text; fix: write it without quotes: no"),
         ("train.learning_rate=small", "got 'small'; fix: it must be a valid number"),
     ],
 )

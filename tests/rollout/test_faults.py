@@ -1,8 +1,7 @@
 """Fault injection in running training: servers are killed, fail or overflow. Training continues or reports why not.
 
 In every case, all of the run's chains are recorded, no group is trained twice, a fault is never a reward, and trained
-tokens were sampled by the weights that they name (the trainer's log-probabilities agree with the server's).
-"""
+tokens were sampled by the weights that they name (the trainer's log-probabilities agree with the server's)."""
 
 import asyncio
 import json

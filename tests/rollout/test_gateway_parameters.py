@@ -1,4 +1,4 @@
-"""What an agent may ask for: each parameter has the effect that docs/own-agents.md names."""
+"""Parameters of an agent's requests: each has the effect that docs/own-agents.md names."""
 
 import re
 from collections.abc import Mapping
@@ -174,7 +174,7 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(api: Any, asked: dic
 
 def test_the_page_says_the_same() -> None:
     page = (REPOSITORY / "docs" / "own-agents.md").read_text(encoding="utf-8")
-    table = page.partition("## What an agent may ask for")[2].partition("\nWhatever else")[0]
+    table = page.partition("## Request parameters")[2].partition("\nWhatever else")[0]
     said: dict[str, str] = {}
     for line in table.splitlines():
         if match := re.fullmatch(r"\| (.+?) \| (applied|not applied|refused)\b.*", line):

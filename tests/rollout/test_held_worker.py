@@ -31,7 +31,6 @@ load_module(Path("users.py"))
 BLOCKS = "import time\ntime.sleep(60)\n"
 HOLDS = """
 import re, threading
-thread = threading.Thread(target=re.match, args=("(a+)+$", "a" * 60 + "b"))
 def slow():
     re.match("(a+)+$", "a" * 60 + "b")
 thread = threading.Thread(target=slow)
@@ -62,7 +61,7 @@ def held(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Worke
     ("held", "words"),
     [
         (BLOCKS, "users.py, line 2, in <module>, blocks its event loop"),
-        (HOLDS, "users.py, line 5, in slow, holds Python's lock"),
+        (HOLDS, "users.py, line 4, in slow, holds Python's lock"),
     ],
     indirect=["held"],
 )
@@ -93,6 +92,25 @@ def test_the_code_that_holds_up_a_worker_is_named_and_ended(
     begin = f"the rollout worker was killed: {words}, for longer than rollout.timeout_seconds=0.5; fix: "
     assert str(died.value).startswith(begin)
     assert f"has sent no message for 0.5 s: {words}; fix: " in caplog.messages[-1]
+
+
+HANDLED = "import os, traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n    "
+
+
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        ("raise", " was ended by ZeroDivisionError: division by zero, which nothing caught; fix: correct the code"),
+        ("os.write(2, b'later'); os._exit(1)", " ended with status 1, as by os._exit"),
+        ("os.abort()", " was killed by signal 6 (SIGABRT)"),
+    ],
+)
+def test_the_exception_that_ended_a_worker_is_named(then: str, words: str, tmp_path: Path) -> None:
+    end = WorkerProcess.__new__(WorkerProcess)
+    end.log_file = tmp_path / "worker.log"
+    with end.log_file.open("wb") as log:
+        end._process = subprocess.Popen([sys.executable, "-c", HANDLED + then], stderr=log)
+    assert f"the rollout worker{words}" in str(end._death())
 
 
 def test_a_process_that_shows_no_stacks_is_left_alone() -> None:

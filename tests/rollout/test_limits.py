@@ -1,7 +1,6 @@
 """Limits in whole chains: the message to the model, the chain's ending, the metric, and the penalty.
 
-Each limit of a call: tests/tools/test_limits.py.
-"""
+Each limit of a call: tests/tools/test_limits.py."""
 
 import re
 from dataclasses import dataclass

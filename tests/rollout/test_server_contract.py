@@ -1,8 +1,7 @@
 """The contract of every inference server: the same tests against the embedded engine, real vLLM, and SGLang's front.
 
 vLLM is included if the variable AGENTFACTORY_VLLM_PYTHON names a Python that has it, as `make test-vllm` sets it.
-Behind SGLang's front is a stand-in for SGLang, tests/sglang_server.py.
-"""
+Behind SGLang's front is a stand-in for SGLang, tests/sglang_server.py."""
 
 import asyncio
 import json

@@ -1,8 +1,7 @@
 """tests/sglang_api.json is what SGLang's wheel says, at the version that docs/servers.md names.
 
 If the variable AGENTFACTORY_SGLANG_PYTHON names a Python that can import SGLang, its own classes read our requests.
-That needs no GPU: `pip install --no-deps sglang==0.5.23 triton` beside torch, with a stub of torchvision.
-"""
+That needs no GPU: `pip install --no-deps sglang==0.5.23 triton` beside torch, with a stub of torchvision."""
 
 import asyncio
 import json

@@ -41,8 +41,7 @@ def play_chains(
     """`count` chains of the treasure hunt, and what passed between them and the server at `url`. `template` is
     `model.chat_template`.
 
-    The turns of every fourth chain are truncated at 3 tokens, in the middle of a call.
-    """
+    The turns of every fourth chain are truncated at 3 tokens, in the middle of a call."""
     recipe = RolloutRecipe.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32", "chat_template": template and str(template)},
@@ -75,8 +74,7 @@ def play_chains(
 def check_rows(trajectories: list[Trajectory], exchanges: list[tuple[dict, list[int]]]) -> int:
     """Assert that the rows consist of exactly these (request, sampled ids) and return the number of turns.
 
-    Each request must be a row up to one of its sampled spans, and that span what came back; nothing else is masked.
-    """
+    Each request must be a row up to one of its sampled spans, and that span what came back; nothing else is masked."""
     by_prompt = defaultdict(list)
     for request, sampled in exchanges:
         by_prompt[tuple(request["token_ids"])].append(sampled)

@@ -1,8 +1,7 @@
 """Attacks on a sandbox, each with its expected outcome, while 15 neighbours keep running.
 
 The test modules run them. `python -m tests.tools.attacks`, run by a child process of another user, runs all of them and
-prints their names, so this module imports only the standard library, waiting.py and the sandbox itself.
-"""
+prints their names, so this module imports only the standard library, waiting.py and the sandbox itself."""
 
 import asyncio
 import os

@@ -1,7 +1,6 @@
 """A typical third-party MCP server: one word for the whole process, no chain keys, the older protocol, no SDK.
 
-Started as a script; it needs only Python, so hundreds of its processes cost little.
-"""
+Started as a script; it needs only Python, so hundreds of its processes cost little."""
 
 import json
 import sys

@@ -1,8 +1,7 @@
 """Tests of `@tool` schemas: many signatures, checked against the JSON Schema standard, pydantic, and argument sets.
 
 Each signature comes with values that are accepted unchanged (`good`, accepted by the schema as well), values that only
-our coercion accepts (`coerced`, which the schema alone refuses), and values that are refused (`bad`).
-"""
+our coercion accepts (`coerced`, which the schema alone refuses), and values that are refused (`bad`)."""
 
 import dataclasses
 import datetime

@@ -2,8 +2,7 @@
 
 Run as a process: `python gloo_receiver.py WEIGHTS [FAULT]`; prints its address. It cuts the stream of weights like
 `packed_nccl_broadcast_consumer` in vLLM 0.32, from names, dtypes and shapes alone. FAULT: `refuses` answers
-/update_weights with 400.
-"""
+/update_weights with 400."""
 
 import hashlib
 import json

@@ -1,7 +1,6 @@
 """Run by test_accelerator.py, with or without accelerate's launcher: training from saved groups, recipe after recipe.
 
-Arguments: recipes as a JSON list, a trajectories file, a folder for a subfolder of checkpoints per recipe.
-"""
+Arguments: recipes as a JSON list, a trajectories file, a folder for a subfolder of checkpoints per recipe."""
 
 import json
 import sys

@@ -1,8 +1,7 @@
 """Run in three processes by test_sending.py: sharded weights are sent to servers while they are gathered.
 
 Arguments: a recipe as JSON, the address of a receiver (gloo_receiver.py) and of an embedded engine, a folder, and "yes"
-if the policy is in bfloat16.
-"""
+if the policy is in bfloat16."""
 
 import ctypes
 import json

@@ -2,8 +2,7 @@
 
 Arguments: a recipe as JSON, the folder of the checkpoints, a checkpoint of version 0.1. Rank 0 has no room for the
 second checkpoint, and rank 1 none for the third; the fifth has the state loaded from version 0.1. Each rank writes its
-errors to rank-N.txt beside the folder.
-"""
+errors to rank-N.txt beside the folder."""
 
 import json
 import resource

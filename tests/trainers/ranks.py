@@ -1,7 +1,6 @@
 """One function of recipes on two ranks: `on_ranks` in the test runs this module in each rank.
 
-Arguments: MODULE:FUNCTION, recipes as a JSON list, a folder for each rank's results, further arguments.
-"""
+Arguments: MODULE:FUNCTION, recipes as a JSON list, a folder for each rank's results, further arguments."""
 
 import importlib
 import json

@@ -1,8 +1,7 @@
 """Weights that another thread's stream makes or reads: each is ordered after what it needs, by more than the CPU.
 
 CUDA's streams are doubles: one per thread, as vLLM's `current_stream` sets them, each with the work that is ordered
-before what it gets next.
-"""
+before what it gets next."""
 
 import threading
 from collections.abc import Iterator

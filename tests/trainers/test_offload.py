@@ -1,7 +1,6 @@
 """Offload: all of a learner leaves the device's memory and returns, and training is unaffected.
 
-The device is the CPU, too; offload copies from it as from a GPU.
-"""
+The device is the CPU, too; offload copies from it as from a GPU."""
 
 from collections.abc import Iterator
 from typing import Any

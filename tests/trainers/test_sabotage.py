@@ -3,8 +3,7 @@ tests/gpu/gpu_sync.py has bfloat16.
 
 Version 0 is the first weights, step k brings version k. The trainer learns from the same rows at every step, so its
 weights drift steadily. Proofs of content fail at the first version that differs from the sent one; the canary catches
-the other faults once the drift is three times the noise.
-"""
+the other faults once the drift is three times the noise."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Alternating use of one device: the order of requests to the server, and their failures.
 
-A proxy between trainer and embedded engine records requests, and imitates faults observed in real servers.
-"""
+A proxy between trainer and embedded engine records requests, and imitates faults observed in real servers."""
 
 import asyncio
 import http.client
@@ -48,8 +47,7 @@ class Recorder:
     """A proxy on a free loopback port. It does not record GETs, except for /is_sleeping.
 
     `answers` replace the server's responses, by path. If it `loses_adapters`, they are still listed, but requests for
-    them get the base model (vLLM #53888).
-    """
+    them get the base model (vLLM #53888)."""
 
     def __init__(self, upstream: str, api_key_env: str | None = None) -> None:
         self.api_key_env = api_key_env

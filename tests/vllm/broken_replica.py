@@ -1,7 +1,6 @@
 """Faults of one replica among several, for vLLM's `--worker-extension-cls`: POST /collective_rpc calls `break_replica`.
 
-Imported only by vLLM's workers.
-"""
+Imported only by vLLM's workers."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """vLLM's own ipc engine in a process of its own, with shared memory of a CPU in place of a GPU's; see vllm_ipc.py.
 
-A line of JSON in, a line out: init_info, then update_info by update_info, then null for the digests.
-"""
+A line of JSON in, a line out: init_info, then update_info by update_info, then null for the digests."""
 
 import hashlib
 import json

@@ -3,8 +3,7 @@
 Each line of standard input is a JSON object: `tokenizer` (a folder), `tool_parser` and `reasoning_parser` (vLLM's
 names, or null), `tools` (in the OpenAI shape), `thinking` (what the chat template was told), and `turns`: the ids of
 its prompt, those of the turn with the token that ends it. Standard output gets a JSON list for it, with reasoning,
-content, and calls as names with the text of their arguments per turn; or the exception.
-"""
+content, and calls as names with the text of their arguments per turn; or the exception."""
 
 import json
 import sys

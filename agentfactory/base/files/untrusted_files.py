@@ -262,8 +262,7 @@ class TreeCopy:
     `left_out` returns whether an entry with this status is skipped. With it, unreadable entries are skipped, too, and
     links may lead anywhere: the tree is a root file system. Without it, links must stay in `within`.
 
-    Each method raises RefusedFileError for an entry that is not copied, OSError if one cannot be read or written.
-    """
+    Each method raises RefusedFileError for an entry that is not copied, OSError if one cannot be read or written."""
 
     def __init__(
         self, within: Path, most: int | None = None, left_out: Callable[[os.stat_result], bool] | None = None

@@ -65,8 +65,8 @@ def ended_by(status: int, doing: str = "", raised: str = "") -> str:
     the user code that it executed (`doing`), and the exception that ended it, if known."""
     during = f" while {doing}" if doing else ""
     if raised:
-        fix = "free memory, or lower what this process may need" if raised.startswith("MemoryError") else "see there"
-        return f"was ended by {raised}{during}, which nothing caught; its traceback has the place; fix: {fix}"
+        fix = "free memory" if raised.startswith("MemoryError") else "correct the code that its traceback names"
+        return f"was ended by {raised}{during}, which nothing caught; fix: {fix}"
     if status >= 0:
         return f"ended with status {status}{during}, as by os._exit in user code; fix: {_ENDS}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else "unknown"
@@ -189,8 +189,7 @@ def supervised(command: Callable[[], int]) -> int:
     holds Python's lock, and kills the child when such code reaches the limit of `watch.limited`, or does not react to a
     signal. When the child has ended, it ends the processes that user code has left in its session. Raises, in the
     parent, DiedFromInside if the child ends before `command` has returned, and Signalled if a signal that has arrived
-    here has ended it.
-    """
+    here has ended it."""
     if not hasattr(signal, "sigtimedwait"):
         return command()
     sys.stdout.flush()

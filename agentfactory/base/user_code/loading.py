@@ -119,14 +119,16 @@ def _fix(error: BaseException) -> str:
     first = (error.name or "").partition(".")[0]
     if first == "mcp":
         return f"AgentFactory needs version 2 of mcp: change the import, or {OWN_ENVIRONMENT}"
+    if "no known parent package" in _said(error):
+        return "write `import NAME` for a file beside it"
     if not isinstance(error, ModuleNotFoundError):
-        return f"correct the import, whose {first or 'library'} may come before a file of yours of that name"
+        return "correct the import" + (f"; the library {first} comes before a file of that name" if first else "")
     places = ", ".join(folder + ("" if Path(folder).is_dir() else " (no folder)") for folder in user_folders())
     return f"install it, or name its folder in import_path; it is not an installed package, nor in {places}"
 
 
 def _check_neighbours(path: Path) -> None:
-    """Raise UserCodeError if an import of a module of this folder does not find the file beside it."""
+    """Raise UserCodeError if a module of this folder imports a name of a file there and gets another module."""
     files, folder = [path], f"{path.parent}{os.sep}"
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)

@@ -1,6 +1,5 @@
 """JSON Schemas for models: self-contained, and like pydantic's, but without parts that only cost prompt tokens. Also
-support for `typing.TypedDict`: before Python 3.12, pydantic accepts only typing_extensions' TypedDict.
-"""
+support for `typing.TypedDict`: before Python 3.12, pydantic accepts only typing_extensions' TypedDict."""
 
 import sys
 from collections.abc import Callable

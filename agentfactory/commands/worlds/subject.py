@@ -62,19 +62,22 @@ def describe(kind: str, name: str, place: str) -> Entry:
     package = f"{dist.name} {dist.version}" if dist is not None else place
     entry = Entry(kind, name, place, package, needs=[f"{dist.name}[{extra}]" for extra in needs if dist is not None])
     try:
+        for extra in needs:
+            check_extra(extra, dist.name if dist is not None else "")
+    except SettingError as error:
+        entry.missing = str(error)
+    try:
         with redirect_stdout(sys.stderr), announced(f"importing {place}"):
             found = load_named(place)
             entry.about = first_line(found)
             if isinstance(found, type) and issubclass(found, TaskSource):
                 entry.world = found.world
-            for extra in needs:
-                check_extra(extra, dist.name if dist is not None else "")
-            if is_environment(found):
+            if entry.missing is None and is_environment(found):
                 _check_machine(found)
     except SettingError as error:
-        entry.missing = str(error)
+        entry.missing = entry.missing or str(error)
     except Exception as error:  # boundary: third-party packages
-        entry.missing = f"{place} raised {type(error).__name__}: {error}"
+        entry.missing = entry.missing or f"{place} raised {type(error).__name__}: {error}"
     return entry
 
 

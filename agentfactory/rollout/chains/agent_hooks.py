@@ -6,7 +6,7 @@ from itertools import count
 
 from agentfactory.base.messages import Message, ToolSpec
 from agentfactory.rollout.chains.row_rendering import append_turn
-from agentfactory.rollout.chains.turn_budget import TurnBudget
+from agentfactory.rollout.chains.sampling import TurnBudget
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion

@@ -145,7 +145,9 @@ class ChatEndpoint(InferenceClient):
         final = (status < 200 or 300 <= status < 500) and not _heals(status, text) and _LIMIT_REACHED not in text
         if final or (status == 500 and no_tools):
             fix = "set eval.request to parameters that it accepts, such as {reasoning_effort: low}"
-            if "temperature" in text:
+            if 300 <= status < 400:
+                text, _, fix = text.partition("; fix: ")
+            elif "temperature" in text:
                 fix = "use the model's default: eval.request={temperature: null} eval.greedy=false"
             elif _NO_CREDIT in text:
                 fix = "buy more credit, or use the key of another account"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from agentfactory.base.messages import CallError, EnvironmentReward, ToolCall, ToolResult, ToolSpec, text_of
 from agentfactory.base.run_notices import notify
-from agentfactory.rollout.chains.sampling import Sampling
-from agentfactory.rollout.chains.turn_budget import TurnBudget
+from agentfactory.rollout.chains.sampling import Sampling, TurnBudget
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.image_intake import Images
@@ -152,7 +151,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all chains of a recipe share. `cut` truncates a result to a number of tokens; None: there is no limit."""
+    """The parts that all chains of a recipe share. `cut` truncates a result to a number of tokens; None: no limit."""
 
     recipe: RolloutRecipe
     dialogue: Dialogue

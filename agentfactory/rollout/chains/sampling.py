@@ -1,4 +1,4 @@
-"""Sampling of a turn: the choice of weights, temperature and seed, and the request."""
+"""Sampling of a turn: the choice of weights, temperature and seed, the token limits, and the request."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.images.image_intake import Images, ShownImages, TextOnly
 from agentfactory.rollout.images.image_requests import RequestImages
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS
-from agentfactory.rollout.inference.http_transport import InferenceError
+from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient
 from agentfactory.rollout.text.tokenizer import vocabulary_of
 from agentfactory.rollout.token_row import ImageSpan, Span
@@ -25,6 +25,21 @@ class Sampling:
     temperature: float
     seed: str
     cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class TurnBudget:
+    """Token limits: `turn` for the sampled tokens of a turn, `row` for the whole sequence, prompt included."""
+
+    turn: int
+    row: int
+
+    def left(self, length: int, sampled: int = 0) -> int:
+        """Return how many tokens a turn with `sampled` tokens may still sample after a sequence of `length` tokens.
+        Raise ContextOverflowError if none."""
+        if (left := min(self.turn - sampled, self.row - length)) < 1:
+            raise ContextOverflowError(f"no token is left after {length}; the row limit is {self.row}")
+        return left
 
 
 def turn_seed(recipe_seed: int, chain_seed: str, turn: int, sample: int = 0) -> int:

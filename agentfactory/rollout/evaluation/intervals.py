@@ -1,7 +1,6 @@
 """95 % confidence intervals of means over tasks, valid for few tasks and for means near 0 and 1.
 
-Tasks are the units, because samples of the same task are correlated. The unit tests compute the coverage.
-"""
+Tasks are the units, because samples of the same task are correlated. The unit tests compute the coverage."""
 
 import math
 from collections import Counter

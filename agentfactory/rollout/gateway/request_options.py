@@ -2,8 +2,7 @@
 
 The recipe determines sampling: the trainer divides its logits by `rollout.temperature`, and the server's logprobs must
 cover the whole vocabulary. Token limits and stop strings only end a turn earlier, so they are honoured. What changes
-the token distribution is not applied, with a warning; what an agent relies on, such as a JSON schema, is refused.
-"""
+the token distribution is not applied, with a warning; what an agent relies on, such as a JSON schema, is refused."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,7 @@ that the agent added. Any other request (a changed history, a sub-agent, a summa
 diverge. There, earlier sampled tokens are context, so each sampled token is trained once.
 
 Clients reserialise arguments, strip text, and drop reasoning and null fields. Under the rules of ComparedMessage, 423
-of 500 assistant messages that 13 clients sent back were matched; the other 77 had not been sampled.
-"""
+of 500 assistant messages that 13 clients sent back were matched; the other 77 had not been sampled."""
 
 import json
 import re

@@ -58,8 +58,7 @@ class Resumed:
         `observes`: a curriculum over sources needs the observations. `share` are the positions to classify, of those
         that all workers saved. `configs` are the settings of sources that have their own.
 
-        Raise ValueError if a group's id does not contain a place.
-        """
+        Raise ValueError if a group's id does not contain a place."""
         done = {position for group_id in trained if (position := Place.of(group_id).position) in share}
         passed: set[int] = set()
         judged = 0

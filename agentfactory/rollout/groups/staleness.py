@@ -79,8 +79,7 @@ class BatchChoice:
     - baseline: they stay open; a group is trained once it is complete, without the tokens that are too old by then. It
       is cancelled if all its tokens are.
 
-    At staleness 0, every group is needed whole, so all three are the same.
-    """
+    At staleness 0, every group is needed whole, so all three are the same."""
 
     admission: Admission
     late: LateChains

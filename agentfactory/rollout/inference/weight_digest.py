@@ -1,7 +1,6 @@
 """Fast, device-independent digests of weights, by which servers and trainer compare their weights.
 
-The module also runs in vLLM's processes, so it imports only modules without further dependencies.
-"""
+The module also runs in vLLM's processes, so it imports only modules without further dependencies."""
 
 import hashlib
 from collections.abc import Callable

@@ -219,8 +219,7 @@ def reward(given: Judge | None = None, *, group: bool = False) -> Judge | Callab
 
     A class is instantiated once, with the entry's options as arguments, and its `__call__` is the reward. It can have
     two methods: `check(row)` is called with the tasks before the run, and raises ValueError if it cannot score such
-    rows; `close()` is called at the end. Raise TypeError if a parameter cannot be filled by name.
-    """
+    rows; `close()` is called at the end. Raise TypeError if a parameter cannot be filled by name."""
 
     def mark(judge: Judge) -> Judge:
         parameters_of(judge.__call__ if inspect.isclass(judge) else judge, judge.__name__)

@@ -42,6 +42,7 @@ READY_SECONDS = 30.0
 END_SECONDS = 5.0
 """Seconds that a worker gets to end its chains and close its tools."""
 _LOG_BYTES = 1 << 16
+_UNCAUGHT = re.compile(r"^Traceback \(most recent call last\):\n(?: .*\n)+(\w.*)\s*\Z", re.MULTILINE)
 _LENGTHS = struct.Struct("<3Q")
 """Lengths in bytes of a message's parts: its JSON, its group's line and its group's record."""
 _LONGEST = 1 << 36
@@ -305,14 +306,12 @@ class WorkerProcess:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return WorkerDiedError(f"the rollout worker closed its socket but still runs; its log: {self.log_file}")
-        return WorkerDiedError(
-            f"the rollout worker {ended_by(status, raised=self._raised())}; its log: {self.log_file}"
-        )
+        raised = self._raised() if status == 1 else ""  # the status after an exception that nothing caught
+        return WorkerDiedError(f"the rollout worker {ended_by(status, raised=raised)}; its log: {self.log_file}")
 
     def _raised(self) -> str:
-        """Return the exception at the end of the worker's log; "" if there is none."""
+        """Return the exception whose traceback ends the worker's log; "" if it ends otherwise."""
         with self.log_file.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-            _, begun, traceback = file.read().decode(errors="replace").rpartition("Traceback (most recent call last):")
-        found = re.findall(r"^[A-Za-z_][\w.]*(?:: .*)?$", traceback, re.MULTILINE)
-        return found[-1][:500] if begun and found else ""
+            found = _UNCAUGHT.search(file.read().decode(errors="replace"))
+        return found[1][:500] if found else ""

@@ -93,10 +93,13 @@ class _UsableSchema:
         dialect = dialect if isinstance(dialect, str) else ""
         self.kind = validators.validator_for({"$schema": dialect}, default=Draft202012Validator)
         self._shapes = _SHAPES | _shapes_before(self.kind)
-        self._visited: dict[int, tuple[dict[str, Any], str]] = {}  # id of a visited schema -> it, and its path
+        self._paths: dict[int, str] = {}  # id of a visited schema -> its path
+        self._parents: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        """id of a visited schema -> the schemas and keywords that contain it or refer to it."""
         self._in_place: dict[int, list[tuple[str, dict[str, Any]]]] = {}
         """id of a visited schema -> the keywords and schemas in it that judge the same value."""
         self._references: list[dict[str, Any]] = []  # the schemas that have a `$ref`
+        self._holes: list[dict[str, Any]] = []  # the schemas that lost a part
         self._visit(self.schema, "")
         specification = specification_with(dialect, default=DRAFT202012)
         self._resolver = Registry().resolver_with_root(specification.create_resource(self.schema))
@@ -105,15 +108,13 @@ class _UsableSchema:
         for referring in self._references:
             if "$ref" in referring and self._is_endless(referring):
                 self._remove(referring, "$ref")
-        # a schema that lost a part accepts more, for which these would refuse a value
-        for schema, _ in self._visited.values() if self.unchecked else ():
-            for key in _REFUSING:
-                schema.pop(key, None)
+        for hole in self._holes:  # grows while it is read
+            self._remove_dependents(hole)
 
     def _visit(self, schema: Any, path: str) -> None:
-        if not isinstance(schema, dict) or id(schema) in self._visited:
+        if not isinstance(schema, dict) or id(schema) in self._paths:
             return
-        self._visited[id(schema)] = schema, path
+        self._paths[id(schema)] = path
         schema.pop("$schema", None)  # one draft for all: validators would change with it
         for key in _NAMES_OF_SCHEMAS:
             if key in schema and not isinstance(schema[key], str):
@@ -152,6 +153,7 @@ class _UsableSchema:
             self._visit(child, self._path(schema, step))
 
     def _connect(self, schema: dict[str, Any], key: str, child: dict[str, Any]) -> None:
+        self._parents.setdefault(id(child), []).append((schema, key))
         if key in _IN_PLACE:
             self._in_place.setdefault(id(schema), []).append((key, child))
 
@@ -181,6 +183,15 @@ class _UsableSchema:
                     waiting.append(child)
         return False
 
+    def _remove_dependents(self, hole: dict[str, Any]) -> None:
+        """Remove keywords that would refuse a value because `hole`, which lost a part, now accepts more."""
+        for key in ("unevaluatedItems", "unevaluatedProperties"):  # the lost part may have evaluated some
+            hole.pop(key, None)
+        for schema, key in self._parents.pop(id(hole), []):
+            for dependent in _DEPENDENTS.get(key, ()):
+                schema.pop(dependent, None)
+            self._holes.append(schema)
+
     def _remove(self, schema: dict[str, Any], key: str) -> None:
         value = schema.pop(key)
         if key in ("properties", "patternProperties"):
@@ -188,10 +199,11 @@ class _UsableSchema:
         self._note(schema, key, value)
 
     def _note(self, schema: dict[str, Any], step: str, value: Any) -> None:
+        self._holes.append(schema)
         self.unchecked.append(f"{self._path(schema, step)} ({short(value)})")
 
     def _path(self, schema: dict[str, Any], step: str) -> str:
-        _, path = self._visited[id(schema)]
+        path = self._paths[id(schema)]
         return f"{path}.{step}" if path else step
 
 
@@ -242,8 +254,8 @@ _WITHOUT_VALIDATOR = ("$defs", "definitions", "else", "maxContains", "minContain
 """Keywords that are read by the validators of others, or hold only definitions."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "then")
 """Keywords whose subschemas judge the same value as their schema."""
-_REFUSING = ("if", "then", "else", "maxContains", "not", "oneOf", "unevaluatedItems", "unevaluatedProperties")
-"""Keywords that can refuse a value because a subschema accepts it."""
+_DEPENDENTS = {"contains": ("maxContains",), "if": ("if", "then", "else"), "not": ("not",), "oneOf": ("oneOf",)}
+"""Keyword -> the keywords that refuse a value because a subschema of the keyword accepts it."""
 _SHAPES: dict[str, Callable[[Any], bool]] = {
     "type": _is_type,
     "enum": lambda value: isinstance(value, list) and bool(value),

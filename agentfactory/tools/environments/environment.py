@@ -35,8 +35,7 @@ class Environment:
     def reset(self, *args: Any, **task: Any) -> Any:
         """Begin the chain's task. Declare the fields of the data row that you need, or `**task` for all of them.
 
-        Returns the chain's opening: a text, an image or anything else that a tool may return, or None.
-        """
+        Returns the chain's opening: a text, an image or anything else that a tool may return, or None."""
         return None
 
     def reward(self, *args: Any, **kwargs: Any) -> Any:

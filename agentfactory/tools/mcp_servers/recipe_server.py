@@ -242,6 +242,10 @@ class ToolServer:
         nameless = listed.pop("", None)
         if not listed:
             notify(logger, f"tools of {self.name}", f"tool server {self.name} lists no tools")
+        counts = Counter(tool.name for tool in tools)
+        if twice := [name for name, count in counts.items() if count > 1 and self._is_for_models(name)]:
+            text = f"tool server {self.name} lists several tools with the name {', '.join(twice)}; the first is used"
+            notify(logger, f"names of {self.name}", text)
         roles = {(tool.meta or {}).get(ROLE_KEY): tool.name for tool in tools}
         self._gauges = roles.get("gauges")
         declared = "reset" in roles  # a server of ours declares that it is an environment

@@ -33,8 +33,7 @@ class Shell(Environment):
         root: root file system of the commands, read-only; `/` shows the machine's programs, libraries and /etc.
         readable: further files and folders of the machine that commands may read.
 
-    Raises ValueError if an option is out of its range, or a folder does not exist.
-    """
+    Raises ValueError if an option is out of its range, or a folder does not exist."""
 
     sandboxed: ClassVar[bool] = True
 

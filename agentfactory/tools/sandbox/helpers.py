@@ -6,8 +6,7 @@ answers connections to the port inside.
 
 `reap TOKEN` kills a process's leftover sandboxes when that process is gone: its stdin closes then. It finds them by the
 token in their command lines, and runs as their own user. bwrap's --die-with-parent has a gap: if bwrap is killed
-between its fork and the child's first step, the child waits forever.
-"""
+between its fork and the child's first step, the child waits forever."""
 
 import array
 import os

@@ -3,8 +3,7 @@
 It is copied in as a file and imports nothing of ours; any Python from 3.8 on can run it. It imports as little as
 possible, because imports are half of a sandbox's cost. Messages are datagrams with fields separated by NUL: requests
 are nonce, verb, argument, data; answers are nonce, name, data, and the last has the name `end`. Whatever a cell does to
-this process, its socket and these classes affects only its own chain: the other end trusts nothing here.
-"""
+this process, its socket and these classes affects only its own chain: the other end trusts nothing here."""
 
 from __future__ import annotations
 

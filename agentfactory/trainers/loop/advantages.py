@@ -38,8 +38,7 @@ def grpo_advantages(
     "none", A_i = r_i - mean(r) (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     All advantages are 0 if all rewards are equal, or if fewer than two chains have one. Raises ValueError if a reward
-    is not finite, or if `batch_std` is missing.
-    """
+    is not finite, or if `batch_std` is missing."""
     known = _compared(rewards)
     return _centred(rewards, known, _scaling(known, scale, batch_std)) if known else [0.0] * len(rewards)
 
@@ -50,8 +49,7 @@ def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
 
     A_i = r_i - sum over j != i of r_j / (n - 1), which is n / (n - 1) times the distance from the group's mean.
 
-    With fewer than two rewards, the advantages are 0. Raises ValueError if a reward is not finite.
-    """
+    With fewer than two rewards, the advantages are 0. Raises ValueError if a reward is not finite."""
     known = _compared(rewards)
     return _centred(rewards, known, (len(known) - 1) / len(known)) if known else [0.0] * len(rewards)
 
@@ -123,8 +121,7 @@ def generalized_advantages(
 
     A_t = delta_t + gamma lam A_(t+1) with delta_t = r_t + gamma V_(t+1) - V_t. V_t is the value of the state that
     predicts token t: tool tokens between t and t + 1 belong to the state and are not steps. A chain ends after its last
-    token, where V and A are 0. Raises ValueError if the lengths differ.
-    """
+    token, where V and A are 0. Raises ValueError if the lengths differ."""
     if len(rewards) != len(values):
         raise ValueError(f"{len(rewards)} rewards came with {len(values)} values")
     following = [*values[1:], 0.0]
@@ -138,8 +135,7 @@ def whiten(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
     tokens of the batch (Hu et al., 2025, REINFORCE++, arXiv:2501.03262v9, equation 5, and 7 for the form with a group's
     baseline):
 
-    (A - mean(A)) / (std(A) + 1e-8), with the population standard deviation. If all are equal, the result is 0.
-    """
+    (A - mean(A)) / (std(A) + 1e-8), with the population standard deviation. If all are equal, the result is 0."""
     flat = np.concatenate([np.zeros(0), *(np.asarray(chain, dtype=np.float64) for chain in advantages)])
     if flat.size == 0 or flat.min() == flat.max():
         return [[0.0] * len(chain) for chain in advantages]

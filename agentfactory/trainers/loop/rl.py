@@ -10,8 +10,7 @@ Every process runs the same steps. Each step has these parts:
     record    metrics, the credit of each token, and the TrainState; then an evaluation and a checkpoint if due
 
 `Turns` encloses all computation with the policy, for a trainer that shares its device with the server. `Stop` ends the
-run between two steps.
-"""
+run between two steps."""
 
 import logging
 import time

@@ -75,8 +75,7 @@ class Policy(Backbone):
 
         `sources` are flat indices into batch x length: the position whose output predicts the label. In a plain row it
         is the one before the label's own; in a tree it may be the end of the shared prefix. `positions`, `ends` and
-        `images`: see `hidden`. Logits are divided by the sampling `temperature`.
-        """
+        `images`: see `hidden`. Logits are divided by the sampling `temperature`."""
         if has_adapter(self.model):
             lora.use_adapter(self.model, self._adapter)
 

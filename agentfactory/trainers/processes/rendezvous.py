@@ -1,8 +1,7 @@
 """Connect the ranks of one machine over loopback, and their store through a private file.
 
 torch's default store is a TCP server on all interfaces without authentication. Anyone who writes to it can redirect
-gloo's connections, and object collectives unpickle the data that arrives, which can run code.
-"""
+gloo's connections, and object collectives unpickle the data that arrives, which can run code."""
 
 import logging
 import os

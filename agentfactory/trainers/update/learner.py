@@ -165,7 +165,8 @@ class Learner:
         for part in batch.micro_batches:
             streams: dict[str, Targets] = {}
             if "proximal" in names or "entropy" in names:
-                streams["proximal"], streams["entropy"] = self._policy_pass(part)
+                found = self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
+                streams["proximal"], streams["entropy"] = found
             for name in [name for name in frozen if name in names]:
                 streams[name] = frozen[name](self.model, *self._inputs(part), self.temperature)
             if "value" in names:
@@ -234,9 +235,6 @@ class Learner:
     def policy_forward(self, *inputs: Any) -> tuple[Targets, ...]:
         """Run the policy's forward pass through the model that accelerate prepared; see Policy.forward."""
         return self.model(Role.POLICY, *inputs) if self.has_critic else self.model(*inputs)
-
-    def _policy_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
-        return self.policy_forward(*self._inputs(part), self.temperature, self.entropy_gradient)
 
     def _graded_pass(self, part: MicroBatch) -> tuple[Targets, ...]:
         inputs, measure = self._inputs(part), None

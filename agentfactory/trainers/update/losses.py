@@ -36,8 +36,7 @@ def token_weights(
     sequence: 1 / length, and n (Shao et al., 2024, GRPO, arXiv:2402.03300, equation 3).
     sequence_sum: 1, and n (Ahmadian et al., 2024, RLOO, arXiv:2402.14740: the log-probability of the whole chain).
     constant: the largest limit / limit, and n x the largest limit (Liu et al., 2025, Dr. GRPO, arXiv:2503.20783,
-    section 3.2: sum / limit, mean over chains).
-    """
+    section 3.2: sum / limit, mean over chains)."""
     chains = sum(1 for length in lengths if length)
     ones = [1.0] * len(lengths)
     match normaliser:
@@ -179,8 +178,7 @@ def kl(estimator: Literal["k1", "k2", "k3"], logprob: PerToken, reference: PerTo
     k1: 1, whose mean is 0, so it has no effect: use k1 only as a cost in the reward.
     k2: d, whose mean is the gradient of KL(policy || reference).
     k3: 1 - exp(-d), whose mean is the gradient of KL(reference || policy); it is at most 1 where the policy has become
-    more certain than the reference, and unbounded where it has become less certain.
-    """
+    more certain than the reference, and unbounded where it has become less certain."""
     d = logprob - reference
     match estimator:
         case "k1":
@@ -202,8 +200,7 @@ def behaviour_kl(logprob: PerToken, behaviour: PerToken) -> PerToken:
     that were almost certain no longer are, long before others are sampled in their place, and weak where the policy
     chooses among many. Value and gradient are 0 where the policy equals the one that sampled.
 
-    Complements below 1e-6 count as 1e-6: float32 log-probabilities cannot distinguish smaller ones.
-    """
+    Complements below 1e-6 count as 1e-6: float32 log-probabilities cannot distinguish smaller ones."""
     p, odds = logprob.detach().exp(), _log_odds(logprob.detach())
     gap = odds - _log_odds(behaviour)
     value = p * gap + _log_complement(logprob.detach()) - _log_complement(behaviour)

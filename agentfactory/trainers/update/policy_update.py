@@ -139,8 +139,7 @@ def mismatch_weights(
     sequence_truncate, sequence_mask: the same with W for all tokens of a sequence (Liu et al., 2025, "When speed kills
     stability: demystifying RL collapse from the training-inference mismatch"). geometric_mask: 1, but 0 for sequences
     where W^(1 / length) is outside [low, high] (the same authors, part 3): its bound does not tighten with the length,
-    and should be close to 1, such as 0.99 and 1.01.
-    """
+    and should be close to 1, such as 0.99 and 1.01."""
     log_ratio = log_ratio.detach()
     if config.correction == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)

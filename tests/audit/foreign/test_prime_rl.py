@@ -6,8 +6,7 @@ verifiers 0.4.0 with made-up tokens (`Episode.to_record`):
 - `stream`: `ChunkedJsonl` and `seal` of monitors/file/traces/chunks.py, `make_update` of traces/update.py,
   `stamp_arrival` and `stamp_ship` of orchestrator/annotations.py.
 
-In each run, chains of a task have the version `step - 1`, and one chain of step 2 failed.
-"""
+In each run, chains of a task have the version `step - 1`, and one chain of step 2 failed."""
 
 import json
 from pathlib import Path

@@ -3,8 +3,7 @@
 A plan has `tools`, the list as it is sent, `answers`: tool -> the text of its answer, and `methods`: method -> the text
 of its answer (null: none). Texts have $ID for the request's id. Other tools answer with their arguments.
 
-Run as a program with a plan's file, it serves stdio.
-"""
+Run as a program with a plan's file, it serves stdio."""
 
 import json
 import sys

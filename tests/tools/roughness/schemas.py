@@ -1,8 +1,7 @@
 """Schemas as servers send them: valid ones that Python's libraries cannot use, and wrong ones.
 
 Made from situations of public reports. Each case has arguments that must pass, arguments that must be refused (None: no
-part is checked that could refuse any), and the part that the warning must name ("": no warning).
-"""
+part is checked that could refuse any), and the part that the warning must name ("": no warning)."""
 
 from typing import Any, NamedTuple
 
@@ -80,7 +79,28 @@ SCHEMAS = [
     ),
     Rough("enum-null", _of(s={"type": "string", "enum": None, "description": None}), {"s": "a"}, {"s": 1}, "s.enum"),
     Rough("items-list", _of(a={"type": "array", "items": [_TEXT]}), {"a": [1]}, {"a": 1}, "a.items"),
-    Rough("not-hole", _of(s={"not": {"pattern": r"\p{L}"}}), {"s": "a"}, None, "s.not.pattern"),
+    Rough(
+        "not-hole",  # the other `not` still refuses
+        _of(s={"not": {"pattern": r"\p{L}"}}, t={"not": _TEXT}),
+        {"s": "a"},
+        {"t": "a"},
+        "s.not.pattern",
+    ),
+    Rough("one-of-hole", _of(s={"oneOf": [{"pattern": r"^\p{L}"}, _TEXT]}), {"s": "a"}, None, "s.oneOf.0.pattern"),
+    Rough(
+        "unevaluated-hole",
+        {"type": "object", "allOf": [{"$ref": "#/nope"}], "unevaluatedProperties": False},
+        {"a": 1},
+        None,
+        "allOf.0.$ref",
+    ),
+    Rough(
+        "maximum-hole",
+        _of(a={"contains": {"pattern": r"\p{L}"}, "maxContains": 1}, b={"contains": _INT, "maxContains": 1}),
+        {"a": [1, 2], "b": [1]},
+        {"b": [1, 2]},
+        "a.contains.pattern",
+    ),
     Rough(
         "if-hole",
         _of(s={"if": {"$ref": "#/nope"}, "then": {"minLength": 9}, "type": "string"}),

@@ -61,7 +61,7 @@ def listed(*tools: Any, **fields: Any) -> str:
         (listed({"name": "t"}), ["t"], "the tool t has no schema, but None"),
         (listed({**TOOL, "description": 5, "annotations": [], "icons": 5, "_meta": []}), ["t"], ""),
         (listed(TOOL, {"inputSchema": {}}), ["t"], "the tool has no name: {'inputSchema': {}}; it is left out"),
-        (listed(TOOL, {**TOOL, "description": "b"}), ["t"], ""),
+        (listed(TOOL, {**TOOL, "description": "b"}), ["t"], "several tools with the name t; the first is used"),
         (listed(tool_of("dot.name/x", {}), tool_of("名前", {}), tool_of("a b", {})), ["dot.name/x", "名前", "a b"], ""),
         (listed(), [], "tool server raw lists no tools"),
     ],

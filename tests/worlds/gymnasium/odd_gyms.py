@@ -13,8 +13,7 @@ class Odd(gymnasium.Env[Any, Any]):
     """A counter.
 
     ## Description
-    Count.
-    """
+    Count."""
 
     observation_space: Any = spaces.Discrete(10)
     action_space: Any = spaces.Discrete(2)

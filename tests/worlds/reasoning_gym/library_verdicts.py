@@ -1,7 +1,6 @@
 """The scores of reasoning-gym's own verifiers, unmodified: they evaluate the answers, which must be our own.
 
-Reads lines of JSON on stdin, [row's `reasoning_gym`, answers], and prints a line with the scores.
-"""
+Reads lines of JSON on stdin, [row's `reasoning_gym`, answers], and prints a line with the scores."""
 
 import json
 import os

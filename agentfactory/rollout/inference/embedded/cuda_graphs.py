@@ -2,8 +2,7 @@
 graph and then replayed, so a step costs one launch instead of a thousand (`make test-gpu` tests this).
 
 A step computes one token in each of its slots. Slots without a request compute an unused token, written to the slot's
-first unused position, which exists because a sequence's last token is never computed.
-"""
+first unused position, which exists because a sequence's last token is never computed."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

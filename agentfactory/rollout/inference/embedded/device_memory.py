@@ -3,8 +3,7 @@ process.
 
 A handle is pickled and base64-encoded, as in vLLM 0.32's `ipc` backend: {UUID of a GPU: result of
 `torch.multiprocessing.reductions.reduce_tensor` for a buffer of bytes}, or {"cpu": (name, bytes)} for a block of
-`multiprocessing.shared_memory`.
-"""
+`multiprocessing.shared_memory`."""
 
 import base64
 import binascii

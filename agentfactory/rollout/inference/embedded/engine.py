@@ -2,8 +2,7 @@
 
 Every step flattens the new tokens of all running requests into one row [1, tokens], which is all that linear layers
 get. `Engine._attention` writes keys and values into the cache and lets each request attend to its own slot. A slot
-keeps its tokens after its request has ended, so the next request with this prefix computes only the rest.
-"""
+keeps its tokens after its request has ended, so the next request with this prefix computes only the rest."""
 
 import itertools
 import logging

@@ -1,8 +1,7 @@
 """Linear layers on the CPU: oneDNN's packed weights, up to three times as fast as torch's, and fake quantisation.
 
 From WHOLE elements on, the packed weight replaces the module's own. A smaller weight, and one that other modules share
-(a tied head), keeps both. `ServedWeights` reads and writes weights wherever they are.
-"""
+(a tied head), keeps both. `ServedWeights` reads and writes weights wherever they are."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -199,8 +198,7 @@ def quantize(model: PreTrainedModel, kind: Quantization) -> None:
     vLLM's quantised checkpoints.
 
     int8: symmetric, one scale per output channel. int4: 16 levels from the smallest weight to the largest, including 0,
-    per group of GROUP inputs of an output channel. Raises UnsupportedModel if other modules have weight matrices.
-    """
+    per group of GROUP inputs of an output channel. Raises UnsupportedModel if other modules have weight matrices."""
     language = model.get_decoder()
     embeddings = [module for module in language.modules() if isinstance(module, nn.Embedding)]
     kept = {id(weight) for module in embeddings for weight in module.parameters()}

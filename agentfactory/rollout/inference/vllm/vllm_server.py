@@ -1,8 +1,7 @@
 """`python -m agentfactory.rollout.inference.vllm.vllm_server MODEL --port N [FLAG ...]`: a launcher of `vllm serve`.
 It ends with its parent process, enables the routes that training needs, warms up, and then prints `ready URL`. It runs
 with vLLM's own Python, possibly in another virtual environment, so it imports only modules of this package without
-further dependencies. Flags that it does not define are passed to vLLM.
-"""
+further dependencies. Flags that it does not define are passed to vLLM."""
 
 import argparse
 import contextlib

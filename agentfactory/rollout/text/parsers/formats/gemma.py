@@ -1,8 +1,7 @@
 """Gemma: `call:name{key:value}` between tags. Gemma 4 and FunctionGemma have different tags and quotes.
 
 Keys have no quotes. Values are JSON, but with the format's own quotes around strings, so text needs no escapes.
-Gemma 3's chat template does not support tools: use a text format.
-"""
+Gemma 3's chat template does not support tools: use a text format."""
 
 import json
 import re

@@ -1,8 +1,7 @@
 """Llama 3's formats: a turn that consists only of `{"name": ..., "parameters": {...}}`, and Functionary's tags.
 
 The chat templates of Llama 3.1 and later write one call per turn. Several calls separated by semicolons are parsed too.
-Functionary 3.1 is based on Llama 3.1, and writes Llama's form of custom tools.
-"""
+Functionary 3.1 is based on Llama 3.1, and writes Llama's form of custom tools."""
 
 import json
 import re

@@ -1,8 +1,7 @@
 """Pythonic calls, `[search(query="rain", limit=3), look()]`, whose values are Python literals or JSON.
 
 LFM2 and Llama 4 write them between tags, with other text allowed outside; Llama 3.2 writes the bare list as the whole
-turn. LFM2 can also write the list as JSON. Python's own parser can exhaust time and stack on model output.
-"""
+turn. LFM2 can also write the list as JSON. Python's own parser can exhaust time and stack on model output."""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Calls with JSON arguments in one section of a turn: Kimi K2, and DeepSeek V3, R1 and V3.1.
 
-DeepSeek V3.2 and V4 write named tags instead: see `tagged_values.py`.
-"""
+DeepSeek V3.2 and V4 write named tags instead: see `tagged_values.py`."""
 
 import json
 import re
