@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.images.features import PixelMaker, join
-from agentfactory.trainers.batches.batch import Batch, TrainingRow, make_batches, training_row
+from agentfactory.trainers.batches.batch import Batch, MicroBatch, TrainingRow, make_batches, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.policy import Policy, load_policy
 from agentfactory.trainers.networks.vision_tower import tower_of
@@ -92,7 +92,7 @@ def computed(learner: Learner, batch: Batch) -> tuple[Tensor, dict[int, Tensor],
     total, rows = torch.zeros((), dtype=torch.float64), {}
     learner.model.zero_grad()
     for index, part in enumerate(batch.micro_batches):
-        logprob, entropy = learner._policy_pass(part)
+        logprob, entropy = policy_pass(learner, part)
         value = loss(index, part, logprob, entropy).loss / batch.normaliser
         value.backward()
         total += value.detach()
@@ -100,6 +100,10 @@ def computed(learner: Learner, batch: Batch) -> tuple[Tensor, dict[int, Tensor],
             rows[row] = logprob.detach()[part.sequence == place]
     gradients = {name: weight.grad for name, weight in learner.policy.named_parameters() if weight.grad is not None}
     return total, rows, {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def policy_pass(learner: Learner, part: MicroBatch) -> tuple[Tensor, ...]:
+    return learner.policy_forward(*learner._inputs(part), learner.temperature, learner.entropy_gradient)
 
 
 def assert_same(given: Any, expected: Any) -> None:
@@ -203,7 +207,7 @@ def test_rows_that_cannot_be_seen_are_refused(model: Path, album: Album) -> None
     ):
         (batch,) = make_batches([replace(rows[0], images=images)], "tree", 100, vision=learner.vision)
         with pytest.raises(ValueError, match=problem):
-            learner._policy_pass(batch.micro_batches[0])
+            policy_pass(learner, batch.micro_batches[0])
 
 
 def test_a_checkpoint_is_a_model_that_sees(model: Path, album: Album, tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def test_a_checkpoint_is_a_model_that_sees(model: Path, album: Album, tmp_path: 
     again = Learner(recipe_of(folder), Accelerator(cpu=True), images=album.store.folder)
     with torch.no_grad():
         for part in batch.micro_batches:
-            assert_same(again._policy_pass(part)[0], learner._policy_pass(part)[0])
+            assert_same(policy_pass(again, part)[0], policy_pass(learner, part)[0])
 
 
 def test_the_tower_has_its_own_learning_rate(model: Path) -> None:
