@@ -27,7 +27,6 @@ from typing import Any
 from agentfactory.audit.check import Opened, open_part
 from agentfactory.audit.replay.prefix import tokens_of
 from agentfactory.base.messages import text_of
-from agentfactory.commands.worlds.trial import NoLegalCall, RandomCalls
 from agentfactory.launching.child_processes import Children
 from agentfactory.launching.prepare import run_prepare
 from agentfactory.recipe.load import load_recipe
@@ -38,6 +37,7 @@ from agentfactory.rollout.chains.sampling import Sampling
 from agentfactory.rollout.data import load_tasks
 from agentfactory.rollout.inference.inference_client import Completion
 from agentfactory.rollout.token_row import Span
+from agentfactory.worlds.commands.trial import NoLegalCall, RandomCalls
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.chat_tokenizers import make_tokenizer, trl_template

@@ -298,7 +298,6 @@ _MODULES = {
     "chat": "commands.chat",
     "export": "commands.export_command",
     "tools": "commands.tools_command",
-    "worlds": "commands.worlds.worlds_command",
 }
 
 

@@ -84,7 +84,6 @@ _ABOUT = {
     "chat": "talk to a run's last checkpoint, with its tools",
     "export": "turn a checkpoint into a folder to use or share: the model, with an adapter merged in, or the adapter",
     "tools": "list, call, check or serve a recipe's tools, without a model",
-    "worlds": "list, show, try or serve the installed worlds, without a model",
     "completion": "print the script that lets your shell complete commands, options and recipe fields",
 }
 _EXAMPLES = {
@@ -130,12 +129,6 @@ _EXAMPLES = {
         "tools check recipe.yaml",
         "tools serve my_tools.py",
     ],
-    "worlds": [
-        "worlds list",
-        "worlds show webshop",
-        'worlds try scienceworld --row \'{"question": "Boil it.", "task": "boil", "variation": 0}\'',
-        "worlds serve recipes/webshop/7b-full-8gpu.yaml --as openenv",
-    ],
     "completion": [
         'eval "$(agentfactory completion bash)"   # in ~/.bashrc',
         'eval "$(agentfactory completion zsh)"   # in ~/.zshrc, after compinit',
@@ -147,12 +140,6 @@ _TOOLS = {
     "call": "make one call, in its own chain",
     "check": "open every server, and try its environment",
     "serve": "serve FILE.py[:NAME] ... over MCP; its options: `agentfactory tools serve --help`",
-}
-_WORLDS = {
-    "list": "print the installed worlds and task sources, and what each needs",
-    "show": "print a world's tools, options, task fields, and a recipe that begins with it",
-    "try": "play an episode of random or given calls, turn by turn",
-    "serve": "serve a world or a recipe as an environment of other trainers",
 }
 _STATUSES = """\
 exit status:
@@ -234,7 +221,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, "argparse._SubParsersAction[
 
 def _add_registered(add: Callable[[str, str, Sequence[str]], argparse.ArgumentParser]) -> None:
     """Add the commands of extensions and of installed packages; print the error of one that fails."""
-    places = {"view": "agentfactory.viewer.view_command"}
+    places = {"worlds": "agentfactory.worlds.commands.worlds_command", "view": "agentfactory.viewer.view_command"}
     try:
         places |= registered(COMMANDS)
     except SettingError as error:
@@ -291,8 +278,6 @@ def _add_options(name: str, command: argparse.ArgumentParser) -> None:
             _add_export(command)
         case "tools":
             _add_tools(command)
-        case "worlds":
-            _add_worlds(command)
         case "completion":
             command.add_argument("shell", choices=SHELLS, help="the shell that will read the script")
 
@@ -327,9 +312,10 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--push", metavar="REPO", help=about)
 
 
-def _add_actions(
+def add_actions(
     command: argparse.ArgumentParser, texts: dict[str, str]
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Add actions with their texts of help; yield the name and the parser of each."""
     actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in texts.items():
         about = f"{text[0].upper()}{text[1:]}."
@@ -337,7 +323,7 @@ def _add_actions(
 
 
 def _add_tools(command: argparse.ArgumentParser) -> None:
-    for name, action in _add_actions(command, _TOOLS):
+    for name, action in add_actions(command, _TOOLS):
         if name == "serve":
             continue  # its options are parsed by agentfactory.tools.serve
         action.add_argument("recipe", metavar="RECIPE", help="a YAML file; it needs no model")
@@ -358,40 +344,6 @@ def _add_tools(command: argparse.ArgumentParser) -> None:
         else:
             about = "data row to reset environments with; default: the first row of the recipe's data"
             action.add_argument("--task", type=json_object, metavar="JSON", help=about)
-
-
-def _add_worlds(command: argparse.ArgumentParser) -> None:
-    for name, action in _add_actions(command, _WORLDS):
-        if name in ("list", "show"):
-            action.add_argument("--json", action="store_true", help="print JSON")
-        if name == "list":
-            continue
-        about = "a name that `worlds list` prints, or FILE.py:NAME" + ("" if name == "show" else ", or a recipe")
-        action.add_argument("world", metavar="WORLD", help=about)
-        if name == "show":
-            continue
-        about = "fields of the world's task source, or of the recipe"
-        action.add_argument("overrides", metavar="field=value", nargs="*", default=[], help=about)
-        about = "argument of the world's constructor"
-        action.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help=about)
-        if name == "try":
-            about = "the task, for a world without a task source; default: the first task"
-            action.add_argument("--row", type=json_object, metavar="JSON", help=about)
-            about = 'make these calls instead of random ones: {"name": TOOL, "arguments": {...}} per line'
-            action.add_argument("--calls", type=Path, metavar="FILE.jsonl", help=about)
-            action.add_argument("--turns", type=int, metavar="N", default=10, help="random calls; default: 10")
-            action.add_argument("--seed", type=int, metavar="N", default=0, help="seed of random calls; default: 0")
-            about = "time limit of the start, the rows, the reset, and each call; default: 60"
-            action.add_argument("--seconds", type=float, metavar="S", default=60.0, help=about)
-        else:
-            about = "protocol; `tools serve` serves plain MCP"
-            action.add_argument("--as", dest="protocol", choices=("openenv", "verifiers"), required=True, help=about)
-            about = "port; 0: a free one; default: 8000"
-            action.add_argument("--port", type=int, metavar="N", default=8000, help=about)
-            about = "address to listen on; any but loopback needs --api-key-env; default: 127.0.0.1"
-            action.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=about)
-            about = "environment variable with the key that clients must send; default: a random key"
-            action.add_argument("--api-key-env", metavar="NAME", help=about)
 
 
 def json_object(text: str) -> dict[str, Any]:

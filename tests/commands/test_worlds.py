@@ -11,7 +11,7 @@ import yaml
 
 from agentfactory.base.messages import ToolSpec
 from agentfactory.commands.main import main
-from agentfactory.commands.worlds.trial import RandomCalls
+from agentfactory.worlds.commands.trial import RandomCalls
 from tests.project import load_and_check
 
 GARDEN = '''

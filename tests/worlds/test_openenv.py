@@ -14,8 +14,8 @@ import pytest
 
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.http.server_keys import key_file
-from agentfactory.commands.worlds.openenv_server import ServedWorld, Session
 from agentfactory.tools.sessions.toolset import open_toolset
+from agentfactory.worlds.commands.openenv_server import ServedWorld, Session
 
 GARDEN = '''
 from agentfactory import Environment, finish, tool

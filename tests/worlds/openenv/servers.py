@@ -12,8 +12,8 @@ from typing import Any
 from agentfactory.base.config import ToolsRecipe
 from agentfactory.base.http.http_server import serve_websockets
 from agentfactory.base.http.key_guard import KeyGuard, listen
-from agentfactory.commands.worlds.openenv_server import ServedWorld, make_app
 from agentfactory.tools.sessions.toolset import open_toolset
+from agentfactory.worlds.commands.openenv_server import ServedWorld, make_app
 
 ACTION = {
     "type": "object",

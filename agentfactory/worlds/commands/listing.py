@@ -1,6 +1,5 @@
-"""`agentfactory worlds list | show | try | serve`: installed worlds, without a model."""
+"""`agentfactory worlds list | show`: the installed worlds, described without a model."""
 
-import argparse
 import inspect
 import json
 import sys
@@ -15,79 +14,35 @@ from docstring_parser import DocstringStyle
 from docstring_parser import parse as parse_docstring
 
 from agentfactory.base.config import fields_of
-from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import ToolSpec
-from agentfactory.base.processes.interruption import run_interruptibly
 from agentfactory.base.user_code.entry_points import SOURCES, WORLDS, registered
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.base.user_code.watch import limited
 from agentfactory.commands.tools_command import signature_of
-from agentfactory.commands.worlds.subject import (
-    catalogue,
-    describe,
-    first_line,
-    open_subject,
-    sources_of,
-    world_and_source,
-)
-from agentfactory.commands.worlds.trial import read_calls
 from agentfactory.recipe.reference import default_words, meaning, type_words
 from agentfactory.rollout.config import TaskSource
-from agentfactory.rollout.images.parts import clean_row
 from agentfactory.tools.environments.environment import is_environment, overrides, reset_schema
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
-
-_FOR_VERIFIERS = Path(__file__).parent / "for_verifiers"
-"""Folder of a module that needs verifiers, and nothing of AgentFactory."""
-
-
-def run(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Run `list`, `show`, `try` or `serve`. Raises SettingError, WorldFailed, ToolInfrastructureError."""
-    match options.action:
-        case "list":
-            if options.json:
-                say(json.dumps([asdict(entry) for entry in catalogue()], indent=2, ensure_ascii=False))
-            else:
-                for entry in catalogue():
-                    say(entry.line)
-        case "show":
-            _show(options.world, options.json, say)
-        case "try":
-            _try(options)
-        case "serve":
-            from agentfactory.commands.worlds.openenv_server import serve
-
-            subject = open_subject(options.world, options.overrides, options.option)
-            client = f"\nverifiers' taskset agentfactory-world is in {_FOR_VERIFIERS}"
-            client = client if options.protocol == "verifiers" else ""
-            run_interruptibly(serve(subject, options.host, options.port, options.api_key_env, say, client))
+from agentfactory.worlds.commands.subject import (
+    catalogue,
+    describe,
+    first_line,
+    sources_of,
+    world_and_source,
+)
 
 
-def _try(options: argparse.Namespace) -> None:
-    from agentfactory.commands.worlds.trial import Episode, play
-
-    for name, least in (("turns", 1), ("seconds", 0.1)):
-        if (value := getattr(options, name)) < least:
-            raise SettingError(f"--{name}", f"got {value:g}", f"use at least {least:g}")
-    calls = None
-    if options.calls is not None:
-        try:
-            calls = read_calls(options.calls.read_text(encoding="utf-8"), str(options.calls))
-        except (OSError, ValueError) as error:
-            fix = 'give a file with a line {"name": TOOL, "arguments": {...}} per call'
-            raise SettingError("--calls", str(error), fix) from None
-    try:
-        row = None if options.row is None else clean_row(options.row, Path.cwd())
-    except ValueError as error:
-        raise SettingError("--row", str(error), "correct it") from error
-    episode = Episode(options.turns, options.seed, options.seconds, row, calls)
-    with limited(options.seconds, "--seconds"), redirect_stdout(sys.stderr):
-        subject = open_subject(options.world, options.overrides, options.option, options.seconds)
-    run_interruptibly(play(subject, episode))
+def list_worlds(as_json: bool, say: Callable[[str], None]) -> None:
+    """Say what is installed."""
+    if as_json:
+        say(json.dumps([asdict(entry) for entry in catalogue()], indent=2, ensure_ascii=False))
+        return
+    for entry in catalogue():
+        say(entry.line)
 
 
-def _show(name: str, as_json: bool, say: Callable[[str], None]) -> None:
+def show(name: str, as_json: bool, say: Callable[[str], None]) -> None:
+    """Say what a world offers. Raises SettingError for an unknown one."""
     world, chosen = world_and_source(name, ())
     with redirect_stdout(sys.stderr):
         found = load_object(world, Path.cwd(), prebuilt())

@@ -23,12 +23,12 @@ from agentfactory.base.http.key_guard import HEALTH, KeyGuard, listen, server_ke
 from agentfactory.base.messages import CallError, ToolCall, ToolInfrastructureError, text_of
 from agentfactory.base.processes import parent_watch
 from agentfactory.base.user_code.extras import check_extra
-from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening_prompt import add_text, opening_messages
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.text.parsers.values import whole_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
+from agentfactory.worlds.commands.subject import Subject
 
 END = "end_episode"
 """The tool by which a client ends an episode, which is then judged; worlds may also end it."""

@@ -19,13 +19,13 @@ from agentfactory.base import messages
 from agentfactory.base.errors import CommandFailed
 from agentfactory.base.messages import CallError, Content, ToolCall, ToolInfrastructureError, ToolResult, ToolSpec
 from agentfactory.base.processes.threads import run_in_thread
-from agentfactory.commands.worlds.subject import Subject
 from agentfactory.rollout.chains.opening_prompt import opening_messages
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.images.store import with_files
 from agentfactory.tools.calls.argument_check import ArgumentCheck, UncheckedError
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import open_toolset
+from agentfactory.worlds.commands.subject import Subject
 
 _DRAWS = 200
 _MOST_DEPTH = 6
