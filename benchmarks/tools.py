@@ -87,7 +87,6 @@ def every_limit() -> dict[str, Any]:
         "cost": 1e9,
         "cost_per_call": {"lookup": 0.001},
         "tool_seconds": 1e6,
-        "parallel_calls": 8,
         "calls_per_second": {"lookup": 1e6},
         "seconds_per_call": {"lookup": 30},
         "result_tokens": 1024,

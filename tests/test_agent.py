@@ -17,7 +17,6 @@ from agentfactory import Agent, Outcome, reward, tool
 from agentfactory.base.user_code.loading import load_object
 from agentfactory.launching.child_processes import ChildFailed
 from agentfactory.launching.run_folder import RunFolderError
-from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.load_agent import load_agent
 from agentfactory.rollout.config import AgentConfig, RolloutConfig
 from agentfactory.rollout.trajectory import Trajectory
@@ -163,4 +162,4 @@ async def test_the_page_runs(warm_server: str, tmp_path: Path, capsys: pytest.Ca
             (trajectory,) = (await agent.run("go", max_turns=2)).trajectories
         assert not trajectory.outcome.failed, trajectory.error
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    check_context(RolloutConfig.model_validate(yaml.safe_load(recipe)["rollout"]))
+    RolloutConfig.model_validate(yaml.safe_load(recipe)["rollout"])

@@ -35,10 +35,10 @@ def test_server_and_trainer_agree(warm_start: Path, quickstart_run: Path, tmp_pa
         "rollout": {
             "group_size": 8,
             "max_tokens": 32,
-            "max_total_tokens": 512,
+            "max_total_tokens": 168,
             "agent": "my_agent.py:TwoPieces",
             "assistant_prefix": "<tool_call>\n",
-            "context": {"policy": "summarize", "options": {"max_tokens": 120, "keep_turns": 1}},
+            "context": {"policy": "summarize", "keep_turns": 1},
         },
         "train": {"algorithm": "grpo", "steps": 2, "batch_size": 2, "learning_rate": 1e-4},
         "server": {"engine": "embedded", "max_model_len": 512},

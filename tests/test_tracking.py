@@ -94,7 +94,7 @@ def tracked(
         "tools": [str(QUICKSTART / "treasure_hunt.py:TreasureHunt")],
         # one advantage for all turns of a chain, whatever the short quickstart has learned
         "train": {**train, "learning_rate": 1e-3, "advantage": {"malformed_turns": "like_others"}},
-        "track": {"trackers": TRACKERS, "project": "tests"},
+        "track": {"trackers": TRACKERS},
     }
     file.write_text(json.dumps(recipe))
     resumed = ["--resume", str(output / "checkpoints" / "step-000002"), f"train.steps={LAST}"]

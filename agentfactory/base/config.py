@@ -16,7 +16,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Options = Annotated[dict[str, Any], BeforeValidator(lambda given: {} if given is None else given)]
 """Arguments by name. null means none, so a recipe can clear inherited arguments."""
 RESULT_BYTES = 1 << 20
-"""Default of `limits.result_bytes`: 1 MiB."""
+"""1 MiB; see LimitsConfig.result_bytes."""
 CHAIN = "${chain}"
 """In `args`, `env` and `cwd` of an MCP server: the folder of the chain."""
 WAYS = ("command", "url", "module", "container")
@@ -108,11 +108,12 @@ class PoolConfig(Section):
     """Pool of instances of an environment, or of a server that is not shared. Each instance serves one chain at a
     time."""
 
+    wait_seconds: ClassVar[float] = 600.0
+    """Seconds that a chain waits for an instance before it ends as tool_infrastructure."""
+
     capacity: PositiveInt | None = None
     """Maximum number of concurrent instances; further chains wait. null: one per live chain; for server processes, as
     many as fit into half of the free memory, at 75 MiB each, or the size of the largest ended process if more."""
-    wait_seconds: PositiveFloat = 600.0
-    """Seconds that a chain waits for an instance before it ends as tool_infrastructure."""
     create_seconds: PositiveFloat = 300.0
     """Time limit of creating an instance, such as the constructor of an Environment."""
     warm: int | None = Field(default=None, ge=0)
@@ -138,8 +139,6 @@ class McpServerConfig(Section):
     """Folder in which `command` starts; default: the recipe's folder."""
     workspace: str | None = None
     """Folder that is copied into each chain's folder (`${chain}`) before the chain begins."""
-    keep_workspaces: str | None = None
-    """Folder into which the folders of ended chains are moved, as SERVER/CHAIN; null: they are removed."""
     url: str | None = None
     """Address of a running streamable-HTTP server, such as http://127.0.0.1:8000/mcp."""
     headers: dict[str, str] = {}
@@ -159,13 +158,10 @@ class McpServerConfig(Section):
     """Prefix of every tool name, for servers whose tool names clash."""
     isolation: Isolation | None = None
     """The resource that each chain gets exclusively: none (shared), a session, or a process. null: a process for a
-    `command` or a `container` that is not AgentFactory's own and has no `cache`; shared for anything else. `shared`
+    `command` or a `container` that is not AgentFactory's own; shared for anything else. `shared`
     suits stateless servers, and saves memory and time."""
     pool: PoolConfig = PoolConfig()
     """Pool of instances of the environment, or of a server that is not shared."""
-    cache: int = Field(default=0, ge=0)
-    """Number of cached results, keyed by tool and arguments, for a server whose tools are deterministic; errors are not
-    cached."""
     environment: EnvironmentTools | None = None
     """Set this (an empty mapping uses the default names) if the server is an environment with per-chain state. A
     `module` that names an `Environment` class always is one."""
@@ -209,8 +205,6 @@ class McpServerConfig(Section):
         if self.isolation not in (None, Isolation.SHARED) and self.isolation != possible:
             advice = f"use shared or {possible}" if possible else "use shared; each chain has an instance of its own"
             yield "isolation", f"got {self.isolation} with {way}", advice
-        if self.cache and (self.environment is not None or self.isolation not in (None, Isolation.SHARED)):
-            yield "cache", f"got {self.cache}, but the server keeps state per chain", "remove it"
         yield from self._faults_of_folders()
 
     def _faults_of_folders(self) -> Iterator[tuple[str, str, str]]:
@@ -221,18 +215,16 @@ class McpServerConfig(Section):
             if CHAIN in (text or ""):
                 problem = f"got {short(text)}: only args, env and cwd of a `command` may refer to {CHAIN}"
                 yield field, problem, "remove it there"
-        for field in ("workspace", "keep_workspaces"):
-            if (value := getattr(self, field)) and not (self.command and self.has_folders):
-                problem = f"got {short(value)}, but no chain has a folder: nothing of a `command` refers to {CHAIN}"
-                yield field, problem, f"put {CHAIN} into args, env or cwd of a `command`, or remove it"
+        if self.workspace and not (self.command and self.has_folders):
+            problem = f"got {short(self.workspace)}, but no chain has a folder: no `command` refers to {CHAIN}"
+            yield "workspace", problem, f"put {CHAIN} into args, env or cwd of a `command`, or remove it"
         if not self.has_folders:
             return
         if self.command is None:
             problem = f"got {short(self.args)}: {CHAIN} is a folder of this machine"
             yield "args", problem, "use `command`: docker run -v ..."
-        if self.isolation is Isolation.SHARED or self.cache:
-            field, value = ("cache", str(self.cache)) if self.cache else ("isolation", repr(str(self.isolation)))
-            yield field, f"got {value}, but {CHAIN} needs a process for each chain", "remove it"
+        if self.isolation is Isolation.SHARED:
+            yield "isolation", f"got 'shared', but {CHAIN} needs a process for each chain", "remove it"
         if self.pool.max_uses not in (None, 1):
             problem = f"got {self.pool.max_uses}, but a process belongs to one chain, as its folder ({CHAIN}) does"
             yield "pool.max_uses", problem, "remove it"
@@ -266,12 +258,15 @@ class BreachConfig(Section):
     action: Literal["tell", "stop"] = "tell"
     """tell: the model reads an explanation instead of the result, and the chain continues. stop: the chain ends as
     tool_limit."""
-    penalty: Penalty = 0.0
-    """Subtracted from the chain's reward at each breach."""
 
 
 class LimitsConfig(Section):
     """Limits on a chain's use of tools. Limits of turns, tokens and time are in `rollout:`. null: no limit."""
+
+    result_bytes: ClassVar[int] = RESULT_BYTES
+    """Maximum bytes of one result's text, in UTF-8. A longer one is cut in the middle on arrival, before any other
+    processing, with a marker that the model sees. This bounds the worker's memory; `result_tokens` bounds the
+    context."""
 
     calls_per_turn: PositiveInt | None = None
     """Calls in one assistant turn."""
@@ -285,8 +280,6 @@ class LimitsConfig(Section):
     """Tool -> cost of one call, in dollars, for example; other tools are free."""
     tool_seconds: PositiveFloat | None = None
     """Total running time of the chain's calls, in seconds; concurrent calls count once."""
-    parallel_calls: PositiveInt | None = None
-    """Maximum number of concurrent calls of one turn; further calls wait."""
     calls_per_second: dict[str, PositiveFloat] = {}
     """Tool -> calls per second over all chains. Calls above the rate wait; with an entry in on_breach they are refused
     instead."""
@@ -294,15 +287,11 @@ class LimitsConfig(Section):
     """Tool -> time limit of a call in seconds; for other tools, the server's timeout_seconds."""
     result_tokens: PositiveInt | None = None
     """Maximum tokens of one result; a longer one is cut in the middle, with a marker that the model sees."""
-    result_bytes: PositiveInt = RESULT_BYTES
-    """Maximum bytes of one result's text, in UTF-8. A longer one is cut in the middle on arrival, before any other
-    processing, with a marker that the model sees. This bounds the worker's memory; `result_tokens` bounds the
-    context."""
     images: PositiveInt | None = None
     """Images in the whole chain, including those of the task; further images are replaced with a text for the
     model."""
     on_breach: dict[Limit, BreachConfig] = {}
-    """Limit -> consequence of exceeding it. Default of a limit without an entry: `tell`, without a penalty."""
+    """Limit -> consequence of exceeding it. Default of a limit without an entry: `tell`."""
 
     @model_validator(mode="after")
     def _limits_can_be_reached(self) -> "LimitsConfig":

@@ -229,7 +229,7 @@ async def _try_rewards(
     if not recipe.rewards or not (tasks := await find_tasks()):
         return [], []
     faults = await try_rewards(recipe, Path.cwd(), tasks, verdict)
-    names = ", ".join(reward.name or reward.reward.rpartition(":")[2] for reward in recipe.rewards)
+    names = ", ".join(reward.reward.rpartition(":")[2] for reward in recipe.rewards)
     end = f"{len(faults)} failed" if faults else "each is a number"
     return [f"rewards: {names}: called on a sample answer to {len(tasks)} tasks; {end}"], faults
 

@@ -111,10 +111,10 @@ def _open_tools(recipe: RolloutRecipe) -> None:
 
 
 def without_spares(config: McpServerConfig) -> McpServerConfig:
-    """Return the entry for a try, without spare processes and kept folders."""
+    """Return the entry for a try, without spare processes."""
     is_process = config.command is not None or config.container is not None
     starts_ahead = config.pool.warm or (is_process and config.pool.warm is None)
     # a server that all chains share cannot have any, and reports it
     can = config.module is not None or config.isolation is not Isolation.SHARED
     pool = config.pool.model_copy(update={"warm": 0}) if starts_ahead and can else config.pool
-    return config.model_copy(update={"pool": pool, "keep_workspaces": None})
+    return config.model_copy(update={"pool": pool})

@@ -27,13 +27,13 @@ _MAY_DIFFER = (
     *("train.steps", "train.checkpoint_every", "train.keep_last", "train.keep_best", "train.stop_when"),
     # the operation of tools; `*` stands for a server's name
     *("mcp_servers.*.isolation", "mcp_servers.*.pool", "mcp_servers.*.timeout_seconds"),
-    *("limits.calls_per_second", "limits.seconds_per_call", "limits.parallel_calls"),
+    *("limits.calls_per_second", "limits.seconds_per_call"),
     # the worker checks that the weights there are the same
     *("teacher.url", "teacher.api_key_env", "data.sources.*.teacher_url"),
 )
 _BEFORE = {
     **{"train.loss.behaviour_kl": 0.0, "train.advantage.malformed_turns": "like_others"},
-    **{"rollout.late_chains": "drop", "train.precision": "auto", "train.advantage.per_source": False},
+    **{"rollout.late_chains": "drop", "train.precision": "auto"},
 }
 """Field that older recipes lack -> the value that their runs were trained with."""
 

@@ -18,7 +18,7 @@ from agentfactory.trainers.checkpoints.checkpoint_folder import INFO, checkpoint
 
 _FROM = "model.lora.from"
 _MERGE = "set model.lora.merge=true, which merges it into the base first"
-_OF_A_RUN = {"from", "merge", "dropout", "quantization"}
+_OF_A_RUN = {"from", "merge", "quantization"}
 """Fields of model.lora that describe how a run trains its adapter, not the adapter."""
 _FACTOR = re.compile(r"base_model\.model\..+\.lora_[AB]\.weight")
 _ROW_FACTOR = re.compile(r"base_model\.model\..+\.lora_embedding_[AB]")

@@ -13,7 +13,6 @@ from agentfactory.base.processes.environment import is_setting
 from agentfactory.base.user_code.source_files import source_files, variables_read
 from agentfactory.recipe.adapters import check_adapter, doubts_about_adapter
 from agentfactory.recipe.code_checks import (
-    check_anchors,
     check_programs,
     check_resets,
     check_servers,
@@ -25,7 +24,6 @@ from agentfactory.recipe.composition import display
 from agentfactory.recipe.schema import Purpose, Recipe, StagedRecipe
 from agentfactory.recipe.server_checks import check_engine, server_faults, sglang_faults
 from agentfactory.recipe.train_checks import Fault, Lack, check_training, placement_faults, refuse
-from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.opening_prompt import check_lengths, check_texts
 from agentfactory.rollout.config import Inflight, Part, RolloutRecipe, distinct
 from agentfactory.rollout.data import Task, check_source, conversation_of, load_tasks
@@ -89,9 +87,6 @@ def _check_run(
             refuse(_missing_tasks(recipe, purpose))
             for part in parts_of(recipe):
                 with part_named(part):
-                    check_context(part.recipe.rollout)
-                    if purpose == "train":
-                        check_anchors(part.recipe)
                     refuse(_chain_faults(part.recipe, purpose, part.section.startswith("eval.")))
         if purpose == "train":
             refuse(_variable_faults(recipe))
@@ -126,8 +121,6 @@ def _check(recipe: Recipe, purpose: Purpose, prepared: Path | None, after: str |
     if recipe.train.algorithm == "sft" and purpose == "train" and sources:
         problem = "set, but sft reads the conversations of one file"
         raise SettingError("data.sources", problem, "join the files, or train a stage on each")
-    if recipe.train.advantage.per_source and not sources:
-        raise SettingError("train.advantage.per_source", "got true without data.sources", "remove it")
     if recipe.server.engine == "sglang" and (runs_chains(recipe, purpose) or purpose == "serve"):
         refuse(sglang_faults(recipe))
     if purpose == "train":

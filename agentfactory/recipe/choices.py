@@ -4,15 +4,13 @@ import re
 from typing import Any
 
 from agentfactory.base.config import Choice
-from agentfactory.rollout.config import AgentConfig, ContextConfig
+from agentfactory.rollout.config import AgentConfig
 from agentfactory.rollout.config.server import ServerConfig
-from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig, TeacherConfig
+from agentfactory.trainers.config import ALGORITHMS, AdvantageConfig, LossConfig, MismatchConfig
 
 CHOICES: dict[str, type[Choice]] = {
     "rollout.agent": AgentConfig,
-    "rollout.context": ContextConfig,
     "server": ServerConfig,
-    "teacher": TeacherConfig,
     "train.advantage": AdvantageConfig,
     "train.loss": LossConfig,
     "train.loss.mismatch": MismatchConfig,

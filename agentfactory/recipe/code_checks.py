@@ -20,12 +20,10 @@ from agentfactory.tools.environments.environment import (
     check_data_rows,
     check_machine_for,
     is_environment,
-    overrides,
     reset_schema,
 )
 from agentfactory.tools.prebuilt import prebuilt
 from agentfactory.tools.tool import is_tool
-from agentfactory.trainers.config import GigpoOptions
 
 
 def check_programs(recipe: Recipe, lack: Lack, prepared: Path | None) -> None:
@@ -151,19 +149,6 @@ def check_resets(recipe: Recipe, tasks: list[Task], section: str) -> None:
                 fix = f"give it a default, or rename a field by {section}.columns"
                 raise SettingError(name, f"{problem}({', '.join(row)})", fix)
         check_data_rows(found, tasks, section, has_rewards=bool(recipe.rewards) or _may_report_reward(recipe))
-
-
-def check_anchors(recipe: Recipe) -> None:
-    """Check that an environment defines anchor states. An external server may report them in its results."""
-    options = recipe.train.advantage.options
-    if not isinstance(options, GigpoOptions) or options.anchors != "environment":
-        return
-    elsewhere = any(server.module is None for server in recipe.mcp_servers.values())
-    if elsewhere or any(overrides(found, "anchor") for found in _environments(recipe)):
-        return
-    problem = "got 'gigpo', but no environment of the recipe defines anchor(), the state in which a turn begins"
-    fix = "define it, or set train.advantage.options.anchors=observation"
-    raise SettingError("train.advantage.estimator", problem, fix)
 
 
 def gives_reward(recipe: Recipe) -> bool:

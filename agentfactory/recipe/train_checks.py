@@ -284,7 +284,6 @@ def _unused_fields(recipe: Recipe) -> Iterator[Fault]:
     needs = {
         "train.decay_steps": (train.schedule == "wsd", "train.schedule=wsd"),
         "train.optimizer.betas": (optimizer != "adafactor", "another optimizer than adafactor"),
-        "train.optimizer.eps": (optimizer.startswith("adamw") or optimizer == "muon", "adamw, adamw_8bit or muon"),
         "train.min_reward": (not rl and train.from_trajectories is not None, "sft on train.from_trajectories"),
         "train.advantage": (rl, "a reinforcement learning algorithm"),
         "train.advantage.malformed_turns": (not rl or judged, learning),

@@ -37,7 +37,7 @@ CHAIN_METRICS = [
     Metric("gateway/spliced_turns", "turns", "turns that an agent sent back in a different history than sampled"),
     Metric("gateway/unmatched_turns", "turns", "assistant messages of an agent that were not sampled"),
     Metric("gateway/unmet_parameters", "", "parameters of an agent's requests that were not applied"),
-    Metric("penalty", "", "amount that limits and rollout.outcome_penalty subtracted from the reward"),
+    Metric("penalty", "", "amount that rollout.outcome_penalty subtracted from the reward"),
     Metric("limits/<limit>", "", "how often this limit was reached"),
     Metric("stop/<reason>", "", "1 if this reason ended the chain, otherwise 0"),
     Metric("failed", "", "share of the chains that failed"),

@@ -108,8 +108,6 @@ class Trajectory:
     """Per assistant turn, the anchor of the environment's state before it (None: none); empty if none has any."""
     result: str | None = None
     """The value that an agent with its own loop returned or printed; None if there is none."""
-    workspaces: list[str] = field(default_factory=list)
-    """The folders of its ended programs, if the recipe keeps them (`keep_workspaces`)."""
     timeline: list[Stretch] = field(default_factory=list)
     """The activities of the chain, ordered by their ends."""
 

@@ -1,11 +1,10 @@
 """The part of a recipe that the trainers package owns: train, sync, placement and track."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -76,22 +75,16 @@ class GaeOptions(ReturnOptions):
 
     gae_lambda: Share = 1.0
     """1 uses whole returns; lower values rely more on the critic."""
+    value_clip: ClassVar[float] = 0.2
+    """Maximum distance of a value from its value at the start of the update."""
     critic_learning_rate: float = Field(default=1e-5, gt=0)
     """Learning rate of the critic, independent of the policy's."""
     critic_warmup_steps: int = Field(default=0, ge=0)
     """Number of initial steps in which only the critic learns."""
-    value_clip: float | None = Field(default=0.2, gt=0)
-    """Maximum distance of a value from its value at the start of the update; null does not clip."""
 
 
 class GigpoOptions(ScaleOptions, ReturnOptions):
     """Options of `estimator: gigpo`."""
-
-    step_weight: float = Field(default=1.0, ge=0)
-    """Weight of a turn's advantage among turns in the same state; the chain's advantage has weight 1."""
-    anchors: Literal["environment", "observation"] = "environment"
-    """Criterion for turns in the same state. environment: equal Environment.anchor; observation: equal messages since
-    the model's previous turn."""
 
     @field_validator("scale")
     @classmethod
@@ -110,7 +103,8 @@ class AdvantageConfig(Choice):
     estimator: Annotated[str, _one_of(ESTIMATORS)] = "grpo"
     """grpo: reward minus the group's mean; rloo: reward minus the mean of the others; reinforce_pp: return, whitened
     over the batch; reinforce_pp_baseline: reward minus the group's mean, whitened over the batch; gae: with a learned
-    critic; gigpo: grpo's advantage, plus the turn's among turns in the same state; raft: 1 for the group's best chains,
+    critic; gigpo: grpo's advantage, plus the turn's among turns in the same state (equal Environment.anchor, or
+    without one equal messages since the model's previous turn); raft: 1 for the group's best chains,
     0 for the others; none: 0, so that only the teacher trains; or `FILE.py:NAME` of your own function
     (docs/add-an-algorithm.md)."""
     options: TypedOptions = None
@@ -118,9 +112,6 @@ class AdvantageConfig(Choice):
     malformed_turns: Literal["blamed", "like_others"] = "blamed"
     """blamed: tokens of a turn with unparsable tool calls get an advantage of at most minus the root mean square of
     their group's advantages, so that a chain that succeeds despite such a turn does not reinforce it."""
-    per_source: bool = False
-    """With data.sources: compute statistics of the whole batch (scale=batch, whitening) within each source instead, so
-    that sources whose rewards vary more do not have larger advantages."""
 
 
 class KlConfig(Section):
@@ -194,20 +185,11 @@ class ClipOptions(CispoOptions):
     """Upper bound of ratios if the advantage is negative."""
 
 
-class SapoOptions(Section):
-    """Options of `policy: sapo`."""
-
-    positive_temperature: float = Field(default=1.0, gt=0)
-    """Temperature of the gate if the advantage is positive."""
-    negative_temperature: float = Field(default=1.05, gt=0)
-    """Temperature of the gate otherwise."""
-
-
 class LossConfig(Choice):
     """The loss per sampled token."""
 
     chooser = "policy"
-    kinds = {"clip": ClipOptions, "gspo": ClipOptions, "cispo": CispoOptions, "sapo": SapoOptions}
+    kinds = {"clip": ClipOptions, "gspo": ClipOptions, "cispo": CispoOptions}
 
     policy: Annotated[str, _one_of(POLICIES)] = "clip"
     """clip: PPO's clipped surrogate; gspo: the same with the sequence's ratio; cispo: clipped weights; sapo: a soft
@@ -238,26 +220,6 @@ class OverlongConfig(Section):
     """Penalty for a chain of rollout.max_total_tokens."""
 
 
-class ParameterGroup(Section):
-    """Settings for trainable weights whose names match; the first matching group applies."""
-
-    match: str
-    """Regular expression, searched for in the weight's name."""
-    learning_rate: float | None = Field(default=None, gt=0)
-    """Null uses the recipe's."""
-    weight_decay: float | None = Field(default=None, ge=0)
-    """Null uses the optimiser's."""
-
-    @field_validator("match")
-    @classmethod
-    def _is_an_expression(cls, match: str) -> str:
-        try:
-            re.compile(match)
-        except re.error as error:
-            raise SettingError("", f"got {match!r}: {error}", "write a regular expression") from None
-        return match
-
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -269,12 +231,8 @@ class OptimizerConfig(Section):
     within layers, with adamw for all other weights. fsdp2 supports only adamw and sgd."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of adamw, adamw_8bit and lion; the first is also the momentum of muon and sgd."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Epsilon of adamw (including muon's) and adamw_8bit."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay; norms and biases, which have one dimension, do not decay."""
-    groups: list[ParameterGroup] = []
-    """Settings for weights selected by name."""
 
 
 class TrainConfig(Section):
@@ -406,19 +364,9 @@ class TrainConfig(Section):
         return fields
 
 
-class JensenShannonOptions(Section):
-    """Options of `divergence: jensen_shannon`."""
-
-    beta: float = Field(default=0.5, gt=0, lt=1)
-    """Weight of the teacher in the mixture from which both are measured."""
-
-
-class TeacherConfig(Choice):
+class TeacherConfig(Section):
     """A stronger model, or the policy with more in its context, that grades each token of the policy's chains
     (docs/teachers.md)."""
-
-    chooser = "divergence"
-    kinds = {"jensen_shannon": JensenShannonOptions}
 
     model: str | None = None
     """Folder of a model or of a run's checkpoint, or hub name; it needs the policy's tokenizer. The base of
@@ -435,9 +383,7 @@ class TeacherConfig(Choice):
     divergence: Literal["sampled", "reverse_kl", "forward_kl", "jensen_shannon"] = "sampled"
     """sampled: reverse KL estimated from the sampled token, added to its advantage. The others are a term of the loss,
     exact over the vocabulary: reverse_kl: KL(policy || teacher); forward_kl: KL(teacher || policy); jensen_shannon:
-    between the two (GKD)."""
-    options: TypedOptions = None
-    """Options of the divergence."""
+    from the mean of both distributions (GKD with beta = 0.5)."""
     top_k: int | None = Field(default=None, ge=1)
     """Compute the divergence over the teacher's `top_k` most likely tokens, and the rest of the vocabulary as one more;
     null: over the vocabulary."""
@@ -529,9 +475,8 @@ class TrackConfig(Section):
 
     trackers: list[Literal["wandb", "tensorboard", "trackio", "mlflow"]] = []
     """Experiment trackers that get the same metrics under the same names; install each under its own name. They take
-    addresses and keys from their own environment variables: see docs/tracking.md."""
-    project: str = Field(default="agentfactory", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Project of the trackers (an experiment in mlflow), within which runs are compared."""
+    addresses, keys and projects from their own environment variables: see docs/tracking.md."""
+
     trajectories: int = Field(default=4, ge=0)
     """Chains per step, spread from the lowest to the highest reward, that trackers with tables (wandb, trackio, mlflow)
     get as text; wandb and trackio also get the images. 0: none."""
@@ -625,9 +570,6 @@ class TrainRecipe(RolloutRecipe):
             if source.teacher_url is not None and (self.teacher is None or self.teacher.url is None):
                 problem, fix = f"got {source.teacher_url!r} without teacher.url", "set teacher.url, for other sources"
                 raise SettingError(f"data.sources.{index}.teacher_url", problem, fix)
-        if self.model.lora is not None and self.model.lora.dropout and self.train.algorithm != "sft":
-            problem = f"got {self.model.lora.dropout}: with dropout, two passes of the same weights disagree"
-            raise SettingError("model.lora.dropout", problem, "use 0; only train.algorithm=sft can learn with dropout")
         return self
 
     @model_validator(mode="after")

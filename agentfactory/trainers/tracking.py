@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import os
 import re
 import secrets
 import sys
@@ -126,7 +127,9 @@ class Tracking:
 
     def _start(self, tracker: str, name: str) -> GeneralTracker:
         make = LOGGER_TYPE_TO_CLASS[tracker]
-        project, folder, known = self._config.project, self._folder, self._runs.get(tracker)
+        # accelerate reads the variable of mlflow itself
+        project = os.environ.get(f"{tracker.upper()}_PROJECT", "agentfactory")
+        folder, known = self._folder, self._runs.get(tracker)
         if known is not None and tracker != "mlflow":
             # the folder may have another name by now
             name = known

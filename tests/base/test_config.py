@@ -27,7 +27,6 @@ def test_the_usual_block_is_taken_as_it_is() -> None:
         ({"command": "x", "isolation": "session"}, "isolation: got session with command; fix: use shared or process"),
         ({"url": "http://a", "isolation": "process"}, "isolation: got process with url; fix: use shared or session"),
         ({"module": "a.py:B", "isolation": "process"}, "each chain has an instance of its own"),
-        ({"command": "x", "isolation": "process", "cache": 3}, "cache: got 3, but the server keeps state per chain"),
         ({"command": "x", "comand": "y"}, "comand"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_folder_of_peft_gives_the_fields_that_are_left_out(make_adapter: Make)
     recipe = single("model.lora={from: adapter}")
     assert recipe.model.lora.model_dump() == {
         **{"rank": 4, "alpha": 4, "target_modules": ["q_proj"], "from": str(folder), "merge": False},
-        **{"dropout": 0.0, "quantization": None, "trainable_tokens": None},
+        **{"quantization": None, "trainable_tokens": None},
     }
     assert plan_run(recipe, None).stages[0].recipe == recipe
     assert not any("lora" in doubt for doubt in doubts(recipe))

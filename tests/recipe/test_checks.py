@@ -13,7 +13,7 @@ from agentfactory.recipe.schema import Recipe
 from agentfactory.trainers.config import ALGORITHMS
 from tests.project import load_and_check, refused
 
-GIGPO = "train.advantage.estimator=gigpo; train.advantage.options.anchors=observation"
+GIGPO = "train.advantage.estimator=gigpo"
 TEACHER = "teacher.model=Qwen/Qwen2.5-7B-Instruct"
 URL = "teacher.url=http://127.0.0.1:8100"
 FSDP2 = "train.strategy=fsdp2; train.processes=2"
@@ -38,22 +38,18 @@ train.loss.mismatch={correction: token_mask, options: {low: 3}} -> train.loss.mi
 train.loss.mismatch.options.low=0.1 -> train.loss.mismatch.options.low: token_mask
 train.loss.mismatch={correction: none, options: {high: 3}} -> train.loss.mismatch.options.high: correction
 train.loss.mismatch.correction=geometric_mask -> train.loss.mismatch.options: low: 0.99, high: 1.01
-train.optimizer.groups=[{match: '['}] -> train.optimizer.groups.0.match: regular expression
 train.optimizer.betas=[0.9, 1.0] -> train.optimizer.betas.1: less than 1
 model.lora={rank: 4, alpha: 0} -> model.lora.alpha: greater than 0
 train.overlong={buffer: 1, penalty: 1e308} -> train.overlong.penalty: less than
 rollout.outcome_penalty={max_turns: 1e308} -> rollout.outcome_penalty.max_turns: less than
 rollout.group_size=1; rollout.equal_rewards=drop; train.algorithm=reinforce_pp -> rollout.equal_rewards: use keep
-model.lora={rank: 4, dropout: 0.1} -> model.lora.dropout: use 0
 $GIGPO; train.loss.kl.coefficient=0.1; train.loss.kl.place=reward -> train.loss.kl.place: reinforce_pp or gae
-train.algorithm=gigpo -> train.advantage.estimator: anchors=observation
 $GIGPO; train.algorithm=ppo -> train.algorithm: use gigpo, or remove
 train.algorithm=ppo; train.advantage.estimator=grpo -> train.algorithm: use grpo, or remove advantage.estimator
 train.algorithm=gspo; train.loss.policy=cispo -> train.algorithm: use cispo
 $GIGPO; train.advantage.options.scale=batch -> train.advantage.options.scale: use none or group
 $GIGPO; rollout.group_size=1 -> rollout.group_size: at least 2
-train.advantage.options.step_weight=0.5 -> train.advantage.options.step_weight: remove it
-train.advantage.options.anchors=observation -> train.advantage.options.anchors: remove it
+train.advantage.options.gamma=0.5 -> train.advantage.options.gamma: remove it
 train.algorithm=distill -> teacher: set teacher.model
 teacher.model=./nowhere -> teacher.model: hub name
 teacher.context=hint -> teacher.context: answer, errors, or FILE
@@ -77,7 +73,6 @@ $TEACHER; train.algorithm=distill; train.advantage.malformed_turns=like_others -
     train.advantage.malformed_turns: remove it
 $URL; train.algorithm=distill; train.from_trajectories=recipe.yaml -> teacher.url: use teacher.model
 $URL; server.url=http://127.0.0.1:8100/ -> teacher.url: train an adapter
-$TEACHER; teacher.options.beta=0.3 -> teacher.options.beta: remove it
 $TEACHER; teacher.divergence=forward_kl; $FSDP2 -> teacher.divergence: use sampled, or strategy ddp
 $TEACHER; teacher.divergence=reverse_kl; train.algorithm=distill; train.loss.policy=gspo -> train.loss.policy: remove it
 train.stop_when=[format, success]; data.shuffle=false ->
@@ -98,8 +93,9 @@ $NF4; $UNCORRECTED -> train.loss.mismatch.correction: use token_truncate
 $OUTSIDE; rollout.workers=2 -> rollout.workers: outside programs take tasks at one address; fix: use 1
 rollout.agent={name: outside, options: {workspace: desk}} -> rollout.agent.options.workspace: command has it
 rollout.agent={name: outside, command: [x]} -> rollout.agent: set one of name and command
-rollout.agent={command: [x], options: {sandbox: none, disk_mb: 9}} -> rollout.agent.options.disk_mb: with sandbox=none
-rollout.agent={command: [x], options: {processes: 1}} -> rollout.agent.options.processes: change it
+rollout.agent={command: [x], options: {sandbox: none, memory_mb: 9}} ->
+    rollout.agent.options.memory_mb: with sandbox=none
+rollout.agent={command: [x], options: {memory_mb: 1}} -> rollout.agent.options.memory_mb: change it
 rewards=[] -> rewards: no environment gives a reward
 """)
 NETWORK = table(r"""
@@ -119,7 +115,6 @@ train.precision=fp8 -> train.precision: pip install torchao
 $NF4; train.precision=fp8 -> train.precision: model.lora.quantization=null
 model.dtype=bfloat16; train.attention=flash_attention_2 -> train.attention: pip install flash-attn
 train.optimizer={name: adafactor, betas: [0.8, 0.9]} -> train.optimizer.betas: another optimizer
-train.optimizer={name: sgd, eps: 1e-6} -> train.optimizer.eps: adamw
 train.schedule=cosine; train.decay_steps=3 -> train.decay_steps: schedule=wsd
 server={engine: vllm}; model.lora={rank: 8}; train.vision=trained -> train.vision: --enable-tower-connector-lora
 train.schedule=wsd -> train.decay_steps: after the warm-up
@@ -208,9 +203,8 @@ def test_sglang_refuses(project: Path, settings: str, field: str, said: str) -> 
         f"{NF4}; train.algorithm=sft; data.path=talks.jsonl",
         f"{FSDP2}; model.lora.rank=8; train.gradient_checkpointing=offload",
         f"{FSDP2}; train.compile=true; train.optimizer.name=sgd",
-        "train.optimizer={name: muon, eps: 1e-6, betas: [0.95, 0.99]}; train.attention=flex_attention",
+        "train.optimizer={name: muon, betas: [0.95, 0.99]}; train.attention=flex_attention",
         "train.schedule=wsd; train.warmup_steps=3; train.decay_steps=7",
-        "train.optimizer={groups: [{match: embed, learning_rate: 1e-6}, {match: norm, weight_decay: 0.1}]}",
         f"{OUTSIDE}; rewards=[]; rollout.workers=1",
         "rollout.agent={command: [ls]}; rollout.workers=2; train.batch_size=2",
     ],

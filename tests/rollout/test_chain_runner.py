@@ -156,8 +156,8 @@ async def test_parallel_calls_answer_in_order(tmp_path: Path) -> None:
 
 
 async def test_a_chain_records_where_its_time_went(tmp_path: Path) -> None:
-    turns = [call("write", text="a") + "\n" + call("read"), call("burn"), "done"]
-    limits = {"parallel_calls": 1}
+    turns = [call("write", text="a") + "\n" + call("write", text="b"), call("burn"), "done"]
+    limits = {"calls_per_second": {"write": 20}}
     async with diary(tmp_path, turns, limits=limits) as chains:
         trajectory = await chains.run()
     # on a busy machine the calls of later turns wait for milliseconds, too
@@ -170,16 +170,16 @@ async def test_a_chain_records_where_its_time_went(tmp_path: Path) -> None:
         ("setup", None, ""),
         ("model", 0, ""),
         ("tool", 0, "write"),
-        ("wait", 0, "read"),
-        ("tool", 0, "read"),
+        ("wait", 0, "write"),
+        ("tool", 0, "write"),
         ("model", 1, ""),
         ("tool", 1, "burn"),
         ("model", 2, ""),
         ("reward", None, ""),
     ]
-    write, wait, read = (one for one in trajectory.timeline if one.name in ("write", "read"))
-    assert wait.start <= write.start
-    assert write.end <= wait.end <= read.start
+    first, wait, second = (one for one in trajectory.timeline if one.name == "write")
+    assert wait.start <= first.end
+    assert first.end <= wait.end <= second.start
     assert wait.end - wait.start >= 0.01
     for before, after in pairwise(trajectory.timeline):
         assert 0 <= before.start <= before.end <= after.end <= trajectory.seconds + 1e-4

@@ -68,11 +68,10 @@ def begin(chains: Scripted, name: str = "c0", **task: Any) -> "asyncio.Task[Traj
 
 
 async def test_a_chain_is_taken_played_and_reported(tmp_path: Path) -> None:
-    outside_fields = {"outside": {"fields": ["question"]}, "rewards": []}
-    async with elsewhere(tmp_path, [CALL, "done"], **outside_fields) as (chains, program):
+    async with elsewhere(tmp_path, [CALL, "done"], rewards=[]) as (chains, program):
         running = begin(chains, secret="tea")
         task = await program.take()
-        assert (task["chain"], task["task"], task["opening"]) == ("c0", {"question": "go"}, None)
+        assert (task["chain"], task["task"], task["opening"]) == ("c0", {"question": "go", "secret": "tea"}, None)
         (definition,) = task["tools"]
         assert definition["function"]["name"] == "note"
         assert (await program.ask(task["key"]))[0] == 200

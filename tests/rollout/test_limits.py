@@ -104,7 +104,7 @@ async def test_a_breach(
 ) -> None:
     stops, turns = action == "stop", turns[:2]
     rollout = {"outcome_penalty": {"tool_limit": 0.125}}
-    given = {**limits, "on_breach": {limit: {"action": action, "penalty": 0.25}}}
+    given = {**limits, "on_breach": {limit: {"action": action}}}
     played = await play([*turns, "done"], tmp_path, limits=given, rollout=rollout)
     trajectory = played.trajectory
     assert played.answers[-1].startswith(said)
@@ -121,7 +121,7 @@ async def test_a_breach(
     assert played.moved("limits/") == {f"limits/{limit}": 1}
     assert played.moved("stop/") == {f"stop/{ending[1]}": 1}
     assert played.moved("tool_errors/") == ({f"tool_errors/{error}": 1} if error else {})
-    penalty = 0.375 if stops else 0.25
+    penalty = 0.125 if stops else 0.0
     assert (trajectory.metrics["penalty"], trajectory.reward) == (penalty, 1 - penalty)
 
 

@@ -402,14 +402,13 @@ async def test_rewards_are_tried_in_the_folder_of_a_chain(
     Path("looks.py").write_text(LOOKS)
     Path("template").mkdir()
     Path("template/desk").write_text("desk")
-    agent = {"command": ["sh"], "options": {"workspace": "template", "keep_workspaces": "kept", "sandbox": sandbox}}
+    agent = {"command": ["sh"], "options": {"workspace": "template", "sandbox": sandbox}}
     recipe = RolloutRecipe(model={"path": "m"}, rewards=["looks.py:looks", "looks.py:solved"], rollout={"agent": agent})
     tasks = [{"question": "q", "files": {"a/shelf": "shelf"}}]
     assert await try_rewards(recipe, tmp_path, tasks, None) == []
     seen = Path(Path("seen").read_text())
     assert seen.is_absolute()
     assert not seen.exists()
-    assert not Path("kept").exists()
     (fault,) = await try_rewards(recipe, tmp_path, [{"question": "q"}], None)
     assert "rewards.0, on a dummy answer to task 1: looks raised FileNotFoundError" in fault
 

@@ -21,7 +21,7 @@ from tests.tools.conftest import ROLES, ask, recipe_of, running
 from tests.waiting import until
 
 INSTANCES = 16
-POOL = {"capacity": INSTANCES, "wait_seconds": 120}
+POOL = {"capacity": INSTANCES}
 NOTEBOOK = {**conftest.NOTEBOOK, "isolation": "process", "deny": ["burn"]}
 
 
@@ -207,13 +207,13 @@ async def test_fewer_processes_run_from_when_one_has_taken_more(folder: Path, mo
     await server.open()
     try:
         assert told() == [(13, 75)]
-        _, lease = await server.acquire("a")
+        _, lease = await server.acquire()
         assert lease is not None
         await lease.release()
         await until(lambda: told()[1:] == [(5, 200)])
         assert "up to 5 at a time, of about 200 MiB each" in server.isolation_text
-        leases = [(await server.acquire(str(number)))[1] for number in range(5)]
-        further = asyncio.create_task(server.acquire("further"))
+        leases = [(await server.acquire())[1] for number in range(5)]
+        further = asyncio.create_task(server.acquire())
         pool = server._pool
         assert pool is not None
         await until(lambda: pool.gauges()["waiting"] == 1)

@@ -162,7 +162,7 @@ BREACHES: dict[Limit, dict[str, object]] = {
     Limit.TOOL_SECONDS: {"tool_seconds": 1},
     Limit.CALLS_PER_SECOND: {"calls_per_second": {"search": 1}},
     Limit.SECONDS_PER_CALL: {"seconds_per_call": {"search": 1}},
-    Limit.RESULT_BYTES: {"result_bytes": 4},
+    Limit.RESULT_BYTES: {},
     Limit.RESULT_TOKENS: {"result_tokens": 4},
     Limit.IMAGES: {"images": 1},
 }
@@ -184,15 +184,15 @@ def overdo(chain: ChainAccount, limits: set[Limit]) -> ToolResult:
 
 
 @pytest.mark.parametrize("limit", Limit)
-def test_a_breach_stops_and_costs_where_the_recipe_says_so(limit: Limit) -> None:
-    told = account(**BREACHES[limit], on_breach={limit: {"penalty": 0.25}})
+def test_a_breach_stops_where_the_recipe_says_so(limit: Limit) -> None:
+    told = account(**BREACHES[limit], on_breach={limit: {}})
     result = overdo(told, {limit})
-    assert (breached(told), told.stopped, told.penalty) == ({f"limits/{limit}": 1}, None, 0.25)
+    assert (breached(told), told.stopped) == ({f"limits/{limit}": 1}, None)
     assert "ends here" not in str(result.content)
 
-    stopped = account(**BREACHES[limit], on_breach={limit: {"action": "stop", "penalty": 0.5}})
+    stopped = account(**BREACHES[limit], on_breach={limit: {"action": "stop"}})
     result = overdo(stopped, {limit})
-    assert (breached(stopped), stopped.stopped, stopped.penalty) == ({f"limits/{limit}": 1}, limit, 0.5)
+    assert (breached(stopped), stopped.stopped) == ({f"limits/{limit}": 1}, limit)
     if limit is Limit.RESULT_TOKENS:
         assert result.content == "one two three [...]"
     elif limit is Limit.RESULT_BYTES:
@@ -219,14 +219,14 @@ def test_the_limit_that_is_checked_first_counts(limit: Limit) -> None:
 
 
 def test_breaches_add_up_and_the_first_that_stops_is_the_reason() -> None:
-    stop = {"action": "stop", "penalty": 0.25}
+    stop = {"action": "stop"}
     both = {"seconds_per_call": stop, "result_tokens": stop}
     chain = account(seconds_per_call={"slow": 1}, result_tokens=4, on_breach=both)
     late = ToolResult("", CallError.TIMEOUT)
     for name, result in (("fast", ToolResult(WORDS)), ("fast", ToolResult(WORDS)), ("slow", late)):
         chain.settle(call(name), result)  # they ran side by side
     assert breached(chain) == {"limits/seconds_per_call": 1, "limits/result_tokens": 2}
-    assert (chain.stopped, chain.penalty) == (Limit.RESULT_TOKENS, 0.75)
+    assert chain.stopped is Limit.RESULT_TOKENS
 
 
 def test_the_page_has_the_order_of_the_checks() -> None:
@@ -297,20 +297,6 @@ async def test_calls_of_a_turn_run_side_by_side_and_answer_in_order() -> None:
     assert await chain.run([], tools.call) == []
 
 
-async def test_parallel_calls() -> None:
-    chain, tools = runner(parallel_calls=2), Tools("a", "b", "c", "d")
-    running = asyncio.create_task(chain.run(calls("a", "b", "c", "d"), tools.call))
-    await settled()
-    assert tools.begun == ["a", "b"], "the others wait for a place"
-    tools.gates["b"].set()
-    await settled()
-    assert tools.begun == ["a", "b", "c"]
-    for gate in tools.gates.values():
-        gate.set()
-    assert [result.content for result in await running] == ["a", "b", "c", "d"]
-    assert breached(chain) == {}
-
-
 async def test_a_stop_refuses_what_has_not_begun_and_lets_finish_what_runs() -> None:
     chain = runner(calls_per_tool={"b": 1}, on_breach={"calls_per_tool": {"action": "stop"}})
     tools = Tools("a")
@@ -346,16 +332,15 @@ async def test_time_over_cuts_the_calls_that_run(monkeypatch: pytest.MonkeyPatch
     assert tools.begun == ["slow", "slower", "quick"]
 
 
-async def test_cancelling_ends_all_calls_and_frees_their_places() -> None:
-    chain, tools = runner(parallel_calls=2), Tools("a", "b", "c")
-    running = asyncio.create_task(chain.run(calls("a", "b", "c"), tools.call))
+async def test_cancelling_ends_all_calls() -> None:
+    chain, tools = runner(), Tools("a", "b")
+    running = asyncio.create_task(chain.run(calls("a", "b"), tools.call))
     await settled()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert sorted(tools.cancelled) == ["a", "b"]
-    assert tools.begun == ["a", "b"]
-    assert [r.content for r in await chain.run(calls("d", "e", "f"), tools.call)] == ["d", "e", "f"]
+    assert [r.content for r in await chain.run(calls("d", "e"), tools.call)] == ["d", "e"]
 
 
 # ---- errors in a recipe

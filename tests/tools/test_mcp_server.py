@@ -218,7 +218,7 @@ async def test_a_class_that_cannot_forget_is_made_anew() -> None:
 
 
 async def test_a_chain_that_calls_nothing_any_more_loses_its_instance(log: list[str]) -> None:
-    pool = PoolConfig(capacity=1, wait_seconds=80)
+    pool = PoolConfig(capacity=1)
     async with Client(build_server([Room], pool=pool, idle_seconds=60)) as client:
         await call(client, "reset", "a", word="a")
         for _ in range(5):  # longer than the limit in total, but never without a call

@@ -115,10 +115,11 @@ async def test_instances_go_round_in_the_order_of_asking() -> None:
         await pool.acquire()
 
 
-async def test_waiting_is_bounded() -> None:
-    pool = Factory().pool(capacity=1, wait_seconds=0.2)
+async def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoolConfig, "wait_seconds", 0.2)
+    pool = Factory().pool(capacity=1)
     lease = await pool.acquire()
-    full = r"pads: no instance within 0.2 s \(pool.wait_seconds\): all 1 \(pool.capacity\) are taken; raise pool.cap"
+    full = r"pads: no instance within 0.2 s: all 1 \(pool.capacity\) are taken; fix: raise pool.capacity"
     with pytest.raises(ToolInfrastructureError, match=full):
         await pool.acquire()
     await lease.release()
@@ -126,11 +127,13 @@ async def test_waiting_is_bounded() -> None:
     await pool.close()
 
     factory = Factory(partial(asyncio.sleep, 60))
-    pool = factory.pool(wait_seconds=0.01, create_seconds=0.05)
-    with pytest.raises(ToolInfrastructureError, match=r"no instance within 0.01 s .*: the creation of .* takes longer"):
+    monkeypatch.setattr(PoolConfig, "wait_seconds", 0.01)
+    pool = factory.pool(create_seconds=0.05)
+    with pytest.raises(ToolInfrastructureError, match=r"no instance within 0.01 s: the creation of .* takes longer"):
         await pool.acquire()
     await until(lambda: not factory.existing)
     await pool.close()
+    monkeypatch.setattr(PoolConfig, "wait_seconds", 60)
     pool = factory.pool(create_seconds=0.01)
     late = r"pads: the creation of an instance did not end within 0\.01 s; fix: correct it, or raise pool\.create_sec"
     with pytest.raises(ToolInfrastructureError, match=late):
@@ -271,7 +274,7 @@ def test_nothing_is_lost_whoever_is_cancelled_or_fails(
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
-        pool = factory.pool(capacity=capacity, warm=warm, max_uses=max_uses, wait_seconds=30)
+        pool = factory.pool(capacity=capacity, warm=warm, max_uses=max_uses)
         pool.advance()
         chains = [asyncio.create_task(live(pool)) for _ in range(30)]
         for _ in range(40):

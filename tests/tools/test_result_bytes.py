@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.config import LimitsConfig, ToolsRecipe
 from agentfactory.base.messages import CallError, ToolCall, ToolResult
 from agentfactory.tools.calls.truncation import cut_bytes
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
@@ -59,11 +59,12 @@ async def call(session: Any, name: str) -> ToolResult:
     return await session.call(ToolCall("1", name, {}))
 
 
-async def test_our_own_servers(tmp_path: Path) -> None:
+async def test_our_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitsConfig, "result_bytes", MOST)
     expected = cut_bytes(TEXT, MOST)
     (tmp_path / "served.py").write_text(SERVED)
     tools = [f"served.py:{name}" for name in ("text", "fails", "World")]
-    recipe = ToolsRecipe.model_validate({"tools": tools, "limits": {"result_bytes": MOST}})
+    recipe = ToolsRecipe.model_validate({"tools": tools})
     async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as session:
         assert session.opening == expected
         assert session.left_out == {"World": SIZE - MOST}
@@ -105,13 +106,14 @@ async def others(way: str, folder: Path) -> AsyncIterator[Toolset]:
         return "200 OK", [f"Content-Type: {way}"], body
 
     async with http_server(reply) as url:
-        fields = {"mcp_servers": {"far": {"url": url}}, "limits": {"result_bytes": MOST}}
+        fields = {"mcp_servers": {"far": {"url": url}}}
         async with open_toolset(ToolsRecipe.model_validate(fields), folder) as toolset:
             yield toolset
 
 
 @pytest.mark.parametrize("way", ["stdio", "application/json", "text/event-stream"])
-async def test_servers_of_other_people(way: str, tmp_path: Path) -> None:
+async def test_servers_of_other_people(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitsConfig, "result_bytes", MOST)
     async with others(way, tmp_path) as toolset, toolset.chain("a", {}) as session:
 
         async def ask(name: str) -> ToolResult:

@@ -22,7 +22,6 @@ from agentfactory.base.user_code.loading import load_object
 from agentfactory.tools.sessions.tool_session import ToolSession
 from agentfactory.tools.sessions.toolset import Toolset, open_toolset
 from tests.tools.conftest import NOTEBOOK, ROLES, recipe_of
-from tests.waiting import pass_time, until
 
 NESTED: list[Any] = []
 for _ in range(300):
@@ -274,40 +273,6 @@ async def test_openings_with_images_and_environments_that_do_not_judge(tmp_path:
             assert await session.reward() == EnvironmentReward(1.0, {"success": 1.0})
 
 
-async def test_the_cache(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OPEN_HANDED)
-    recipe = recipe_of(x={"module": "mine.py:look_up", "cache": 2})
-    async with open_toolset(recipe, tmp_path) as toolset, toolset.chain("a", {}) as one, toolset.chain("b", {}) as two:
-
-        async def ask(session: ToolSession, key: str, **more: Any) -> Any:
-            return (await session.call(make("look_up", key=key, **more))).content
-
-        calls, gate = (load_object(f"mine.py:{name}", tmp_path) for name in ("calls", "gate"))
-        assert [await ask(session, "a") for session in (one, two, one)] == ["a 1"] * 3
-        same = await asyncio.gather(ask(one, "b", pages=1), ask(two, "b", pages=1))
-        assert same == ["b 2"] * 2
-        assert await ask(one, "b") == "b 3"  # other arguments: a third result, and the cache keeps two
-        assert await ask(one, "b", pages=1) == "b 2"
-        assert await ask(one, "a") == "a 4"
-        assert [await ask(one, "bad") for _ in range(2)] == ["ValueError: no such key"] * 2
-        assert len(calls) == 6
-
-        # concurrent equal calls are one call, which continues as long as anything waits for it
-        first, second = (asyncio.create_task(ask(session, "c")) for session in (one, two))
-        await until(lambda: "c" in calls)
-        first.cancel()
-        gate.set()
-        assert await second == "c 7"
-        gate.clear()
-        giving_up = asyncio.create_task(one.call(make("look_up", key="d"), timeout_seconds=30))
-        await until(lambda: "d" in calls)
-        pass_time(30)
-        late = await giving_up
-        assert (late.content, late.error) == ("look_up did not answer within 30 s.", CallError.TIMEOUT)
-        gate.set()
-        assert await ask(one, "d") == "d 9"
-
-
 async def test_names_that_models_see(folder: Path) -> None:
     one = {"module": "scratchpad.py:Scratchpad", "allow": ["write", "read"], "deny": ["write"], "prefix": "one_"}
     two = {"module": "scratchpad.py:Scratchpad", "prefix": "two_", "deny": ["tear"]}
@@ -378,7 +343,6 @@ def pad(served: str = "Scratchpad", name: str = "pad", **fields: Any) -> dict[st
         (pad(environment={"close": "shut"}), "no tool 'shut', it offers write, .*; set it to null"),
         (pad(deny=["reset"]), "pad.deny: the server has no tool 'reset' for models, it offers write, re"),
         (pad("shout", allow=["sub"]), "pad.allow: the server has no tool 'sub' for models, it offers sh"),
-        (pad(cache=3), "mcp_servers.pad.cache: it is an environment, with state per chain; remove it"),
         (
             {"mcp_servers": {"pad": {**NOTEBOOK, "isolation": "shared", "pool": {"warm": 2}}}},
             "mcp_servers.pad.pool.warm: all chains share the server, .*; set isolation, or remove it",

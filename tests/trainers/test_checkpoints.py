@@ -54,7 +54,7 @@ def test_other_weights_are_refused(make_recipe: Make, tokenizer: PreTrainedToken
 
 RECORDED: dict[str, dict[str, Any]] = {
     "every weight, several updates": {"updates_per_batch": 2},
-    "adapter with dropout": {"lora": {"rank": 2, "dropout": 0.3}, "algorithm": "sft", "batch_size": 5},
+    "adapter": {"lora": {"rank": 2}, "algorithm": "sft", "batch_size": 5},
     "critic of its own, alone at first": {
         "algorithm": "ppo",
         "advantage": {"options": {"critic_warmup_steps": 3, "critic_learning_rate": 1e-3}},

@@ -142,17 +142,6 @@ def test_rows_of_a_chain_that_forked_count_once_in_the_baseline(make_recipe: Mak
     assert advantages(done) == [[0.5] * 3, [0.5] * 4, [-0.5] * 3]
 
 
-def test_scaling_by_the_source(make_recipe: Make) -> None:
-    """Interleaved sources with rewards 0, 2, 4, 6 and 0, 10, 10, 20: sample standard deviations sqrt(20 / 3) and
-    sqrt(200 / 3)."""
-    recipe = make_recipe(advantage={"options": {"scale": "batch"}, "per_source": True})
-    given = [("small", 0.0, 2.0), ("large", 0.0, 10.0), ("small", 4.0, 6.0), ("large", 10.0, 20.0)]
-    groups = [Group("g", {}, [chain(low), chain(high)], source=name) for name, low, high in given]
-    small, large = 1.0 / ((20 / 3) ** 0.5 + 1e-4), 5.0 / ((200 / 3) ** 0.5 + 1e-4)
-    found = [row.streams["advantage"][0] for row in credited(recipe, *groups).rows]
-    assert found == pytest.approx([-small, small, -large, large, -small, small, -large, large])
-
-
 def test_each_source_has_its_own_limit_of_length(make_recipe: Make) -> None:
     """Chains of 15 tokens after a prompt of 3, and a buffer of 10: 8 into it for a limit of 20, none of it for 40."""
     unscaled, constant = {"options": {"scale": "none"}}, {"normaliser": "constant"}

@@ -35,14 +35,12 @@ def test_both_levels_by_hand() -> None:
     first = ChainRewards(1.0, [], [2, 3], [0.0, 0.0, 1.0], anchors=["s", "left"])
     second = ChainRewards(0.0, [0.0, 2.0], [1, 2], [0.0, 2.0], anchors=["s", "right"])
     # chains: 1 and 2, mean 1.5; state s: 1/2 and 1, mean 3/4
-    assert gigpo([[first, second]], "none", 0.5, 2.0) == [[-1.0, -1.0, -0.5], [1.0, 0.5]]
-    # a weight of 0 leaves grpo's advantages of the sum of all rewards
-    assert gigpo([[first, second]], "none", 0.5, 0.0) == [[-0.5] * 3, [0.5] * 2]
+    assert gigpo([[first, second]], "none", 0.5) == [[-0.75, -0.75, -0.5], [0.75, 0.5]]
     # the same anchor in two groups is a state of two different tasks
     groups = [[ChainRewards(reward, [], [1], [reward], anchors=["s"])] for reward in (1.0, 0.0)]
-    assert gigpo(groups, "none", 1.0, 1.0) == [[0.0], [0.0]]
-    config = AdvantageConfig(estimator="gigpo", options={"scale": "none", "gamma": 0.5, "step_weight": 2.0})
-    assert Estimator(config)([[first, second]]) == ([[-1.0, -1.0, -0.5], [1.0, 0.5]], [])
+    assert gigpo(groups, "none", 1.0) == [[0.0], [0.0]]
+    config = AdvantageConfig(estimator="gigpo", options={"scale": "none", "gamma": 0.5})
+    assert Estimator(config)([[first, second]]) == ([[-0.75, -0.75, -0.5], [0.75, 0.5]], [])
 
 
 CHAINS = st.lists(
@@ -147,17 +145,16 @@ def said(*messages: tuple[str, Any]) -> Trajectory:
     return Trajectory("c", listed, [], Outcome.COMPLETED, 1.0, turns=turns)
 
 
-def test_what_was_seen_is_an_anchor_only_if_asked_for() -> None:
+def test_what_was_seen_is_an_anchor_if_the_environment_gives_none() -> None:
     chain = said(("user", "go"), ("assistant", "x"), ("tool", "a wall"), ("assistant", "y"), ("tool", "a wall"))
     chain.messages.append({"role": "assistant", "content": "z"})
     chain.turns = 3
-    assert turn_anchors(chain, "environment") == []
-    first, second, third = turn_anchors(chain, "observation")
+    first, second, third = turn_anchors(chain)
     assert first not in (second, None)
     assert second == third
     image = said(("user", [{"type": "image_url", "image_url": {"url": "image:abc"}}]), ("assistant", "x"))
     other = said(("user", [{"type": "image_url", "image_url": {"url": "image:abd"}}]), ("assistant", "x"))
-    assert turn_anchors(image, "observation") != turn_anchors(other, "observation")
+    assert turn_anchors(image) != turn_anchors(other)
 
 
 def test_a_complaint_is_no_state() -> None:
@@ -166,7 +163,7 @@ def test_a_complaint_is_no_state() -> None:
         ("assistant", "y"), ("assistant", "after a summary"),
     )  # fmt: skip
     chain.malformed_turns = [1]
-    _, before, after, nothing = turn_anchors(chain, "observation")
+    _, before, after, nothing = turn_anchors(chain)
     assert before == after
     assert nothing is None
 
@@ -174,9 +171,9 @@ def test_a_complaint_is_no_state() -> None:
 def test_messages_of_the_task_are_no_turns() -> None:
     chain = said(("user", "2 + 2?"), ("assistant", "4"), ("user", "3 + 3?"), ("assistant", "6"))
     chain.turns = 1
-    (anchor,) = turn_anchors(chain, "observation")
+    (anchor,) = turn_anchors(chain)
     assert anchor is not None
-    assert len(turn_anchors(Trajectory("c", [], [], Outcome.TIMEOUT), "observation")) == 0
+    assert len(turn_anchors(Trajectory("c", [], [], Outcome.TIMEOUT))) == 0
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def of_ratios(config: LossConfig, ratios: Tensor, advantage: Tensor, sequence: T
 
 
 LOG3, LOG8 = math.log(3), math.log(8)
+SOFT = 4 / 1.05 * 3**1.05 / (1 + 3**1.05)
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
-SOFT = {"positive_temperature": 1.0, "negative_temperature": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ SOFT = {"positive_temperature": 1.0, "negative_temperature": 2.0}
             {"policy": "cispo", "options": {"clip_high": 4.0}},
             *([0.5, 8, 8], [2, 1, -1], [1 + math.log(2), 5 * (1 - LOG8), -5 * (1 - LOG8)], [0, 1, 1]),
         ),
-        # temperatures 1 and 2: 4 sigmoid(r - 1), 2 sigmoid(2 (r - 1)); sigmoid(log 3) = 3/4, sigmoid(2 log 3) = 9/10
-        ({"policy": "sapo", "options": SOFT}, [1, 1, 1 + LOG3, 1 + LOG3], [3, -3, 1, -1], [-6, 3, -3, 1.8], [0] * 4),
+        # temperatures 1 and 1.05: 4 / t sigmoid(t (r - 1)); sigmoid(t log 3) = 3^t / (1 + 3^t)
+        ({"policy": "sapo"}, [1, 1, 1 + LOG3, 1 + LOG3], [3, -3, 1, -1], [-6, 6 / 1.05, -3, SOFT], [0] * 4),
         ({"policy": "reinforce"}, [1, math.e], [2, -3], [2, 0], [0, 0]),
     ],
 )

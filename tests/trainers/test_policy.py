@@ -81,7 +81,7 @@ def test_bfloat16_keeps_weights_and_scores_in_float32(make_recipe: Make) -> None
 
 
 def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_path: Path) -> None:
-    policy = in_float64(load_policy(make_recipe(lora={"rank": 3, "dropout": 0.5}, algorithm="sft")))
+    policy = in_float64(load_policy(make_recipe(lora={"rank": 3})))
     trainable = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert trainable
     assert all("lora_" in name for name in trainable)
@@ -97,13 +97,6 @@ def test_adapter_is_loaded_by_peft(make_recipe: Make, model_folder: Path, tmp_pa
     assert loaded.peft_config["default"].lora_alpha == 6
     assert_equal(score(policy), reference(loaded))
     assert not torch.allclose(score(policy)[0], score(in_float64(load_policy(make_recipe())))[0], atol=1e-3)
-
-
-def test_only_the_adapters_dropout_follows_training(make_recipe: Make) -> None:
-    policy = load_policy(make_recipe(lora={"rank": 2, "dropout": 0.5}, algorithm="sft"))
-    training = {name for name, module in policy.named_modules() if module.training and name}
-    assert training
-    assert all("lora_dropout" in name for name in training)
 
 
 def test_seed_decides_the_adapter(make_recipe: Make) -> None:
@@ -287,8 +280,6 @@ MISSING = r"model\.lora\.target_modules: got .*, but 'qproj' fits no module of t
         # peft ignores such a name in a list
         (MISSING, {"lora": {"rank": 3, "target_modules": ["q_proj", "qproj"]}}),
         (MISSING, {"lora": {"rank": 3, "target_modules": "qproj"}}),
-        # also in a recipe that is built in Python
-        (r"model\.lora\.dropout: got 0\.5: .*use 0; only train\.algorithm=sft", {"lora": {"rank": 2, "dropout": 0.5}}),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make_recipe: Make, problem: str, settings: dict[str, Any]) -> None:

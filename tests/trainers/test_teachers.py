@@ -29,7 +29,8 @@ from tests.trainers.ranks import on_ranks
 
 pytestmark = pytest.mark.numbers
 
-EXACT = {"reverse_kl": {}, "forward_kl": {}, "jensen_shannon": {"beta": 0.3}}
+EXACT = {"reverse_kl": 1.0, "forward_kl": 0.0, "jensen_shannon": 0.5}
+"""Divergence -> beta of TRL's GKD."""
 
 
 def teaching(recipe: TrainRecipe, **teacher: Any) -> TrainRecipe:
@@ -42,7 +43,7 @@ def with_teacher(recipe: TrainRecipe, folder: Path, **teacher: Any) -> TrainReci
     return teaching(recipe, model=str(folder), **teacher)
 
 
-def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+def by_hand(kind: str, policy: Tensor, teacher: Tensor) -> Tensor:
     p, q = policy.softmax(-1), teacher.softmax(-1)
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -52,8 +53,8 @@ def by_hand(kind: str, policy: Tensor, teacher: Tensor, beta: float = 0.5) -> Te
         return kl(p, q)
     if kind == "forward_kl":
         return kl(q, p)
-    mixture = beta * q + (1 - beta) * p
-    return beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
+    mixture = (q + p) / 2
+    return (kl(q, mixture) + kl(p, mixture)) / 2
 
 
 def draw() -> tuple[Tensor, Tensor]:
@@ -73,11 +74,9 @@ def same_with_gradients(policy: Tensor, *values: Tensor) -> None:
 @pytest.mark.parametrize("kind", EXACT)
 def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
     policy, teacher = draw()
-    beta = EXACT[kind].get("beta", 0.5)
-    ours = divergence(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)  # type: ignore[arg-type]
-    hand = by_hand(kind, policy / TEMPERATURE, teacher / TEMPERATURE, beta)
-    in_trl = {"reverse_kl": 1.0, "forward_kl": 0.0, "jensen_shannon": beta}[kind]
-    trl = GKDTrainer.generalized_jsd_loss(policy, teacher, None, in_trl, TEMPERATURE, reduction="sum")
+    ours = divergence(kind, policy / TEMPERATURE, teacher / TEMPERATURE)  # type: ignore[arg-type]
+    hand = by_hand(kind, policy / TEMPERATURE, teacher / TEMPERATURE)
+    trl = GKDTrainer.generalized_jsd_loss(policy, teacher, None, EXACT[kind], TEMPERATURE, reduction="sum")
     assert bool((ours > 0.1).all())
     same_with_gradients(policy, ours, hand)
     same_with_gradients(policy, ours.sum(), trl)
@@ -86,25 +85,24 @@ def test_divergences_equal_their_definition_and_trls(kind: str) -> None:
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_divergence_over_the_most_likely_tokens_equals_sums_by_hand(kind: str) -> None:
     policy, teacher = draw()
-    beta = EXACT[kind].get("beta", 0.5)
     found = top_k(teacher, 5)
     tokens = found[:, 0].long()
     assert tokens.tolist() == teacher.argsort(-1, descending=True)[:, :5].tolist()
-    ours = top_k_divergence(kind, policy, tokens, found[:, 1], beta)  # type: ignore[arg-type]
+    ours = top_k_divergence(kind, policy, tokens, found[:, 1])  # type: ignore[arg-type]
 
     def merged(logits: Tensor) -> Tensor:
         kept = logits.softmax(-1).gather(-1, tokens)
         return torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], -1).log()
 
-    hand = by_hand(kind, merged(policy), merged(teacher), beta)
+    hand = by_hand(kind, merged(policy), merged(teacher))
     same_with_gradients(policy, ours, hand)
-    exact = divergence(kind, policy, teacher, beta)  # type: ignore[arg-type]
+    exact = divergence(kind, policy, teacher)  # type: ignore[arg-type]
     assert bool((ours < exact).all())
     assert bool((ours > 0.01).all())
     # with the whole vocabulary, also where more tokens are asked for, it is the divergence itself
     for k in (50, 60):
         found = top_k(teacher, k)
-        whole = top_k_divergence(kind, policy, found[:, 0].long(), found[:, 1], beta)  # type: ignore[arg-type]
+        whole = top_k_divergence(kind, policy, found[:, 0].long(), found[:, 1])  # type: ignore[arg-type]
         same_with_gradients(policy, whole, exact)
 
 
@@ -160,9 +158,7 @@ def as_stored(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values.astype(np.float32).astype(np.float64))
 
 
-def check_by_hand(
-    done: Recorded, folder: Path, teacher: list[Tensor | None], kind: str, count: int | None, **options: float
-) -> None:
+def check_by_hand(done: Recorded, folder: Path, teacher: list[Tensor | None], kind: str, count: int | None) -> None:
     """Compare loss, gradients and divergence of an update with a dense forward pass of the policy; `teacher` are the
     teacher's logits of each row's targets, None for rows that it does not grade."""
     assert len(done.batch.micro_batches) > 1
@@ -190,7 +186,7 @@ def check_by_hand(
                 if count < VOCABULARY:
                     kept = [torch.cat([values, 1 - values.sum(-1, keepdim=True)], -1) for values in kept]
                 compared = [values.log() for values in kept]
-            found = by_hand(kind, *compared, **options)
+            found = by_hand(kind, *compared)
             kls.append(found.detach())
             terms.append(0.8 * found)
         terms.append(-(own - own.detach()).exp() * advantage)
@@ -228,10 +224,9 @@ def test_an_update_equals_a_dense_forward_pass(
 ) -> None:
     # five positions of a vocabulary of 64 at a time
     monkeypatch.setattr(policy_module, "LOGITS_PER_CHUNK", 320)
-    options = EXACT.get(kind, {})
     algorithm = {"batching": batching, "token_budget": 60, "max_grad_norm": 1e9, "loss": PLAIN}
     recipe = make_recipe(**algorithm)
-    recipe = with_teacher(recipe, teacher_folder, divergence=kind, options=options, coefficient=0.8, top_k=count)
+    recipe = with_teacher(recipe, teacher_folder, divergence=kind, coefficient=0.8, top_k=count)
     rows = make_rows()
     if kind == "sampled":
         # as for a malformed turn, and for tokens that top_entropy leaves out
@@ -246,7 +241,7 @@ def test_an_update_equals_a_dense_forward_pass(
         done = Recorded(recipe, rows)
         with torch.no_grad():
             teacher = dense(teacher_folder, rows)[1]
-        check_by_hand(done, model_folder, [*teacher], kind, count, **options)
+        check_by_hand(done, model_folder, [*teacher], kind, count)
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "sampled"])

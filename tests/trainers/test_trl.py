@@ -58,10 +58,9 @@ CASES = [
     Case("cispo", {"loss_type": "cispo", "epsilon_high": 1.2}, {"policy": "cispo", "options": {"clip_high": 0.2}}),
     Case(
         "sapo",
-        {"loss_type": "sapo", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
+        {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
         {
             "policy": "sapo",
-            "options": {"positive_temperature": 1.5, "negative_temperature": 2.5},
             "normaliser": "sequence",
         },
     ),

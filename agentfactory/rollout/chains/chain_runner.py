@@ -15,7 +15,6 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import EnvironmentReward, EnvironmentRewardError, ToolInfrastructureError
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed, AgentHooks
-from agentfactory.rollout.chains.context import check_context
 from agentfactory.rollout.chains.episode import Episode, Setup
 from agentfactory.rollout.chains.opening_prompt import characters_of, check_lengths, check_texts, opening_messages
 from agentfactory.rollout.chains.outcome_warnings import ChainOutcomes
@@ -158,7 +157,6 @@ class Runner(ABC):
         rewards: Rewards,
     ):
         check_limits(recipe.limits, [spec.name for spec in toolset.specs])
-        check_context(recipe.rollout)
         self.task_images = TaskImages(recipe, images)
         specs = self.task_images.describe(toolset.specs)
         self.setup = Setup(recipe, dialogue, images, specs, cut, Rates(recipe.limits.calls_per_second))
@@ -293,7 +291,6 @@ class Runner(ABC):
         limit = self._deadline()
         async with self.toolset.chain(trajectory.id, self.for_tools(episode.task), limit) as session:
             episode.timeline.note_setup(session.waits)
-            trajectory.workspaces += session.kept
             # a chain that times out may still be scored: the limit ends its turns, not the session
             try:
                 async with asyncio.timeout_at(limit.until):

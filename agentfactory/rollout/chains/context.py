@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message
 from agentfactory.rollout.chains.opening_prompt import add_text
 from agentfactory.rollout.config import RolloutConfig
@@ -57,16 +56,4 @@ def is_long(length: int, config: RolloutConfig) -> bool:
     """Return whether `rollout.context` must shorten a row of `length` tokens."""
     if config.context.policy == "keep":
         return False
-    return length >= (config.context.options.max_tokens or config.max_total_tokens * 3 // 4)
-
-
-def check_context(config: RolloutConfig) -> None:
-    """Raise SettingError if the options of the context policy contradict each other or the row limit."""
-    context, policy = config.context.options, config.context.policy
-    if policy == "truncate" and context.keep_turns == 0:
-        problem, fix = "got 0 with policy=truncate, which would drop all turns", "use at least 1, or policy=summarize"
-        raise SettingError("rollout.context.options.keep_turns", problem, fix)
-    most = config.max_total_tokens
-    if policy != "keep" and context.max_tokens is not None and context.max_tokens >= most:
-        problem = f"got {context.max_tokens}, but rollout.max_total_tokens={most} ends the chain first"
-        raise SettingError("rollout.context.options.max_tokens", problem, "lower it")
+    return length >= config.max_total_tokens * 3 // 4

@@ -188,7 +188,7 @@ class Episode:
 
     @property
     def penalty(self) -> float:
-        return self.limits.penalty + self.setup.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
+        return self.setup.config.outcome_penalty.get(self.trajectory.outcome, 0.0)
 
     def note_turn(self, sampled: int | None, anchor: str | None = None) -> None:
         """Count a turn of `sampled` tokens (None: unknown), taken in the state with this anchor."""

@@ -131,7 +131,7 @@ class PolicyTurns:
 
     async def _shorten(self, answers: list[Message], length: int) -> bool:
         """Start a row with the context shortened by `rollout.context`; return False if nothing can be left out."""
-        policy, keep = self.config.context.policy, self.config.context.options.keep_turns
+        policy, keep = self.config.context.policy, self.config.context.keep_turns
         if len(self.context.turns) <= keep:
             return False
         summary = None
@@ -149,7 +149,7 @@ class PolicyTurns:
 
     async def _summarize(self, answers: list[Message]) -> str:
         """Sample a summary in the current row, as a turn. Raise ContextOverflowError if it does not fit."""
-        prompt, said = self.config.context.options.prompt, self.episode.trajectory.messages
+        prompt, said = self.config.context.prompt, self.episode.trajectory.messages
         question: Message = {"role": "user", "content": prompt}
         said.append(question)
         # many templates require the roles to alternate

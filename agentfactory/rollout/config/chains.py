@@ -13,37 +13,31 @@ from agentfactory.base.user_code.entry_points import SOURCES, registered
 from agentfactory.rollout.trajectory import Outcome
 
 
-class TruncateOptions(Section):
-    """Options of `rollout.context` with `policy: truncate`."""
-
-    max_tokens: PositiveInt | None = None
-    """Context length that triggers the policy. Null: three quarters of rollout.max_total_tokens."""
-    keep_turns: int = Field(default=2, ge=0)
-    """Number of most recent turns, with their tool results, to keep in the new row."""
-
-
-class SummarizeOptions(TruncateOptions):
-    """Options of `rollout.context` with `policy: summarize`."""
-
-    prompt: str = "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
-    """Prompt that asks the model for a summary."""
-
-
-class ContextConfig(Choice):
+class ContextConfig(Section):
     """Handling of a chain whose context grows long. Later turns are sampled in a new row, which shares the chain's
     advantage."""
 
-    chooser = "policy"
-    kinds = {"truncate": TruncateOptions, "summarize": SummarizeOptions}
+    prompt: ClassVar[str] = (
+        "Summarize what was done and found so far, and what is left to do. You will go on from this summary."
+    )
+    """Prompt that asks the model for a summary."""
 
     policy: Literal["keep", "truncate", "summarize"] = "keep"
     """keep: the context grows until rollout.max_total_tokens ends the chain. truncate: the new row drops old turns.
-    summarize: the model writes a summary, which opens the new row; the summary is a turn and is trained."""
-    options: TypedOptions = None
-    """Options of the policy."""
+    summarize: the model writes a summary, which opens the new row; the summary is a turn and is trained. Both begin at
+    three quarters of rollout.max_total_tokens."""
+    keep_turns: int = Field(default=2, ge=0)
+    """truncate, summarize: number of most recent turns, with their tool results, to keep in the new row."""
     keep_images: PositiveInt | None = None
     """Maximum number of images in a row, under any policy. When a tool result exceeds it, a new row starts without the
     oldest turns that have images; the opening messages and the last turn always stay. Null: no limit."""
+
+    @model_validator(mode="after")
+    def _leaves_turns(self) -> "ContextConfig":
+        if self.policy == "truncate" and self.keep_turns == 0:
+            problem = "got 0 with policy=truncate, which would drop all turns"
+            raise SettingError("keep_turns", problem, "use at least 1, or policy=summarize")
+        return self
 
 
 class RewardConfig(Section):
@@ -51,9 +45,6 @@ class RewardConfig(Section):
 
     reward: str
     """`FILE.py:NAME` of a `@reward` function, or the name of a prebuilt reward."""
-    name: str | None = None
-    """Name under which the value is logged, as reward/<name>. Null: the reward's own name. Required if two rewards have
-    the same name."""
     weight: float = 1.0
     """Factor applied to the returned value."""
     timeout_seconds: float = Field(default=60.0, gt=0)
@@ -65,6 +56,11 @@ class RewardConfig(Section):
 class ProgramOptions(Section):
     """Options of `rollout.agent.command`, which runs a program as the agent."""
 
+    processes: ClassVar[int] = 256
+    """In the sandbox: maximum number of concurrent processes and threads of a chain."""
+    disk_mb: ClassVar[int] = 4096
+    """In the sandbox: maximum total size of the files in a chain's folder, in MiB."""
+
     env: dict[str, str] = {}
     """Additional environment variables of the program, with `${task.FIELD}`, `${chain}`, and `${NAME}` for a variable
     of this process. By default it gets only PATH and a few others, with the chain's folder as HOME."""
@@ -72,24 +68,18 @@ class ProgramOptions(Section):
     """Folder to copy into each chain's folder before the program starts."""
     files: str | None = None
     """Folder of the files that a row's `files` names in a list. They are copied into the chain's folder."""
-    keep_workspaces: str | None = None
-    """Folder to which the folders of ended chains are moved. Null: they are deleted."""
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
     """bubblewrap: the program can read the machine's programs and libraries, the files named in command and its own
     folder; its only network access is the model. none: the program has all permissions of this process
     (docs/sandbox.md)."""
     readable: list[str] = []
     """In the sandbox: additional files and folders that the program may read."""
-    processes: PositiveInt = 256
-    """In the sandbox: maximum number of concurrent processes and threads of a chain."""
     memory_mb: PositiveInt = 4096
     """In the sandbox: total memory of a chain's processes, in MiB; `/tmp` may take the same amount in addition."""
-    disk_mb: PositiveInt = 4096
-    """In the sandbox: maximum total size of the files in a chain's folder, in MiB."""
 
     @model_validator(mode="after")
     def _limits_can_hold(self) -> "ProgramOptions":
-        for field in ("readable", "processes", "memory_mb", "disk_mb"):
+        for field in ("readable", "memory_mb"):
             # compare with defaults: a resolved recipe, which each process of a run reads, sets every field
             if self.sandbox is SandboxKind.NONE and getattr(self, field) != type(self).model_fields[field].default:
                 raise SettingError(field, f"got {getattr(self, field)!r} with sandbox=none", "remove one of them")
@@ -110,8 +100,6 @@ class OutsideOptions(Section):
 
     port: int = Field(default=0, ge=0, le=65535)
     """Loopback port that serves the tasks; 0 picks a free one. The log has the address."""
-    fields: list[str] | None = None
-    """Fields of a row to send to the programs. Null: the whole row."""
 
 
 class AgentConfig(Choice):

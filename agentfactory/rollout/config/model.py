@@ -18,8 +18,6 @@ class LoraConfig(Section):
     """Inner dimension of the two factors. Required for a new adapter."""
     alpha: float | None = Field(default=None, gt=0)
     """The adapter's output is scaled by alpha / rank. Null: 2 x rank."""
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input during training; for train.algorithm=sft only."""
     target_modules: str | list[str] = "all-linear"
     """Linear modules that get an adapter: all-linear, a list of names, or a regular expression that matches full module
     names. In a multimodal model, all-linear covers only the language model, unless train.vision is trained."""

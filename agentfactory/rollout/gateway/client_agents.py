@@ -149,9 +149,8 @@ class ClientAgent(ABC):
         yield
 
     @asynccontextmanager
-    async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path | None]:
-        """Create the folder of a chain, and on exit delete it or move it to the path that is appended to `kept`. Yield
-        None if the agent has no folders."""
+    async def folder(self) -> AsyncIterator[Path | None]:
+        """Create the folder of a chain, and delete it on exit. Yield None if the agent has no folders."""
         yield None
 
     @abstractmethod

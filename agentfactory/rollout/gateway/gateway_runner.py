@@ -236,9 +236,7 @@ class GatewayRunner(ChainRunner):
 
     @asynccontextmanager
     async def begun(self, episode: Episode) -> AsyncIterator[None]:
-        chain = episode.trajectory
-        folder = self.client_agent.folder(chain.id, chain.workspaces)
-        async with self.client_agent.begun(chain.id), folder as episode.workspace:
+        async with self.client_agent.begun(episode.trajectory.id), self.client_agent.folder() as episode.workspace:
             yield
 
     def player(self, episode: Episode) -> GatewayChain:

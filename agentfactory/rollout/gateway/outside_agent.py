@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,8 +16,7 @@ from agentfactory.base.messages import EnvironmentReward, ToolInfrastructureErro
 from agentfactory.base.run_notices import inform, notify
 from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import OutsideOptions
-from agentfactory.rollout.data import Task
-from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit, missing_field
+from agentfactory.rollout.gateway.client_agents import ChainEnded, ClientAgent, Visit
 from agentfactory.rollout.gateway.gateway_server import Gateway, key_of
 from agentfactory.rollout.gateway.request_options import Refusal, foreign_key, wrong
 
@@ -73,12 +72,6 @@ class OutsideAgent(ClientAgent):
         self._taken: dict[str, _Taken] = {}
         """Key -> the chain that a program runs with it."""
 
-    def check_rows(self, tasks: Sequence[Task], section: str) -> None:
-        for place, name in enumerate(self._config.fields or []):
-            for number, task in enumerate(tasks, 1):
-                if name not in task:
-                    raise missing_field(f"{_FIELD}.fields.{place}", name, name, task, number, section)
-
     def gateway(self) -> Gateway:
         return self._gateway
 
@@ -119,8 +112,7 @@ class OutsideAgent(ClientAgent):
         return ended.get("answer")
 
     def _described(self, visit: Visit) -> dict[str, Any]:
-        fields, tools = self._config.fields, visit.tools
-        task = visit.task if fields is None else {name: visit.task[name] for name in fields}
+        task, tools = visit.task, visit.tools
         described = {"chain": visit.chain, "task": task, "key": visit.endpoint.key, "model": visit.endpoint.model}
         return {**described, "tools": tools.definitions, "opening": tools.opening}
 

@@ -28,7 +28,6 @@ from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit, missing_field
 from agentfactory.tools.environments.workspaces import (
     ChainProgram,
-    check_kept,
     check_template,
     give_to_sandbox,
     in_folder_thread,
@@ -77,12 +76,11 @@ class ProgramAgent(ClientAgent):
         self._env = expand_variables("rollout.agent.options.env", options.env)
         self._texts = {f"rollout.agent.command.{number}": part for number, part in enumerate(command)}
         self._texts |= {f"rollout.agent.options.env.{name}": value for name, value in self._env.items()}
-        for name in ("workspace", "files", "keep_workspaces"):
+        for name in ("workspace", "files"):
             if _FIELD.search(text := getattr(options, name) or ""):
                 problem = f"got {short(text)}, but fields of the row are not replaced there"
                 raise SettingError(f"rollout.agent.options.{name}", problem, "give files by task as the row's `files`")
         self._template = Path(options.workspace) if options.workspace else None
-        self._kept = Path(options.keep_workspaces) if options.keep_workspaces else None
         self._sandboxed = options.sandbox is SandboxKind.BUBBLEWRAP
         self._limits = ProgramLimits(options.processes, options.memory_mb, options.disk_mb)
         self._readable: tuple[Path, ...] = ()
@@ -94,14 +92,12 @@ class ProgramAgent(ClientAgent):
         if self._template is not None:
             size = check_template("rollout.agent.options.workspace", self._template) >> 20
             if self._sandboxed and size > options.disk_mb:
-                problem = f"got {options.disk_mb}, but {self._template} has {size} MiB"
-                raise SettingError("rollout.agent.options.disk_mb", problem, "raise it, or make the workspace smaller")
+                problem = f"{self._template} has {size} MiB, and a sandboxed chain may have {options.disk_mb}"
+                raise SettingError("rollout.agent.options.workspace", problem, "make it smaller")
         self._check_own_program(command[0])
         # a script that is not in the template must be in the files of every row
         script = _script_of(command)
         self._script = None if script is None or self._in_template(command[script]) else (script, command[script])
-        if self._kept is not None:
-            check_kept("rollout.agent.options.keep_workspaces", self._kept)
         if self._sandboxed:
             further = [Path(path) for path in options.readable]
             check_readable("rollout.agent.options.readable", further)
@@ -149,12 +145,8 @@ class ProgramAgent(ClientAgent):
                     raise SettingError(field, problem, f"write ${{task.{bare[0]}}}")
 
     @asynccontextmanager
-    async def folder(self, chain: str, kept: list[str]) -> AsyncIterator[Path]:
-        program = ChainProgram(_IN_FOLDER, self._template, self._kept)
-        place = program.place(chain)
-        async with program.running(lambda: place) as made:
-            if place is not None:
-                kept.append(str(place))
+    async def folder(self) -> AsyncIterator[Path]:
+        async with ChainProgram(_IN_FOLDER, self._template).running() as made:
             folder = Path(made.args[0])
             if self._sandboxed:
                 await in_folder_thread(give_to_sandbox, folder)
@@ -163,7 +155,7 @@ class ProgramAgent(ClientAgent):
     @asynccontextmanager
     async def first_folder(self, task: Task) -> AsyncIterator[Path]:
         """Create a folder with which a chain on `task` begins, for a try of the rewards; remove it on exit."""
-        async with ChainProgram(_IN_FOLDER, self._template).running(lambda: None) as made:
+        async with ChainProgram(_IN_FOLDER, self._template).running() as made:
             folder = Path(made.args[0])
             try:
                 await in_folder_thread(self._add_files, task, folder)

@@ -116,7 +116,7 @@ def load_reward(given: Callable[..., Any] | RewardConfig | str, label: str, base
         raise SettingError(label, f"unknown: {error.problem}", error.fix) from error
     if not getattr(loaded, "is_reward", False):
         raise SettingError(label, f"{config.reward} is not a reward", "put @reward above its definition")
-    return _made(loaded, config, label, config.name or config.reward.rpartition(":")[2])
+    return _made(loaded, config, label, config.reward.rpartition(":")[2])
 
 
 def _made(given: Any, config: RewardConfig, label: str, name: str) -> RewardSpec:

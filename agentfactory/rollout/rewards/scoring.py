@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,16 +48,15 @@ class Rewards:
 
     def __init__(self, rewards: Sequence[Callable[..., Any] | RewardConfig | str] = (), base: Path = Path()):
         """Create from Python callables, each with weight 1, and from recipe entries: prebuilt names, and `FILE.py:NAME`
-        below `base` marked with `@reward`. Raise SettingError for unusable ones, and for names given twice."""
+        below `base` marked with `@reward`. Raise SettingError for unusable ones. The second of a name is NAME_2."""
         self._entries = [load_reward(reward, f"rewards.{index}", base) for index, reward in enumerate(rewards)]
         self._giver_of_metric: dict[str, str] = {}
         self._reports_success: dict[str, set[bool]] = {}
         """Name of a reward -> whether it has returned `success`, and whether it has not."""
         self._names: set[str] = set()
-        for other, entry in combinations(self._entries, 2):
-            if other.name == entry.name:
-                problem = f"{other.label} is also called {entry.name!r}, but metrics need distinct names"
-                raise SettingError(entry.label, problem, f"set {entry.label}.name to another name")
+        for index, entry in enumerate(self._entries):
+            if before := sum(other.name == entry.name for other in self._entries[:index]):
+                self._entries[index] = replace(entry, name=f"{entry.name}_{before + 1}")
 
     @classmethod
     def load(cls, rewards: Sequence[RewardConfig], base: Path) -> Self:

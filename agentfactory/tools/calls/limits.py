@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from agentfactory.base.config import BreachConfig, Limit, LimitsConfig
@@ -67,7 +66,7 @@ class Rates:
 
 
 class ChainAccount:
-    """The usage of one chain's limits: `breaches`, `penalty` in reward, `cost` in the unit of `cost_per_call`,
+    """The usage of one chain's limits: `breaches`, `cost` in the unit of `cost_per_call`,
     `seconds` in calls, `waited` seconds for rates, and `stopped`, the limit that ends the chain."""
 
     def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
@@ -76,7 +75,6 @@ class ChainAccount:
             raise SettingError("limits.result_tokens", problem, "set null")
         self.config = config
         self.breaches: Counter[Limit] = Counter()
-        self.penalty = 0.0
         self.stopped: Limit | None = None
         self.cost = 0.0
         self.seconds = 0.0
@@ -208,7 +206,6 @@ class ChainAccount:
     def _breach(self, limit: Limit, text: str, advice: str) -> str:
         breach = self.config.on_breach.get(limit, _TELL)
         self.breaches[limit] += 1
-        self.penalty += breach.penalty
         if breach.action == "tell":
             return f"{text} {advice}"
         self.stopped = self.stopped or limit
@@ -218,16 +215,10 @@ class ChainAccount:
 class ChainLimits(ChainAccount):
     """Runs the calls of one chain within its limits."""
 
-    def __init__(self, config: LimitsConfig, rates: Rates, cut: Cut | None = None) -> None:
-        super().__init__(config, rates, cut)
-        self._places: AbstractAsyncContextManager[None] = nullcontext()
-        if config.parallel_calls is not None:
-            self._places = asyncio.Semaphore(config.parallel_calls)
-
     async def run(
         self, calls: list[ToolCall], call: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> list[ToolResult]:
-        """Run the calls of one turn, concurrently as far as allowed, each by `call` within the given seconds (None: its
+        """Run the calls of one turn concurrently, each by `call` within the given seconds (None: its
         server's). If one raises, the others are cancelled first."""
         if len(calls) == 1:
             return [await self._run(calls[0], 0, call)]
@@ -244,26 +235,25 @@ class ChainLimits(ChainAccount):
     async def _run(
         self, call: ToolCall, place: int, make: Callable[[ToolCall, float | None], Awaitable[ToolResult]]
     ) -> ToolResult:
-        async with self._places:
-            admitted = self.admit(call, place, time.monotonic())
-            if isinstance(admitted, ToolResult):
-                return admitted
-            if admitted:
-                await asyncio.sleep(admitted)
-                if refused := self.readmit(time.monotonic()):
-                    return refused
-            started = time.monotonic()
-            left = self.begin(started)
-            try:
-                async with asyncio.timeout(left) as limit:
-                    result = await make(call, self.config.seconds_per_call.get(call.name))
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                return self.settle_cut(time.monotonic() - started)
-            finally:
-                self.end(time.monotonic())
-            return self.settle(call, result)
+        admitted = self.admit(call, place, time.monotonic())
+        if isinstance(admitted, ToolResult):
+            return admitted
+        if admitted:
+            await asyncio.sleep(admitted)
+            if refused := self.readmit(time.monotonic()):
+                return refused
+        started = time.monotonic()
+        left = self.begin(started)
+        try:
+            async with asyncio.timeout(left) as limit:
+                result = await make(call, self.config.seconds_per_call.get(call.name))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return self.settle_cut(time.monotonic() - started)
+        finally:
+            self.end(time.monotonic())
+        return self.settle(call, result)
 
 
 _TELL = BreachConfig()

@@ -76,7 +76,7 @@ class Pool(Generic[T]):
 
     async def acquire(self) -> "Lease[T]":
         """Wait for an instance; await it directly. Raises ToolInfrastructureError if none came free within
-        `wait_seconds` or the pool is closed, and the errors of `make`."""
+        `PoolConfig.wait_seconds` or the pool is closed, and the errors of `make`."""
         if self._closed:
             raise ToolInfrastructureError(f"{self.name}: its pool is closed")
         loop = asyncio.get_running_loop()
@@ -265,10 +265,10 @@ class Pool(Generic[T]):
             return
         self._waiting.remove(waiter)
         seconds, capacity = self._config.wait_seconds, self.capacity
-        reason = f"{self._labels['make']} takes longer; raise pool.wait_seconds, or use pool.warm to begin earlier"
+        reason = f"{self._labels['make']} takes longer; fix: use pool.warm to begin earlier"
         if capacity is not None and self._places >= capacity:
-            reason = f"all {capacity} (pool.capacity) are taken; raise pool.capacity or pool.wait_seconds"
-        problem = f"{self.name}: no instance within {seconds:g} s (pool.wait_seconds): {reason}"
+            reason = f"all {capacity} (pool.capacity) are taken; fix: raise pool.capacity"
+        problem = f"{self.name}: no instance within {seconds:g} s: {reason}"
         waiter.set_exception(ToolInfrastructureError(problem))
 
 

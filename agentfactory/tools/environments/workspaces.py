@@ -2,17 +2,14 @@
 
 import asyncio
 import atexit
-import errno
-import itertools
 import logging
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +19,7 @@ from mcp import StdioServerParameters
 
 from agentfactory.base.config import CHAIN
 from agentfactory.base.errors import SettingError
-from agentfactory.base.files.disk import refusal
-from agentfactory.base.files.untrusted_files import RefusedFileError, TreeCopy, make_writable, opened_folder, remove
+from agentfactory.base.files.untrusted_files import RefusedFileError, TreeCopy, opened_folder, remove
 from agentfactory.base.processes.sandbox_limits import sandbox_user
 from agentfactory.base.run_notices import notify
 
@@ -41,39 +37,22 @@ _threads = ThreadPoolExecutor(4, "folders")
 
 @dataclass(frozen=True)
 class ChainProgram:
-    """A program whose processes each have a folder, a copy of `template` if set, which is removed at their end, or
-    moved to a path reserved before in `kept`."""
+    """A program whose processes each have a folder, a copy of `template` if set, which is removed at their end."""
 
     program: StdioServerParameters
     template: Path | None = None
-    kept: Path | None = None
-
-    def place(self, chain: str) -> Path | None:
-        """Create the empty folder to which the chain's folder will be moved, and return it; None if folders are not
-        kept, or, with a notice, if it cannot be created."""
-        if self.kept is None:
-            return None
-        try:
-            self.kept.mkdir(parents=True, exist_ok=True)
-            return _free(self.kept / re.sub(r"[^\w.-]", "-", chain))
-        except OSError as error:
-            _tell_lost(chain, self.kept, error)
-            return None
 
     @asynccontextmanager
-    async def running(self, place: Callable[[], Path | None]) -> AsyncIterator[StdioServerParameters]:
-        """Create a folder and yield the command that refers to it. On exit move the folder to `place()`, or remove it
-        if that is None. Raises OSError if the template cannot be copied."""
+    async def running(self) -> AsyncIterator[StdioServerParameters]:
+        """Create a folder and yield the command that refers to it; remove the folder on exit. Raises OSError if the
+        template cannot be copied."""
         folder = make_folder()
         try:
             if self.template is not None:
                 await in_folder_thread(_copy, self.template, folder)
             yield self._command(str(folder))
         finally:
-            if (kept := place()) is not None:
-                await in_folder_thread(_keep, folder, kept)
-            else:
-                await in_folder_thread(remove_folder, folder)
+            await in_folder_thread(remove_folder, folder)
 
     def _command(self, folder: str) -> StdioServerParameters:
         args = [argument.replace(CHAIN, folder) for argument in self.program.args]
@@ -120,17 +99,6 @@ def check_template(field: str, template: Path) -> int:
     return tree.size
 
 
-def check_kept(field: str, kept: Path) -> None:
-    """Raise SettingError if folders cannot be moved to `kept`, which need not exist yet. Leaves nothing there."""
-    place = kept
-    while not os.path.lexists(place):
-        place = place.parent
-    if not os.path.isdir(place):
-        raise SettingError(field, f"got {kept}, but {place} is not a folder", "name a folder")
-    if error := refusal(place):
-        raise SettingError(field, f"got {kept}, but {place} cannot be written: {error.strerror}", "name another folder")
-
-
 def _copy(template: Path, folder: Path) -> None:
     try:
         with opened_folder(folder, folder) as into:
@@ -139,44 +107,11 @@ def _copy(template: Path, folder: Path) -> None:
         raise OSError(f"the workspace cannot be copied: {error}") from None
 
 
-def _keep(folder: Path, place: Path) -> None:
-    """Move a chain's folder to the empty folder `place`. If that fails, remove it and notify the user."""
-    try:
-        folder.rename(place)
-    except OSError as error:
-        if error.errno == errno.EXDEV:
-            # to another file system, with links, pipes and sparse files intact
-            make_writable(folder)
-            command = ["cp", "--archive", "--no-target-directory", "--", str(folder), str(place)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            error = OSError((done.stderr.splitlines() or ["cp failed"])[0])
-            if done.returncode == 0:
-                return remove_folder(folder)
-            remove_folder(place)
-        _tell_lost(place.name, place.parent, error)
-    remove_folder(folder)
-
-
-def _tell_lost(chain: str, kept: Path, error: OSError) -> None:
-    told = f"the folder of chain {chain} could not be kept in {kept}, and is removed: {error.strerror or error}"
-    notify(logger, f"keep_workspaces {kept}", told)
-
-
 def remove_folder(folder: Path) -> None:
     """Remove a chain's folder, and notify the user of files that cannot be removed."""
     if left := remove(folder):
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         notify(logger, "chains' folders", f"the folder of a chain could not be removed: {left[0]}{more}")
-
-
-def _free(path: Path) -> Path:
-    """Create `path`, or the first of `path-2`, `path-3`, ... that is free, and return it. Raises OSError."""
-    for number in itertools.count(1):
-        free = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        with suppress(FileExistsError):
-            free.mkdir()
-            return free
-    raise AssertionError
 
 
 @cache

@@ -1,13 +1,11 @@
 """One MCP server of a recipe: its tools, and the isolation of its chains."""
 
 import asyncio
-import json
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
 
-from mcp_types import CallToolResult, Tool
+from mcp_types import Tool
 
 from agentfactory.base.config import CHAIN, RESULT_BYTES, EnvironmentTools, Isolation, McpServerConfig
 from agentfactory.base.messages import ToolInfrastructureError, text_of
@@ -52,7 +50,6 @@ class ToolServer:
         self.hidden: dict[str, Tool] = {}
         self.environment: EnvironmentTools | None = config.environment
         self.reset_seconds = config.timeout_seconds
-        self.cache = CallCache(config.cache) if config.cache else None
         self.isolated = config.isolation not in (None, Isolation.SHARED)
         self._memory = memory  # bytes for all its processes
         self._each = PROCESS_BYTES  # bytes per process
@@ -76,10 +73,10 @@ class ToolServer:
 
     async def open(self) -> None:
         """Start or reach the server, and list its tools. Raises ToolInfrastructureError if that fails, ValueError for
-        names in `allow`, `deny` or `environment` that it does not have, and for a cache for an environment."""
+        names in `allow`, `deny` or `environment` that it does not have."""
         connection = await self._connect(reopens=not self.isolated)
         self._read(connection.tools)
-        if self.config.isolation is None and not self.config.cache and (self.config.command or self.config.container):
+        if self.config.isolation is None and (self.config.command or self.config.container):
             # our own servers give each tool a role, and identify chains by the key in each call
             self.isolated = not any(ROLE_KEY in (tool.meta or {}) for tool in connection.tools)
             connection.reopens = not self.isolated
@@ -109,14 +106,12 @@ class ToolServer:
         for connection in filter(None, (*self._first, self._shared)):
             await connection.close()
 
-    async def acquire(self, chain: str) -> tuple[Connection, Lease[Connection] | None]:
+    async def acquire(self) -> tuple[Connection, Lease[Connection] | None]:
         """Return a chain's connection, and the lease to release, or None. Raises ToolInfrastructureError."""
         if self._pool is None:
             assert self._shared is not None
             return self._shared, None
         lease = await self._pool.acquire()
-        if self.isolated:
-            lease.value.belong_to(chain)
         return lease.value, lease
 
     @property
@@ -137,7 +132,7 @@ class ToolServer:
         if config.url is not None:
             return "each chain has a session" if self.isolated else "all chains share the HTTP server"
         if not self.isolated:
-            return "all chains share its process and its files" + (", because it has a `cache`" if config.cache else "")
+            return "all chains share its process and its files"
         assert self._pool is not None
         folder = f", and a folder ({CHAIN})" if config.has_folders else f"; files are shared, without {CHAIN}"
         most = f"up to {self._pool.capacity} at a time, of about {self._each >> 20} MiB each"
@@ -264,8 +259,6 @@ class ToolServer:
             self.hidden[role] = listed[tool]
         if declared and "take_images" in roles:
             self.hidden["take_images"] = listed[roles["take_images"]]
-        if self.environment and self.cache:
-            raise ValueError(f"mcp_servers.{self.name}.cache: it is an environment, with state per chain; remove it")
         hidden = {tool.name for tool in self.hidden.values()} | {self._gauges}
         seen = {name: tool for name, tool in listed.items() if name not in hidden}
         section, offered, allow = f"mcp_servers.{self.name}", ", ".join(seen) or "none", self.config.allow
@@ -282,53 +275,3 @@ class ToolServer:
             if repair := (tool.meta or {}).get(REPAIR):
                 text = f"tool server {self.name}: the tool {tool.name}".rstrip()
                 notify(logger, f"list of {self.name}", f"{text} {repair}" + ("" if tool.name else "; it is left out"))
-
-
-class CallCache:
-    """An LRU cache of `size` results by tool and arguments, without errors; equal concurrent calls are one."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._kept: OrderedDict[str, CallToolResult] = OrderedDict()
-        self._asked: dict[str, asyncio.Task[CallToolResult]] = {}
-        self._waiting: Counter[asyncio.Task[CallToolResult]] = Counter()
-        """Call in flight -> the number of chains that wait for it; it is cancelled when that is 0."""
-
-    async def result(
-        self,
-        tool: str,
-        arguments: dict[str, Any],
-        ask: Callable[[], Coroutine[Any, Any, CallToolResult]],
-        timeout_seconds: float,
-    ) -> CallToolResult:
-        """Return the result of the call `ask`, without a time limit of its own. Raises its errors and CallTimeout."""
-        key = f"{tool} {json.dumps(arguments, sort_keys=True)}"
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = self._asked[key] = asyncio.create_task(ask(), name=f"call of {tool}")
-            asked.add_done_callback(lambda task: self._keep(key, task))
-        self._waiting[asked] += 1
-        try:
-            done, _ = await asyncio.wait({asked}, timeout=timeout_seconds)
-        finally:
-            self._waiting[asked] -= 1
-            if not self._waiting[asked]:
-                del self._waiting[asked]
-                if not asked.done():
-                    asked.cancel()
-                    self._asked.pop(key, None)
-        if not done:
-            raise CallTimeout(tool, timeout_seconds)
-        return asked.result()
-
-    def _keep(self, key: str, task: "asyncio.Task[CallToolResult]") -> None:
-        if task.cancelled():
-            return
-        self._asked.pop(key, None)
-        if task.exception() is None and not task.result().is_error:
-            self._kept[key] = task.result()
-            if len(self._kept) > self._size:
-                self._kept.popitem(last=False)

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import anyio
@@ -79,7 +78,6 @@ class Connection:
         self._on_list = on_list
         self._result_bytes = result_bytes
         self.reopens = reopens
-        self.kept: Path | None = None  # destination of its chain's folder
         self.pid: int | None = None  # of the server, if it is our child
         self.timeout_seconds = timeout_seconds
         self.generation = 0
@@ -113,11 +111,6 @@ class Connection:
             self._wanted.set()
             await asyncio.wait({self._owner})
         self._client.cancel()
-
-    def belong_to(self, chain: str) -> None:
-        """Note the chain that uses this connection exclusively."""
-        if isinstance(self._target, ChainProgram):
-            self.kept = self._target.place(chain)
 
     @property
     def alive(self) -> bool:
@@ -338,10 +331,8 @@ class Connection:
             notify(logger, f"messages of {self.name}", f"tool server {self.name}: {repair}")
 
         async with AsyncExitStack() as stack:
-            if isinstance(target, Container):
+            if isinstance(target, (Container, ChainProgram)):
                 target = await stack.enter_async_context(target.running())
-            elif isinstance(target, ChainProgram):
-                target = await stack.enter_async_context(target.running(lambda: self.kept))
             if isinstance(target, HttpAddress):
                 self._proxy = proxy_for(target.url)
                 http = http_client(target, self._proxy, self._note, self._result_bytes, tell, self._receive)

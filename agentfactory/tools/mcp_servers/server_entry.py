@@ -23,7 +23,7 @@ from agentfactory.base.errors import SettingError, short
 from agentfactory.base.messages import ToolInfrastructureError
 from agentfactory.base.user_code.import_path import own_python, user_folders
 from agentfactory.base.user_code.loading import load_object
-from agentfactory.tools.environments.workspaces import ChainProgram, check_kept, check_template
+from agentfactory.tools.environments.workspaces import ChainProgram, check_template
 from agentfactory.tools.mcp_servers.own_server import build_server
 from agentfactory.tools.prebuilt import prebuilt
 
@@ -88,8 +88,7 @@ def target_of(name: str, config: McpServerConfig, base: Path, result_bytes: int)
     if not config.has_folders:
         return program
     template = base / config.workspace if config.workspace else None
-    kept = base / config.keep_workspaces / re.sub(r"[^\w.-]", "-", name) if config.keep_workspaces else None
-    return ChainProgram(program, template, kept)
+    return ChainProgram(program, template)
 
 
 def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path | None = None) -> None:
@@ -101,8 +100,6 @@ def check_entry(name: str, config: McpServerConfig, base: Path, prepared: Path |
         for variable in _VARIABLE.findall(text):
             if f"${{{variable}}}" != CHAIN and variable not in os.environ and (fix := _did_you_mean(variable)):
                 raise SettingError(f"{prefix}.{field}", f"got {short(text)}: ${{{variable}}} is unknown", fix)
-    if config.keep_workspaces:
-        check_kept(f"{prefix}.keep_workspaces", base / config.keep_workspaces)
     template = base / config.workspace if config.workspace else None
     if template is not None and prepared is not None and template.is_relative_to(prepared):
         return

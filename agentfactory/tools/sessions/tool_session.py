@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from mcp_types import CallToolResult
@@ -94,11 +93,6 @@ class ToolSession:
         self._servers = servers
         self._routes = routes
         self._shares: dict[str, _Share] = {}
-
-    @property
-    def kept(self) -> list[str]:
-        """Paths to which the folders of the chain's programs will be moved."""
-        return [str(share.connection.kept) for share in self._shares.values() if share.connection.kept is not None]
 
     @property
     def anchor(self) -> str | None:
@@ -202,7 +196,7 @@ class ToolSession:
             async with asyncio.timeout_at(limit.until if limit else None) as timer:
                 for server in self._servers:
                     asked, doing = time.monotonic(), f"tool server {server.name}: the wait for an instance"
-                    connection, lease = await server.acquire(self._key)
+                    connection, lease = await server.acquire()
                     if lease is not None:
                         self.waits.append((server.name, asked, time.monotonic()))
                     share = self._shares[server.name] = _Share(server, connection, lease)
@@ -284,9 +278,6 @@ class ToolSession:
 
     async def _ask(self, route: Route, arguments: dict[str, Any], seconds: float) -> CallToolResult:
         share = self._shares[route.server.name]
-        if route.server.cache is not None:
-            ask = partial(self._request, share, route.tool, arguments, math.inf)
-            return await route.server.cache.result(route.tool, arguments, ask, seconds)
         if route.server.environment is None:
             return await self._request(share, route.tool, arguments, seconds)
         async with share.order:

@@ -233,9 +233,9 @@ def reinforce_pp_baseline(groups: Groups) -> PerToken:
     return whiten(spread(groups, partial(grpo_advantages, scale="none"), "none"))
 
 
-def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> PerToken:
+def gigpo(groups: Groups, scale: Scale, gamma: float) -> PerToken:
     """Compute group-in-group advantages (Feng et al., 2025, GiGPO, arXiv:2505.10978, equations 3, 5 and 8): the chain's
-    advantage in its group, from the sum of its rewards, plus `step_weight` times the turn's in step_advantages, from
+    advantage in its group, from the sum of its rewards, plus the turn's in step_advantages, from
     its return, discounted by `gamma` per turn."""
     advantages: PerToken = []
     for group in groups:
@@ -244,7 +244,7 @@ def gigpo(groups: Groups, scale: Scale, gamma: float, step_weight: float) -> Per
         anchors = [chain.anchors or [None] * len(chain.turn_ends) for chain in group]
         steps = step_advantages(later, anchors, scale)
         for chain, advantage, by_turn in zip(group, whole, steps, strict=True):
-            advantages.append(_by_token(chain, advantage, [step_weight * step for step in by_turn]))
+            advantages.append(_by_token(chain, advantage, by_turn))
     return advantages
 
 

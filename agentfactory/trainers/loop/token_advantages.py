@@ -2,13 +2,13 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -108,7 +108,7 @@ class Credit:
             made = {place: row for place, row in left.items() if row}
         advantage = recipe.train.advantage
         malformed = trajectory.malformed_turns if advantage.malformed_turns == "blamed" else []
-        anchors = turn_anchors(trajectory, getattr(advantage.options, "anchors", "environment"))
+        anchors = turn_anchors(trajectory) if self._estimator.compares_turns else trajectory.anchors
         ends: list[int] = []
         if trajectory.turn_rewards is not None or malformed or anchors or self._estimator.compares_turns:
             # without context to predict it from, the first token of a row is not trained: see training_row
@@ -197,7 +197,7 @@ class Credit:
             for c, cost in zip(chains, costs, strict=True)
         )
         groups = [[next(made) for _ in group] for group in self._groups]
-        advantages, targets = self._estimated(groups)
+        advantages, targets = self._estimator(groups)
         if not all(np.all(np.abs(np.asarray(chain, dtype=np.float64)) < _LARGEST) for chain in advantages):
             problem = f"{Path(self._recipe.train.advantage.estimator).name} returned an advantage that is not a finite "
             raise SettingError("train.advantage.estimator", f"{problem}float32", "look for a division by 0")
@@ -210,18 +210,6 @@ class Credit:
             if variance > 0:
                 metrics["critic/explained_variance"] = 1.0 - pvariance(errors) / variance
         return advantages, targets, metrics
-
-    def _estimated(self, groups: list[list[ChainRewards]]) -> tuple[list[list[float]], list[list[float]]]:
-        if not self._recipe.train.advantage.per_source:
-            return self._estimator(groups)
-        found: dict[str, Iterator[tuple[list[float], list[float]]]] = {}
-        for name in dict.fromkeys(self._names):
-            own = [group for group, of in zip(groups, self._names, strict=True) if of == name]
-            advantages, targets = self._estimator(own)
-            found[name] = zip(advantages, targets or [[]] * len(advantages), strict=True)
-        ordered = [next(found[name]) for group, name in zip(groups, self._names, strict=True) for _ in group]
-        targets = [target for _, target in ordered]
-        return [advantages for advantages, _ in ordered], targets if any(targets) else []
 
     def _costs(self, chains: Sequence[_Chain]) -> tuple[list[list[float]], dict[str, float]]:
         """Return rewards per sampled token: the chain's at its last token and its turns' at their last tokens, minus
@@ -319,14 +307,12 @@ def _uncertain(chains: Sequence[_Chain], share: float) -> list[np.ndarray]:
     return np.split(kept, np.cumsum(lengths)[:-1])
 
 
-def turn_anchors(trajectory: Trajectory, kind: Literal["environment", "observation"]) -> list[str | None]:
-    """Return the anchor of each turn (train.advantage.options.anchors), or an empty list: the environment's, or a
-    digest of the messages since the turn before, None if there are none, as after a summary. A malformed turn changes
-    nothing: the turn after it keeps its anchor, and the error message is ignored."""
-    if kind == "environment":
+def turn_anchors(trajectory: Trajectory) -> list[str | None]:
+    """Return the anchor of each turn: the environment's, or if it gives none, a digest of the messages since the turn
+    before, None if there are none, as after a summary. A malformed turn changes nothing: the turn after it keeps its
+    anchor, and the error message is ignored."""
+    if trajectory.anchors or not trajectory.turns:
         return list(trajectory.anchors)
-    if not trajectory.turns:
-        return []
     messages = trajectory.messages
     said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     anchors: list[str | None] = []
@@ -349,7 +335,7 @@ def _step_metrics(groups: Groups) -> dict[str, float]:
     turns = sum(len(chain.turn_ends) for chain in chains)
     if turns and all(anchor is None for chain in chains for anchor in chain.anchors):
         problem = "train.advantage.estimator=gigpo: no turn of a batch has an anchor, so it trains as grpo does"
-        fix = "fix: let the environment give anchors, or set train.advantage.options.anchors=observation"
+        fix = "fix: let the environment give anchors"
         notify(logger, "no anchors", f"{problem}; {fix}", see="docs/algorithms.md")
     found = [members for group in groups for members in step_groups([chain.anchors for chain in group])]
     sizes = [len(members) for members in found if len(members) > 1]

@@ -52,7 +52,6 @@ def add_adapter(
     lora = PeftLoraConfig(
         r=config.rank,
         lora_alpha=alpha,
-        lora_dropout=config.dropout,
         target_modules=modules,
         task_type="CAUSAL_LM",
         use_rslora=_uses_rslora(config),

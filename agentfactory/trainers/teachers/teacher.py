@@ -76,9 +76,9 @@ class Teacher:
         self._check(ids, labels)
         with self._timed(ids.device):
             hidden = self._frozen.states(model, ids, sources, *places)
-        kind, beta = _measured(self._config)
+        kind: Any = self._config.divergence
         theirs = partial(self._frozen.logits, model, temperature=temperature)
-        return lambda logits, chunk: divergence(kind, logits, theirs(hidden[chunk]), beta)
+        return lambda logits, chunk: divergence(kind, logits, theirs(hidden[chunk]))
 
     def longest(self, policy: Policy) -> int | None:
         """Return the number of tokens that the teacher of `policy` can read; None if its configuration has none."""
@@ -114,17 +114,13 @@ class Teacher:
 
 def top_k_measure(config: TeacherConfig, top: Float[Tensor, "targets 2 k"]) -> Measure:
     """Return a function that computes the divergence of the policy's logits from a teacher's `top_k` tokens."""
-    kind, beta = _measured(config)
+    kind: Any = config.divergence
 
     def measured(logits: Tensor, chunk: slice) -> Tensor:
         tokens, theirs = top[chunk].unbind(1)
-        return top_k_divergence(kind, logits, tokens.long(), theirs, beta)
+        return top_k_divergence(kind, logits, tokens.long(), theirs)
 
     return measured
-
-
-def _measured(config: TeacherConfig) -> tuple[Any, float]:
-    return config.divergence, getattr(config.options, "beta", 0.5)
 
 
 def make_teacher(recipe: TrainRecipe, policy: Policy, accelerator: Accelerator) -> Teacher:
@@ -176,20 +172,20 @@ def _rows(network: Any) -> int:
 # ---- divergences between policy and teacher
 
 
-def divergence(kind: Kind, policy: Logits, teacher: Logits, beta: float = 0.5) -> Float[Tensor, "tokens"]:
+def divergence(kind: Kind, policy: Logits, teacher: Logits) -> Float[Tensor, "tokens"]:
     """Return the divergence of each token's distributions in nats, over the rows of the vocabulary that both have. With
     p the policy's and q the teacher's distribution, both from logits that are divided by the sampling temperature:
 
     reverse_kl: KL(p || q) (Gu et al., 2024, MiniLLM, arXiv:2306.08543).
     forward_kl: KL(q || p) (Hinton et al., 2015, arXiv:1503.02531).
-    jensen_shannon: beta KL(q || m) + (1 - beta) KL(p || m), with m = beta q + (1 - beta) p (Agarwal et al., 2024, GKD,
-    arXiv:2306.13649, equation 1). TRL's GKDTrainer has the three as beta = 1, 0 and between."""
+    jensen_shannon: (KL(q || m) + KL(p || m)) / 2, with m = (q + p) / 2 (Agarwal et al., 2024, GKD, arXiv:2306.13649,
+    equation 1). TRL's GKDTrainer has the three as beta = 1, 0 and 0.5."""
     shared = min(policy.shape[-1], teacher.shape[-1])
-    return _between(kind, policy[:, :shared].log_softmax(-1), teacher[:, :shared].log_softmax(-1), beta)
+    return _between(kind, policy[:, :shared].log_softmax(-1), teacher[:, :shared].log_softmax(-1))
 
 
 def top_k_divergence(
-    kind: Kind, policy: Logits, tokens: Int[Tensor, "tokens k"], teacher: Top, beta: float = 0.5
+    kind: Kind, policy: Logits, tokens: Int[Tensor, "tokens k"], teacher: Top
 ) -> Float[Tensor, "tokens"]:
     """Return the divergence of each token's distributions, in nats, over the given tokens and the rest, which counts as
     one more token: a lower bound of the divergence over the vocabulary.
@@ -213,7 +209,7 @@ def top_k_divergence(
     none = torch.full_like(used, -1e3, dtype=policy.dtype)
     p = torch.where(used, torch.cat([policy.gather(-1, places) - total, rest], -1), none)
     q = torch.where(used, torch.cat([teacher, others], -1), none)
-    return _between(kind, p, q, beta)
+    return _between(kind, p, q)
 
 
 def top_k(logits: Logits, k: int) -> Float[Tensor, "tokens 2 k"]:
@@ -225,15 +221,15 @@ def top_k(logits: Logits, k: int) -> Float[Tensor, "tokens 2 k"]:
     return filled
 
 
-def _between(kind: Kind, p: Tensor, q: Tensor, beta: float) -> Float[Tensor, "tokens"]:
+def _between(kind: Kind, p: Tensor, q: Tensor) -> Float[Tensor, "tokens"]:
     match kind:
         case "reverse_kl":
             return _kl(p, q)
         case "forward_kl":
             return _kl(q, p)
         case "jensen_shannon":
-            mixture = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
-            return beta * _kl(q, mixture) + (1 - beta) * _kl(p, mixture)
+            mixture = torch.logaddexp(p, q) - math.log(2)
+            return (_kl(q, mixture) + _kl(p, mixture)) / 2
 
 
 def _kl(first: Logits, second: Logits) -> Float[Tensor, "tokens"]:

@@ -97,12 +97,10 @@ def cispo(logprob: PerToken, proximal: PerToken, advantage: PerToken, clip_high:
     return -ratio.clamp(max=bound) * advantage * logprob, ratio > bound
 
 
-def sapo(
-    logprob: PerToken, proximal: PerToken, advantage: PerToken, positive_temperature: float, negative_temperature: float
-) -> PerToken:
-    """-A sigmoid(t (r - 1)) 4 / t, with t = positive_temperature if A > 0, else negative_temperature (Gao et al., 2025,
+def sapo(logprob: PerToken, proximal: PerToken, advantage: PerToken) -> PerToken:
+    """-A sigmoid(t (r - 1)) 4 / t, with t = 1 if A > 0, else 1.05 (Gao et al., 2025,
     arXiv:2511.20347): the slope in r is 1 at r = 1, and fades on both sides. Nothing is clipped."""
-    positive, negative = logprob.new_tensor([positive_temperature, negative_temperature])
+    positive, negative = logprob.new_tensor([1.0, 1.05])
     temperature = torch.where(advantage > 0, positive, negative)
     gate = torch.sigmoid(temperature * ((logprob - proximal).exp() - 1)) * 4 / temperature
     return -gate * advantage

@@ -1,7 +1,6 @@
 """Optimiser, gradient clipping and learning-rate schedule of a recipe."""
 
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +22,8 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`; those in no group of the
-    recipe come first. Raises SettingError if a group matches no weight, or the optimiser is not available."""
+    """Create the optimiser that `train.optimizer` names, on the trainable weights of `model`; those with
+    the policy's learning rate come first. Raises SettingError if the optimiser is not available."""
     settings = config.optimizer
     groups = _groups(model, config, _matrices(model) if settings.name == "muon" else None)
     if settings.name in ("adamw_8bit", "lion"):
@@ -38,7 +37,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
             from bitsandbytes.optim import AdamW8bit
 
             # AdamW with its two moments in 8 bits per weight: Dettmers et al., 2021, arXiv:2110.02861
-            return AdamW8bit(groups, betas=settings.betas, eps=settings.eps)
+            return AdamW8bit(groups, betas=settings.betas)
         case "lion":
             from bitsandbytes.optim import Lion
 
@@ -56,7 +55,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> Optimizer:
     """Loshchilov and Hutter, 2019, arXiv:1711.05101."""
-    return torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, betas=config.betas, fused=True)
 
 
 class MuonAndAdamW(Optimizer):
@@ -95,7 +94,6 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
     """Group trainable weights by learning rate and weight decay, and by whether they are among `matrices`, if given."""
     settings = config.optimizer
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
-    matched: set[int] = set()
     towers = [tower_of(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
     tower_weights = {id(weight) for tower in towers if tower is not None for weight in tower.parameters()}
     for name, weight in model.named_parameters():
@@ -107,24 +105,11 @@ def _groups(model: nn.Module, config: TrainConfig, matrices: set[int] | None = N
         elif id(weight) in tower_weights and not isinstance(config.vision, str):
             rate = config.vision
         decay = settings.weight_decay if weight.ndim > 1 else 0.0
-        number = next((n for n, group in enumerate(settings.groups) if re.search(group.match, name)), None)
-        if number is not None:
-            matched.add(number)
-            own = settings.groups[number]
-            rate = rate if own.learning_rate is None else own.learning_rate
-            decay = decay if own.weight_decay is None else own.weight_decay
         group: dict[str, Any] = {"lr": rate, "weight_decay": decay}
         if matrices is not None:
             group["matrix"] = id(weight) in matrices
-        made.setdefault((number is not None, *group.values()), {"params": [], **group})["params"].append(weight)
-    for number, asked in enumerate(settings.groups):
-        if number not in matched:
-            names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-            problem = f"{asked.match!r} matches no trainable weight beyond those of earlier groups"
-            fix = f"some names are {', '.join(names[:3])}"
-            raise SettingError(f"train.optimizer.groups.{number}.match", problem, fix)
-    # the sort is stable; the first group's learning rate is the logged one
-    return [group for _, group in sorted(made.items(), key=lambda item: item[0][0])]
+        made.setdefault(tuple(group.values()), {"params": [], **group})["params"].append(weight)
+    return [*made.values()]
 
 
 def _need_bitsandbytes(name: str, device: torch.device) -> None:

@@ -8,7 +8,7 @@ const ACTIVITIES = {
   model: { label: "model", about: "The server sampled: from the request to the answer, its queue included." },
   reward: { label: "reward", about: "The rewards judged the chain." },
   teacher: { label: "teacher", about: "The server of the teacher graded the chain's tokens, its queue included." },
-  wait: { label: "waiting", about: "Waited for an instance of a tool server, or for limits.calls_per_second or parallel_calls." },
+  wait: { label: "waiting", about: "Waited for an instance of a tool server, or for limits.calls_per_second." },
   setup: { label: "setup", about: "The environments were reset, and instances waited for." },
   rest: { label: "rest", about: "None of the others: rendering and parsing of turns, and other chains of the same process." },
 };

@@ -10,10 +10,11 @@ from typing import Any
 from unittest import mock
 
 import anyio
+import pytest
 from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 
-from agentfactory.base.config import ToolsRecipe
+from agentfactory.base.config import LimitsConfig, ToolsRecipe
 from agentfactory.base.run_notices import Notice, notice_of
 from agentfactory.tools.calls.message_bounds import MessageFilter
 from agentfactory.tools.mcp_servers import server_connection
@@ -29,8 +30,9 @@ async def opened(
 ) -> AsyncIterator[tuple[Toolset, list[Notice]]]:
     """Open a toolset of one server `raw` that follows `plan`; yield it and the notices to the user."""
     servers = {"raw": {"command": "raw", "isolation": "shared", **fields}}
-    recipe = ToolsRecipe.model_validate({"mcp_servers": servers, "limits": {"result_bytes": result_bytes}})
-    with _in_process(plan), noticed() as notices:
+    recipe = ToolsRecipe.model_validate({"mcp_servers": servers})
+    with _in_process(plan), noticed() as notices, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LimitsConfig, "result_bytes", result_bytes)
         async with open_toolset(recipe, Path("/")) as toolset:
             yield toolset, notices
 
