@@ -117,9 +117,9 @@ def test_weights_and_cache_of_a_known_model() -> None:
     # 28 layers, keys and values, 4 heads of 128, 2 bytes
     assert planned.cache_per_token == 28 * 2 * 4 * 128 * 2
     assert planned.cache_per_sequence == 0
-    # the group's chains; a sequence of max_model_len where that is more
-    assert planned.least_cache == 8 * 4096 * planned.cache_per_token
-    assert plan(Qwen2Config(**SEVEN), max_model_len=65536).least_cache == 65536 * planned.cache_per_token
+    # the group's chains, or a sequence of max_model_len if that is more; and the block that vLLM never uses
+    assert planned.least_cache == (8 * 4096 + 16) * planned.cache_per_token
+    assert plan(Qwen2Config(**SEVEN), max_model_len=65536).least_cache == (65536 + 16) * planned.cache_per_token
     shared = plan(Qwen2Config(**SEVEN), options={"tensor_parallel_size": 8})
     assert shared.parts["weights"] == planned.parts["weights"] // 8
     # 4 heads for 8 devices: each has one
@@ -197,7 +197,8 @@ def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
 def test_what_vllm_is_told_changes_its_workspace() -> None:
     config = Qwen2Config(**SEVEN)
     usual = plan(config).parts["workspace"]
-    assert usual - plan(config, options={"args": ["--enforce-eager"]}).parts["workspace"] == CUDA_GRAPHS
+    assert plan(config).parts["graphs"] * 2 == plan(config, lora={"rank": 8}).parts["graphs"] == 2 * CUDA_GRAPHS
+    assert "graphs" not in plan(config, options={"args": ["--enforce-eager"]}).parts
     more = plan(config, options={"args": ["--max-num-batched-tokens=8192"]}).parts["workspace"]
     recipe = RolloutRecipe.model_validate({"model": {"path": "x"}})
     large = server_memory(recipe, config, "cuda", device_memory=80 * 2**30).parts["workspace"]
