@@ -1,6 +1,7 @@
 """Where trainer and server go, what fits, and what is said where nothing does: the choice on given figures, and the
 commands as a person runs them."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from transformers import Qwen3Config
+from transformers import Qwen2Config, Qwen3Config
 
 from agentfactory.base.errors import SettingError
 from agentfactory.launching import launch_plan as plan
@@ -21,7 +22,7 @@ from agentfactory.placement.__main__ import place as plan_for
 from agentfactory.placement.machine import MARGIN, Gpu, Machine
 from agentfactory.placement.meta_model import SHAPES, load_config
 from agentfactory.placement.plan_choice import GIB, Need, Plan, choose, rows, table
-from agentfactory.placement.server_memory import ServerMemory, meta_network
+from agentfactory.placement.server_memory import ServerMemory, meta_network, server_memory
 from agentfactory.placement.suggested_changes import refusal
 from agentfactory.recipe.schema import Recipe, StagedRecipe
 from tests.placement.shapes import sizes
@@ -372,3 +373,35 @@ def test_a_trainer_or_a_server_alone_has_its_own_table() -> None:
     # a server that runs already has the GPU's memory, and will sleep when the trainer comes
     turns = recipe(placement={"mode": "time_share", "gpu_memory_gib": None})
     assert chosen(turns, gpus(2), without("server")).sums[0].room == 24 * GIB
+
+
+@pytest.mark.parametrize("mode", ["split", "time_share"])
+def test_the_table_follows_vllms_formulas(mode: str) -> None:
+    """The figures of docs/placement.md: Qwen2.5-3B, rank 32, bfloat16, 23.6 GiB. Names are those of vLLM 0.32."""
+    hidden, inner, vocabulary, layers, mib = 2048, 11008, 151936, 36, 2**20
+    # Qwen2DecoderLayer: qkv_proj and its bias, o_proj, gate_up_proj, down_proj, two norms; keys have 2 heads of 128
+    layer = [(hidden + 512) * hidden, hidden + 512, hidden**2, 2 * inner * hidden, inner * hidden, hidden, hidden]
+    weights = 2 * (vocabulary * hidden + layers * sum(layer) + hidden)
+    # BaseLinearLayerWithLoRA.create_lora_weights: A and B of 4 slots for q, k, v, o, gate, up and down
+    small, large = 4 * 32 * 2 * (9 * hidden + 2 * 256), 4 * 32 * 2 * 3 * inner
+    counts = 128 * vocabulary * 4  # PenaltiesState.output_bin_counts; also the buffer of apply_top_k_top_p_triton
+    # GPUModelRunner.profile_run of 2048 tokens; Sampler.apply_sampling_params copies the logits of 128 sequences
+    step = max(2048 * (4 * hidden + 3 * inner) * 2, 128 * vocabulary * (2 + 4))
+    lora = {"adapters": layers * (small + large), "graphs": 2 * 512 * mib}
+    parts = {"weights": weights, "workspace": 2 * counts + step, **lora}
+    config = Qwen2Config(**sizes(hidden, inner, layers, 16, 2, vocabulary), tie_word_embeddings=True)
+    asked = recipe(model={"path": "x", "lora": {"rank": 32}}, placement={"mode": mode, "gpu_memory_gib": None})
+    server, trainer = server_memory(asked, config, "cuda"), _bytes({"weights": 9.5, "context": 0.5})
+    assert server.parts == parts | {"context": 512 * mib}
+    plan = chosen(asked, gpus(23.6, total=23.6), lambda *_: Need(trainer, server))
+    # request_memory; Worker.determine_available_memory; blocks of 16 tokens as in get_kv_cache_config_from_groups
+    requested, block = math.ceil(int(23.6 * GIB) * (plan.utilization or 0.0)), 16 * layers * 2 * 2 * 128 * 2
+    assert plan.cache // block - (requested - sum(parts.values())) // block in range(6)
+    # the context exists before init_snapshot, and is beside the requested memory
+    used = requested + 512 * mib + (10 if mode == "split" else 0.5) * GIB
+    assert 0 <= 23.6 * 0.95 * GIB - used < 3 * mib
+    # CuMemAllocator.sleep, in powers of two: embedding; qkv, gate_up and down; counts; 20 MiB segments with two o_proj
+    # and one of the large halves of adapters each, and those with seven of the other halves
+    backup = mib * (1024 + layers * (16 + 128 + 64) + 128 + 32 * (18 + math.ceil((3 * layers - 18) / 7)))
+    assert server.backup == pytest.approx(backup + layers * small, rel=0.02)
+    assert plan.sums[0].terms.get("sleeping server", 1536 * mib) == 1536 * mib, "graphs and context"

@@ -14,6 +14,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from agentfactory.placement.machine import CUDA_GRAPHS, LIBRARIES
@@ -149,6 +150,10 @@ def test_adapters_take_the_places_that_vllm_makes() -> None:
     vllm = plan(Qwen3Config(**SMALL), lora={"rank": 12})
     # a rank of 12 gets a place of 16
     assert vllm.parts["adapters"] == 4 * 16 * (linear + tables) * 2
+    moe = Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[])
+    # gate, up and down of each expert in place of the layer's; small slots of routers are left out
+    experts = 3 * (4 * 3 * (128 + 32) - 3 * (128 + 256))
+    assert plan(moe, lora={"rank": 12}).parts["adapters"] == 4 * 16 * (linear + experts + tables) * 2
     embedded = plan(Qwen3Config(**SMALL), lora={"rank": 12}, engine="embedded")
     assert embedded.parts["adapters"] == 4 * 12 * (linear + 8000 + 128) * 2
 
