@@ -41,8 +41,7 @@ class Estimates:
             teacher = recipe.teacher
             loaded = teacher.model if teacher is not None else None
             graded_by = self._config("teacher.model", loaded)[0] if loaded is not None else None
-            parts = (recipe.model, recipe.train, recipe.rollout, *([teacher] if teacher is not None else []))
-            key = _key(f"trainer {device}", *parts)
+            key = _key(f"trainer {device}", recipe.model, recipe.train, recipe.rollout, *([teacher] if teacher else []))
             trainer = self._once(key, lambda: trainer_memory(recipe, config, device, graded_by))
             notes += _padding_note(recipe, config)
         server: ServerMemory | None = None

@@ -16,8 +16,10 @@ ASKING_CONTEXT = 400 * 2**20
 """Bytes of the CUDA context of a process that asks for free memory and computes nothing."""
 NCCL_BUFFERS = 384 * 2**20
 CUDA_GRAPHS = 512 * 2**20
-SAMPLER_COPIES = 5
-"""vLLM: number of float32 values that exist at a time for each logit of all sequences."""
+"""Bytes of the captured steps of a server without adapters."""
+SAMPLER_COPIES = 2
+"""vLLM: 32-bit values that it keeps for each logit of all sequences: counts of tokens (PenaltiesState), and what top-k
+and top-p discard (apply_top_k_top_p_triton)."""
 MARGIN = 0.05
 """Share of a device that is left free: allocators keep memory in pieces, some of which are too small to reuse."""
 
@@ -28,8 +30,6 @@ IMAGE_PIXELS = 12_845_056
 OWN_PIXELS = 2048 * 2048
 """Area of the largest image of a model whose processor may enlarge images: that of the published SmolVLM, the largest
 of those families."""
-
-
 LIBRARIES = 400 * 2**20
 """Bytes of Python and its libraries in a process on a CPU, without mapped files: .31e9 in an embedded server, .45e9 in
 a trainer, with torch 2.13 and transformers 5.19."""

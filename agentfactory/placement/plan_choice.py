@@ -13,14 +13,13 @@ from agentfactory.trainers.sync.backends import backend_of
 
 GIB = 2**30
 
-STAYS_ON_GPU = ("workspace", "context")
-"""Rows of a server or trainer that stay on its GPU while it sleeps or is offloaded, because they belong to the
-process."""
+STAYS_ON_GPU = ("graphs", "context")
+"""Rows of a server or trainer that stay on its GPU while it sleeps or is offloaded."""
 
 OFFLOADED = ("weights", "adapter", "reference", "teacher", "critic", "optimizer")
 """Rows of a trainer that are moved elsewhere while it is offloaded; the others are empty between updates."""
 
-_LAST_ROWS = ("workspace", "KV cache", "transfer", "context")
+_LAST_ROWS = ("workspace", "graphs", "KV cache", "transfer", "context")
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,7 @@ def gib(size: float) -> str:
 
 def rows(plan: Plan) -> dict[str, dict[str, int]]:
     """Return bytes by process and row, including the server's cache."""
-    columns = {}
-    if plan.need.trainer:
-        columns["trainer"] = dict(plan.need.trainer)
+    columns = {"trainer": dict(plan.need.trainer)} if plan.need.trainer else {}
     if plan.need.server is not None:
         arriving = {"transfer": plan.transfer} if plan.transfer else {}
         columns["server"] = {**plan.need.server.parts, "KV cache": plan.cache, **arriving}
@@ -136,12 +133,10 @@ def table(plan: Plan, recipe: Recipe) -> str:
 
 
 def _cache_note(plan: Plan, recipe: Recipe) -> str:
-    server, length = plan.need.server, recipe.rollout.max_total_tokens
+    server, size = plan.need.server, recipe.rollout.max_total_tokens
     assert server is not None
-    chain = length * server.cache_per_token + server.cache_per_sequence
-    return (
-        f"  ({plan.cache * length // chain:,} tokens: {plan.cache / chain:.1f} chains of {length:,})" if chain else ""
-    )
+    chain = size * server.cache_per_token + server.cache_per_sequence
+    return f"  ({plan.cache * size // chain:,} tokens: {plan.cache / chain:.1f} chains of {size:,})" if chain else ""
 
 
 VLLM_SHARE = 0.92
@@ -279,15 +274,15 @@ def _separate(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
     transfer = need.server.by_nccl if need.server and (sync or backend_of(recipe).name) == "nccl" else 0
     if need.server:
         room = _room(recipe, *(machine.gpus[gpu] for gpu in others if machine.gpus))
-        usable, margin = 0, room.margin
+        usable, margin, context = 0, room.margin, need.server.parts.get("context", 0)
         if server.engine == "vllm":
-            usable = min(int(VLLM_SHARE * room.total), room.free - room.margin - transfer)
+            usable = min(int(VLLM_SHARE * room.total) + context, room.free - room.margin - transfer)
             if server.vllm.gpu_memory_utilization is not None:
-                usable = int(server.vllm.gpu_memory_utilization * room.shared)
+                usable = int(server.vllm.gpu_memory_utilization * room.shared) + context
             margin = max(0, room.free - usable - transfer)
         cache, utilization = _fill(recipe, need.server, usable, room, bool(machine.gpus))
-        if usable == int(VLLM_SHARE * room.shared):
-            utilization = None  # vLLM's own
+        # None: vLLM's own
+        utilization = None if usable == int(VLLM_SHARE * room.shared) + context else utilization
         where = "on each GPU of the server"
         for made, size in ((sums, cache), (least, _least_cache(recipe, need.server, cache))):
             made.append(Sum(where, {"server": _parts(need.server) + size + transfer, "margin": margin}, room.free))
@@ -301,33 +296,31 @@ def _gpus(count: int, room: _Room) -> str:
 
 
 def _on_one_gpu(recipe: Recipe, machine: Machine, need: Need, mode: str) -> Plan:
-    assert need.server is not None
+    server = need.server
+    assert server is not None
     place = max(range(len(machine.gpus)), key=lambda index: machine.gpus[index].free, default=None)
     room = _room(recipe, *(() if place is None else (machine.gpus[place],)))
-    trainer, parts = sum(need.trainer.values()), _parts(need.server)
+    trainer, parts = sum(need.trainer.values()), _parts(server)
     left = sum(need.trainer.get(name, 0) for name in STAYS_ON_GPU)
     # bytes for the server beside a trainer, or beside the part of an offloaded trainer that stays on the GPU
     usable = room.free - room.margin - (trainer if mode == "split" else left)
     if recipe.server.vllm.gpu_memory_utilization is not None:
-        usable = int(recipe.server.vllm.gpu_memory_utilization * room.shared)
-    cache, utilization = _fill(recipe, need.server, usable, room, bool(machine.gpus))
-    least = _least_cache(recipe, need.server, cache)
+        usable = int(recipe.server.vllm.gpu_memory_utilization * room.shared) + server.parts.get("context", 0)
+    cache, utilization = _fill(recipe, server, usable, room, bool(machine.gpus))
+    least = _least_cache(recipe, server, cache)
 
     def sums(cache: int) -> tuple[Sum, ...]:
-        assert need.server is not None
         if mode == "split":
-            terms = {"trainer": trainer, "server": parts + cache, "margin": room.margin}
-            return (Sum("together", terms, room.free),)
-        sleeping = sum(need.server.parts.get(name, 0) for name in STAYS_ON_GPU)
+            return (Sum("together", {"trainer": trainer, "server": parts + cache, "margin": room.margin}, room.free),)
+        sleeping = sum(server.parts.get(name, 0) for name in STAYS_ON_GPU)
         offloaded = sum(size for name, size in need.trainer.items() if name in OFFLOADED)
-        asleep = parts - sleeping
-        in_turns = (
+        aside = {"offloaded trainer": offloaded, "sleeping server": server.backup}
+        return (
             Sum("while training", {"trainer": trainer, "sleeping server": sleeping, "margin": room.margin}, room.free),
             Sum("while acting", {"server": parts + cache, "offloaded trainer": left, "margin": room.margin}, room.free),
+            # the GPU may be in another machine
+            Sum("in the machine's memory", aside, machine.ram_free if machine.gpus else None),
         )
-        aside = {"offloaded trainer": offloaded, "sleeping server": asleep}
-        # the GPU may be in another machine
-        return (*in_turns, Sum("in the machine's memory", aside, machine.ram_free if machine.gpus else None))
 
     devices = _gpus(1, room) + ("" if room.free == room.total else f", {room.free / GIB:.1f} GiB of it free")
     gpus = () if place is None else (place,)
@@ -348,12 +341,13 @@ def _fill(recipe: Recipe, server: ServerMemory, usable: int, room: _Room, is_rea
     """Return the cache of a server that may use `usable` bytes, and the utilization to set for vLLM."""
     if recipe.server.engine != "vllm":
         return server.least_cache, None
-    share, least = recipe.server.vllm.gpu_memory_utilization, _parts(server) + server.least_cache
+    share, context = recipe.server.vllm.gpu_memory_utilization, server.parts.get("context", 0)
+    least = _parts(server) + server.least_cache
     if share is not None and usable < least:
-        problem = f"got {share:g}, which is {gib(usable)} GiB, but with the smallest cache the server needs "
+        problem = f"got {share:g}, which is {gib(usable - context)} GiB, but with the smallest cache the server needs "
         fix = "raise it, or remove it: placement sets what fits"
-        raise SettingError("server.options.gpu_memory_utilization", f"{problem}{gib(least)} GiB", fix)
+        raise SettingError("server.options.gpu_memory_utilization", f"{problem}{gib(least - context)} GiB", fix)
     cache = max(usable - _parts(server), server.least_cache)
     # round down: vLLM refuses to start if a byte is missing. If it exceeds the free memory, try less
-    told = min(_parts(server) + cache, room.free)
+    told = min(_parts(server) + cache, room.free) - context
     return cache, int(told / room.shared * 1e4) / 1e4 if is_real and share is None else None

@@ -2,12 +2,13 @@
 the network, on the meta device; GPU overheads and vLLM's runtime needs are assumed (machine.py)."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from agentfactory.placement.image_memory import server_image_memory
@@ -20,8 +21,8 @@ from agentfactory.rollout.inference.server_command_line import LORA_RANKS, adapt
 from agentfactory.trainers.networks.vision_tower import sees
 from agentfactory.trainers.sync.nccl_sync import BUFFER_BYTES, BUFFERS
 
-LARGE_DEVICE = 70 * 2**30
-"""vLLM 0.32 computes 8192 prompt tokens at a time on larger devices, else 2048 (EngineArgs.get_batch_defaults)."""
+STEP_TOKENS = {160 * 2**30: 16384, 70 * 2**30: 8192, 0: 2048}
+"""Least bytes of a device: prompt tokens that vLLM 0.32 computes at a time (EngineArgs.get_batch_defaults)."""
 SCORES = 3
 """embedded, with sinks: copies of a key head's scores, without and with the sinks, and after the softmax."""
 EMBEDDED_SAMPLER_COPIES = 7
@@ -33,7 +34,8 @@ class ServerMemory:
     """Bytes that one server takes on each of its devices."""
 
     parts: dict[str, int]
-    """By row: weights, packed (copies in oneDNN's order), adapters, images, workspace, context; without the cache."""
+    """By row: weights, packed (copies in oneDNN's order), adapters, images, workspace, graphs (vLLM's), context.
+    vLLM's share contains all but the context, which exists before its first MemorySnapshot (init_device)."""
     cache_per_token: int
     """Bytes of keys and values per token of a sequence."""
     cache_per_sequence: int
@@ -42,6 +44,8 @@ class ServerMemory:
     """embedded: exactly its cache; vLLM: the minimum with which a group of chains runs together."""
     by_nccl: int = 0
     """vLLM: bytes of arriving weights in a full sync by NCCL, beyond its configured share."""
+    backup: int = 0
+    """Bytes of host memory while it sleeps on a GPU."""
 
 
 def server_memory(
@@ -58,32 +62,46 @@ def server_memory(
     """
     server, embedded, dtype = recipe.server, recipe.server.engine == "embedded", getattr(torch, recipe.model.dtype)
     config = served or config
-    network = meta_network(config, dtype, whole=not embedded or sees(config))
+    network, text = meta_network(config, dtype, whole=not embedded or sees(config)), config.get_text_config()
     devices = server.devices // server.vllm.data_parallel_size
-    bits = None if embedded else _bits_per_weight(server.quantization, config)
-    shared = {
-        "weights": _weights(network, bits),
-        "packed": second_copies(network, server.max_num_seqs) if embedded and device == "cpu" else 0,
-        "adapters": _adapters(recipe, network, dtype),
-        # at most, on each device: vLLM divides the tower's weights, and its activations in part
-        "images": devices * server_image_memory(recipe, network, dtype, _step_tokens(recipe, device_memory)),
+    weights = _weights(network, None if embedded else _bits_per_weight(server.quantization, config))
+    adapters, cuda = _adapters(recipe, network, dtype), device == "cuda"
+    captures = cuda and not embedded and _flag(server.vllm.args, "--enforce-eager") is None
+    parts = {
+        "weights": -(-round(sum(weights)) // devices),
+        "packed": second_copies(network, server.max_num_seqs) if embedded and not cuda else 0,
+        # from here at most, on each device: vLLM divides these only in part
+        "adapters": sum(adapters),
+        "images": server_image_memory(recipe, network, dtype, _step_tokens(recipe, device_memory)),
         "workspace": _workspace(recipe, network, dtype, device, device_memory),
+        # captured with and without adapters (get_lora_capture_cases)
+        "graphs": captures * CUDA_GRAPHS * (2 if recipe.model.lora else 1),
+        "context": CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0) if cuda else LIBRARIES,
     }
-    parts = {name: -(-size // devices) for name, size in shared.items()}
-    cuda = device == "cuda"
-    parts["context"] = CUDA_CONTEXT + (NCCL_BUFFERS if devices > 1 else 0) if cuda else LIBRARIES
     is_fp8 = (_flag(server.vllm.args, "--kv-cache-dtype") or "").startswith("fp8")
-    cached = torch.float8_e4m3fn if is_fp8 else dtype
-    per_token, per_sequence = _cache(config.get_text_config(), cached, dtype, devices)
+    per_token, per_sequence = _cache(text, torch.float8_e4m3fn if is_fp8 else dtype, dtype, devices)
     if embedded:
-        per_token, per_sequence = _embedded_cache(config.get_text_config(), dtype), 0
-        # as in Engine.cache_shape
+        # as in Engine.cache_shape: all layers keep keys and values of all tokens
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        per_token, per_sequence = 2 * text.num_hidden_layers * heads * head_width(text) * dtype.itemsize, 0
         least = server.max_num_seqs * -(-server.max_model_len // 16) * 16 * per_token
+        backup = sum(weights) + sum(adapters)
     else:
-        chains = recipe.largest_group * (recipe.rollout.max_total_tokens * per_token + per_sequence)
-        least = max(chains, server.max_model_len * per_token + per_sequence)
-    parts = {name: size for name, size in parts.items() if size}
-    return ServerMemory(parts, per_token, per_sequence, least, 0 if embedded else _arriving(network))
+        chains = recipe.largest_group * -(-recipe.rollout.max_total_tokens // 16)
+        # blocks of 16 tokens, one of which is never used (BlockPool.null_block)
+        least = (1 + max(chains, -(-server.max_model_len // 16))) * 16 * per_token + recipe.largest_group * per_sequence
+        backup = sum(map(_backup, [*weights, *adapters, 4 * server.max_num_seqs * text.vocab_size]))
+    parts, by_nccl = {name: size for name, size in parts.items() if size}, 0 if embedded else _arriving(network)
+    return ServerMemory(parts, per_token, per_sequence, least, by_nccl, round(backup))
+
+
+def _backup(size: float) -> int:
+    """Return the page-locked bytes to which a sleeping vLLM copies a tensor that it allocated while loading the model:
+    segments of torch's allocator (CuMemAllocator.sleep), of 2 MiB for tensors of up to 1 MiB, of 20 MiB below 10 MiB,
+    else one each. torch rounds page-locked memory up to powers of two (ATen/core/CachingHostAllocator.h, allocate)."""
+    if size < 10 * 2**20:
+        return round(size) if size <= 2**20 else 2**25 // int(20 * 2**20 // size)
+    return 1 << (math.ceil(size) - 1).bit_length()
 
 
 def meta_network(config: PreTrainedConfig, dtype: torch.dtype, whole: bool = False) -> PreTrainedModel:
@@ -118,39 +136,39 @@ def _bits_per_weight(method: str | None, config: PreTrainedConfig) -> float | No
     return None
 
 
-def _weights(network: PreTrainedModel, bits: float | None) -> int:
-    tables = {id(weight) for weight in _tables(network)}
-    total = 0.0
-    for weight in network.parameters():
-        quantised = bits is not None and weight.ndim > 1 and id(weight) not in tables
-        total += weight.numel() * (bits / 8 if bits is not None and quantised else weight.itemsize)
-    return round(total)
+def _weights(network: PreTrainedModel, bits: float | None) -> list[float]:
+    """Return the bytes of each weight."""
+    kept = {id(table.weight) for table in (network.get_input_embeddings(), network.get_output_embeddings()) if table}
+    size = 0 if bits is None else bits / 8
+    return [w.numel() * size if size and w.ndim > 1 and id(w) not in kept else w.nbytes for w in network.parameters()]
 
 
-def _tables(network: PreTrainedModel) -> Iterator[Tensor]:
-    for table in (network.get_input_embeddings(), network.get_output_embeddings()):
-        if table is not None:
-            yield from table.parameters()
-
-
-def _adapters(recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype) -> int:
-    """Return the bytes of adapters. vLLM allocates `max_loras` slots on every linear module, embeddings and head,
-    whatever an adapter contains, at a rank that it supports; the embedded engine stores the adapters themselves."""
-    lora, server = recipe.model.lora, recipe.server
+def _adapters(recipe: RolloutRecipe, network: Any, dtype: torch.dtype) -> list[int]:
+    """Return the bytes of each tensor of adapters. vLLM allocates `max_loras` slots, whatever an adapter contains, at a
+    rank that it supports, for all linear modules and experts of the language model, and for embedding and head if its
+    class has `embedding_modules`; Qwen2's has none unless TABLE_ADAPTERS adds them (_create_lora_modules). The embedded
+    engine stores the adapters themselves."""
+    lora, text = recipe.model.lora, network.config.get_text_config()
     if lora is None:
-        return 0
-    linear = [(m.in_features, m.out_features) for m in network.modules() if isinstance(m, nn.Linear)]
-    rank = adapter_rank(lora)
-    if server.engine == "vllm":
-        linear += [(m.num_embeddings, m.embedding_dim) for m in network.modules() if isinstance(m, nn.Embedding)]
-        rank = next((known for known in LORA_RANKS if known >= rank), rank)
-    return recipe.max_loras * rank * sum(map(sum, linear)) * dtype.itemsize
+        return []
+    is_vllm, rank = recipe.server.engine == "vllm", adapter_rank(lora)
+    rank = next((known for known in LORA_RANKS if is_vllm and known >= rank), rank)
+    whole = not is_vllm or _flag(recipe.server.vllm.args, "--enable-tower-connector-lora") is not None
+    part = network if whole else network.get_decoder()
+    adapted = [module.weight for module in part.modules() if isinstance(module, nn.Linear)]
+    if is_vllm and (lora.trainable_tokens is not None or not text.model_type.startswith("qwen2")):
+        adapted += [network.get_input_embeddings().weight, network.get_output_embeddings().weight]
+    experts = [(name, w) for name, w in part.named_parameters() if is_vllm and w.ndim == 3 and w.shape[1] > 1]
+    # gate and up of experts have separate slots
+    widths = [len(w) * n for name, w in experts for n in (*w.shape[1:], text.hidden_size * ("gate_up" in name))]
+    widths += [width for weight in adapted for width in weight.shape]
+    return [recipe.max_loras * rank * width * dtype.itemsize for width in widths]
 
 
 def _workspace(
     recipe: RolloutRecipe, network: PreTrainedModel, dtype: torch.dtype, device: str, device_memory: int | None
 ) -> int:
-    """Return the bytes for computing a step: the widest activations, attention's masks, the sampler, captured steps."""
+    """Return the bytes of a step: activations, masks and the sampler; embedded: captured steps. vLLM: profile_run."""
     server, text = recipe.server, network.config.get_text_config()
     # the residual stream, its norm, attention's inputs and output; gate, up and their product
     width = 4 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
@@ -168,14 +186,13 @@ def _workspace(
         sampler = logits * (4 * EMBEDDED_SAMPLER_COPIES + dtype.itemsize)
         # the masks are freed before tokens are sampled
         return max(PREFILL_TOKENS * width * dtype.itemsize + masks, sampler) + graphs
-    graphs = CUDA_GRAPHS if device == "cuda" and _flag(server.vllm.args, "--enforce-eager") is None else 0
     step = _step_tokens(recipe, device_memory) * width * dtype.itemsize
-    return step + logits * (4 * SAMPLER_COPIES + dtype.itemsize) + graphs
+    return max(step, logits * (dtype.itemsize + 4)) + logits * 4 * SAMPLER_COPIES
 
 
 def _step_tokens(recipe: RolloutRecipe, device_memory: int | None) -> int:
     asked = _flag(recipe.server.vllm.args, "--max-num-batched-tokens")
-    return int(asked) if asked else 8192 if (device_memory or 0) >= LARGE_DEVICE else 2048
+    return int(asked) if asked else next(n for least, n in STEP_TOKENS.items() if (device_memory or 0) >= least)
 
 
 def _arriving(network: PreTrainedModel) -> int:
@@ -186,12 +203,8 @@ def _arriving(network: PreTrainedModel) -> int:
 
 def _flag(args: Sequence[str], name: str) -> str | None:
     """Return the value of a vLLM flag, "" if it has none; None if the flag is absent."""
-    for place, arg in enumerate(args):
-        if arg.startswith(f"{name}="):
-            return arg.partition("=")[2]
-        if arg == name:
-            return args[place + 1] if place + 1 < len(args) else ""
-    return None
+    parts = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    return (*parts, "")[parts.index(name) + 1] if name in parts else None
 
 
 def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int) -> tuple[int, int]:
@@ -212,12 +225,6 @@ def _cache(text: Any, dtype: torch.dtype, state_dtype: torch.dtype, devices: int
         per_sequence += states * -(-_state(text, state_dtype) // devices)
     # a layer of an unknown kind counts as one with full attention
     return (len(kinds) - windows - states) * token, per_sequence
-
-
-def _embedded_cache(text: Any, dtype: torch.dtype) -> int:
-    """Return bytes per token in the embedded engine, whose layers keep keys and values of all tokens."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * int(text.num_hidden_layers) * int(heads) * head_width(text) * dtype.itemsize
 
 
 def _state(text: Any, dtype: torch.dtype) -> int:

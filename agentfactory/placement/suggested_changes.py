@@ -89,7 +89,6 @@ def _changed(recipe: Recipe, settings: Settings) -> Recipe:
 
 
 def _written(settings: Settings) -> str:
-
     def value(setting: Any) -> str:
         if isinstance(setting, dict):
             return "{" + ", ".join(f"{key}: {inner}" for key, inner in setting.items()) + "}"

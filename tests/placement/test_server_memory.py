@@ -14,6 +14,7 @@ from transformers import (
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from agentfactory.placement.machine import CUDA_GRAPHS, LIBRARIES
@@ -117,9 +118,9 @@ def test_weights_and_cache_of_a_known_model() -> None:
     # 28 layers, keys and values, 4 heads of 128, 2 bytes
     assert planned.cache_per_token == 28 * 2 * 4 * 128 * 2
     assert planned.cache_per_sequence == 0
-    # the group's chains; a sequence of max_model_len where that is more
-    assert planned.least_cache == 8 * 4096 * planned.cache_per_token
-    assert plan(Qwen2Config(**SEVEN), max_model_len=65536).least_cache == 65536 * planned.cache_per_token
+    # the group's chains, or a sequence of max_model_len if that is more; and the block that vLLM never uses
+    assert planned.least_cache == (8 * 4096 + 16) * planned.cache_per_token
+    assert plan(Qwen2Config(**SEVEN), max_model_len=65536).least_cache == (65536 + 16) * planned.cache_per_token
     shared = plan(Qwen2Config(**SEVEN), options={"tensor_parallel_size": 8})
     assert shared.parts["weights"] == planned.parts["weights"] // 8
     # 4 heads for 8 devices: each has one
@@ -149,6 +150,10 @@ def test_adapters_take_the_places_that_vllm_makes() -> None:
     vllm = plan(Qwen3Config(**SMALL), lora={"rank": 12})
     # a rank of 12 gets a place of 16
     assert vllm.parts["adapters"] == 4 * 16 * (linear + tables) * 2
+    moe = Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[])
+    # gate, up and down of each expert in place of the layer's; small slots of routers are left out
+    experts = 3 * (4 * 3 * (128 + 32) - 3 * (128 + 256))
+    assert plan(moe, lora={"rank": 12}).parts["adapters"] == 4 * 16 * (linear + experts + tables) * 2
     embedded = plan(Qwen3Config(**SMALL), lora={"rank": 12}, engine="embedded")
     assert embedded.parts["adapters"] == 4 * 12 * (linear + 8000 + 128) * 2
 
@@ -197,7 +202,8 @@ def test_windows_and_sinks_take_what_is_planned(dtype: str) -> None:
 def test_what_vllm_is_told_changes_its_workspace() -> None:
     config = Qwen2Config(**SEVEN)
     usual = plan(config).parts["workspace"]
-    assert usual - plan(config, options={"args": ["--enforce-eager"]}).parts["workspace"] == CUDA_GRAPHS
+    assert plan(config).parts["graphs"] * 2 == plan(config, lora={"rank": 8}).parts["graphs"] == 2 * CUDA_GRAPHS
+    assert "graphs" not in plan(config, options={"args": ["--enforce-eager"]}).parts
     more = plan(config, options={"args": ["--max-num-batched-tokens=8192"]}).parts["workspace"]
     recipe = RolloutRecipe.model_validate({"model": {"path": "x"}})
     large = server_memory(recipe, config, "cuda", device_memory=80 * 2**30).parts["workspace"]

@@ -21,9 +21,9 @@ class EngineOptions(Section):
     tensor_parallel_size: PositiveInt = 1
     """Number of devices across which each layer is split."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of the GPU's memory to use (SGLang: for weights and KV cache), or of the machine's memory on a CPU.
-    Null: the share that `placement` plans for vLLM, otherwise the engine's default; vLLM on a CPU: 1 GiB of KV
-    cache."""
+    """Fraction of the GPU's memory to use (vLLM: beside its CUDA context; SGLang: for weights and KV cache), or of the
+    machine's memory on a CPU. Null: the share that `placement` plans for vLLM, otherwise the engine's default; vLLM
+    on a CPU: 1 GiB of KV cache."""
     args: list[str] = []
     """Additional command-line flags, passed unchanged."""
 
