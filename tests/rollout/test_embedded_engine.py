@@ -95,10 +95,10 @@ def test_static_steps_read_nothing_on_the_host(tmp_path: Path) -> None:
     engine = Engine(qwen3(), max_model_len=600, max_num_seqs=8, static_decode=True)
     adapter = engine.adapters.load("a", str(make_adapter(qwen3(), tmp_path, 0)))
     decode(engine, random_prompts(5, 6), 4, (None, adapter))
-    step, _ = engine.static._steps[engine.static.shapes[-1]]
+    _, step, _ = engine.static._steps[engine.static.shapes[-1]]
     # fake tensors have shapes but no values: code that needs a value raises here, and would abort a capture
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        logits = step.run()
+        logits = step()
         assert logits.shape == (8, 97)
         with pytest.raises(DynamicOutputShapeException):
             logits[logits > 0]

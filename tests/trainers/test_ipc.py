@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
-from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
+from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers
+from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate
+from agentfactory.rollout.inference.http_server import BadRequest
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content
@@ -195,7 +196,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
         ({**info, "ipc_handles_pickled": "??"}, "cannot be read"),
     ]
     for case, message in wrong:
-        with pytest.raises(WeightsError, match=message):
+        with pytest.raises(BadRequest, match=message):
             update.load(case)
     held = network.state_dict()
     assert all(torch.equal(held[name], old[name]) for name in names)
@@ -205,7 +206,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
     update.load(packed.info)
     held = network.state_dict()
     assert all(torch.equal(held[name], new[name].float()) for name in names)
-    with pytest.raises(WeightsError, match="lacks the tensor"):
+    with pytest.raises(BadRequest, match="lacks the tensor"):
         update.check_whole()
     update.close()
     packed.buffer.close()
@@ -220,7 +221,7 @@ def test_tied_weights_must_agree_wherever_they_come(policy: Policy) -> None:
         if agrees:
             update.load(second.info)
         else:
-            with pytest.raises(WeightsError, match=r"lm_head\.weight, model\.embed_tokens\.weight are tied but differ"):
+            with pytest.raises(BadRequest, match=r"lm_head\.weight, model\.embed_tokens\.weight are tied but differ"):
                 update.load(second.info)
         update.close()
         first.buffer.close()
@@ -237,10 +238,10 @@ class Trap:
 def test_a_handle_runs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
     buffers = SharedBuffers(torch.device("cpu"))
     for trap in (Trap(), {"cpu": Trap()}):
-        with pytest.raises(SharedMemoryError, match=r"builtins\.print is not allowed in a handle"):
+        with pytest.raises(BadRequest, match=r"builtins\.print is not allowed in a handle"):
             buffers.open(pickled(trap))
     assert capsys.readouterr().out == ""
     # torch's handle of a GPU buffer can be parsed, but opening it needs the GPU
     handle = (torch.Tensor, torch.Size([3]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0, b"handle", 3)
-    with pytest.raises(SharedMemoryError, match="for the memory of GPU-1"):
+    with pytest.raises(BadRequest, match="for the memory of GPU-1"):
         buffers.open(pickled({"GPU-1": handle}))

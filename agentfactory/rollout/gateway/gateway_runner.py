@@ -98,7 +98,9 @@ class GatewayChain:
                 finally:
                     agent.cancel()
                     await asyncio.wait([agent])
-                    self._close()
+                    self._closed = True
+                    for request in self._requests:
+                        request.cancel()
                     await visit.tools.close()
                 self._check_requested()
                 return self._over or self.turns.last
@@ -136,11 +138,6 @@ class GatewayChain:
                 self._ended.set_result(reason)
             else:
                 self._ended.set_exception(reason)
-
-    def _close(self) -> None:
-        self._closed = True
-        for request in self._requests:
-            request.cancel()
 
     def _number_turns(self) -> None:
         trajectory = self.episode.trajectory

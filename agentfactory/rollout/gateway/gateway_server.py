@@ -107,7 +107,7 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         plain = super().handle_error(request, status, exc, message)
         text = message or f"{HTTPStatus(status).phrase}; see the run's log"
-        answer = _refused(request, Refusal(status, _code(status), text))
+        answer = _refused(request, Refusal(status, HTTPStatus(status).name.lower(), text))
         if not plain.keep_alive:
             answer.force_close()
         return answer
@@ -129,7 +129,7 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         app = web.Application(middlewares=[_in_json])
-        app.add_routes([web.post(api.ROUTE, _handler(self, api)) for api in APIS])
+        app.add_routes([web.post(api.ROUTE, partial(_handle, self, api)) for api in APIS])
         app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
         app.add_routes(self._routes)
@@ -227,23 +227,20 @@ def key_of(request: web.Request) -> str:
     return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
 
 
-def _handler(gateway: Gateway, api: Api) -> Any:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        chain = gateway.chain_of(request)
-        try:
-            async with gateway.hearing(request) as (_, body):
-                turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
-                sampling = await chain.admit(turn_request)
-                # a turn may take minutes, for which its images need not stay in memory
-                turn_request, body = replace(turn_request, messages=[]), {}
-            if turn_request.stream:
-                return await _stream(request, api, turn_request, sampling)
-            return web.json_response(api.write(turn_request, await sampling))
-        except Refusal as refusal:
-            chain.refused = str(refusal)
-            raise
-
-    return handle
+async def _handle(gateway: Gateway, api: Api, request: web.Request) -> web.StreamResponse:
+    chain = gateway.chain_of(request)
+    try:
+        async with gateway.hearing(request) as (_, body):
+            turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
+            sampling = await chain.admit(turn_request)
+            # a turn may take minutes, for which its images need not stay in memory
+            turn_request, body = replace(turn_request, messages=[]), {}
+        if turn_request.stream:
+            return await _stream(request, api, turn_request, sampling)
+        return web.json_response(api.write(turn_request, await sampling))
+    except Refusal as refusal:
+        chain.refused = str(refusal)
+        raise
 
 
 @web.middleware
@@ -258,16 +255,12 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         return response
     except web.HTTPException as refused:
         text = f"{request.method} {request.path}: {refused.reason}"
-        return _refused(request, Refusal(refused.status, _code(refused.status), text))
+        return _refused(request, Refusal(refused.status, HTTPStatus(refused.status).name.lower(), text))
 
 
 def _refused(request: web.BaseRequest, refusal: Refusal) -> web.Response:
     api = messages if request.path.startswith(messages.ROUTE) else chat_completions
     return web.json_response(api.error(refusal), status=refusal.status)
-
-
-def _code(status: int) -> str:
-    return HTTPStatus(status).name.lower()
 
 
 def _read(api: Api, body: dict[str, Any], chain: Asking) -> TurnRequest:

@@ -6,8 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from aiohttp import web
 
@@ -34,16 +33,14 @@ _LONGEST_TEXT = 1_000_000
 """Maximum number of characters of an answer or error, which is stored in the chain's trajectory."""
 
 
-@dataclass(frozen=True)
-class _Asker:
+class _Asker(NamedTuple):
     """A request for a task. A chain that takes it sets `taken`, then `task`."""
 
     taken: asyncio.Event
     task: "asyncio.Future[dict[str, Any]]"
 
 
-@dataclass(frozen=True)
-class _Taken:
+class _Taken(NamedTuple):
     """A chain that a program runs, and the program's report at its end."""
 
     visit: Visit

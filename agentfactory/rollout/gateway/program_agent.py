@@ -1,7 +1,6 @@
 """Programs as agents: a process per chain, in its own folder, which gets the model's address from its environment."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit, missing_field
+from agentfactory.rollout.text.parsers.values import write_value
 from agentfactory.tools.environments.workspaces import (
     ChainProgram,
     check_kept,
@@ -96,7 +96,11 @@ class ProgramAgent(ClientAgent):
             if self._sandboxed and size > options.disk_mb:
                 problem = f"got {options.disk_mb}, but {self._template} has {size} MiB"
                 raise SettingError("rollout.agent.options.disk_mb", problem, "raise it, or make the workspace smaller")
-        self._check_own_program(command[0])
+        if "/" in (program := command[0]) and _is_in_folder(program):
+            if (path := self._in_template(program)) is None:
+                raise self._missing(0, program)
+            if not os.access(path, os.X_OK):
+                raise SettingError("rollout.agent.command.0", f"{program} is not executable", f"chmod +x {path}")
         # a script that is not in the template must be in the files of every row
         script = _script_of(command)
         self._script = None if script is None or self._in_template(command[script]) else (script, command[script])
@@ -205,15 +209,6 @@ class ProgramAgent(ClientAgent):
             raise AgentFailed(f"{Path(self._command[0]).name} {problem}", output or None)
         return output or None
 
-    def _check_own_program(self, program: str) -> None:
-        if "/" not in program or not _is_in_folder(program):
-            return
-        path = self._in_template(program)
-        if path is None:
-            raise self._missing(0, program)
-        if not os.access(path, os.X_OK):
-            raise SettingError("rollout.agent.command.0", f"{program} is not executable", f"chmod +x {path}")
-
     def _in_template(self, part: str) -> Path | None:
         path = None if self._template is None else self._template / _inside(part)
         return path if path is not None and path.is_file() else None
@@ -234,11 +229,7 @@ class ProgramAgent(ClientAgent):
                 give_to_sandbox(folder)
 
     def _filled(self, text: str, task: Task, workspace: str) -> str:
-        def write(match: re.Match[str]) -> str:
-            value = task[match[1]]
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-        return _FIELD.sub(write, text.replace("${chain}", workspace))
+        return _FIELD.sub(lambda match: write_value(task[match[1]]), text.replace("${chain}", workspace))
 
 
 def _inside(part: str) -> str:

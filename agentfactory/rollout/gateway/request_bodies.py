@@ -63,7 +63,7 @@ class RequestBodies:
         bytes count against the common limit until the context ends."""
         size = min(request.content_length or most, most, TOGETHER_BYTES)
         async with self._of_chains[key], self._taking(size if size > _FREE_BYTES else 0):
-            yield _parsed(await _received(request, most, overflow))
+            yield await _received(request, most, overflow)
 
     @asynccontextmanager
     async def _taking(self, size: int) -> AsyncIterator[None]:
@@ -81,7 +81,7 @@ class RequestBodies:
             self._freed.set()
 
 
-async def _received(request: web.Request, most: int, overflow: Callable[[str], Refusal]) -> bytearray:
+async def _received(request: web.Request, most: int, overflow: Callable[[str], Refusal]) -> dict[str, Any]:
     if encoding := request.headers.get("Content-Encoding", "").replace("identity", ""):
         raise Refusal(415, "unsupported_media_type", f"Content-Encoding: got {encoding}; send the body unencoded")
     content = bytearray()  # request.read() would keep a copy as long as the request
@@ -96,10 +96,6 @@ async def _received(request: web.Request, most: int, overflow: Callable[[str], R
         raise Refusal(408, "request_timeout", text) from None
     except web.RequestPayloadError as error:
         raise wrong(f"the request's body cannot be read: {error}") from None
-    return content
-
-
-def _parsed(content: bytearray) -> dict[str, Any]:
     if sum(map(content.count, _BETWEEN_VALUES)) > _MOST_VALUES:
         raise Refusal(413, "request_entity_too_large", f"the request has more than {_MOST_VALUES} JSON values")
     try:

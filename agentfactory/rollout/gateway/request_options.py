@@ -198,8 +198,6 @@ def read_tools(
 
 
 Part = dict[str, Any]
-
-
 Readers = Mapping[Any, Callable[[Part], Part | None]]
 """Type of a part in a protocol -> the conversion to our part; None drops it."""
 

@@ -106,8 +106,13 @@ class RequestedTurns:
         return turns
 
     def _take(self, turn_request: TurnRequest, plan: Plan, completion: Completion) -> SampledTurn:
-        completion, stop = self._stopped(completion, turn_request.stop)
-        ids = completion.token_ids
+        ids, stop = completion.token_ids, None
+        if (found := find_stop(self._renderer.decode(ids), turn_request.stop)) is not None:
+            # The tokens after the one that completes a stop string are discarded. The end depends only on the tokens
+            # before it, so the logprobs of the remaining tokens stay correct.
+            at, stop = found
+            completion = completion.beginning(tokens_of(at + len(stop), ids, self._renderer.decode))
+            ids = completion.token_ids
         if turn_request.specs:
             parsed = self._renderer.parse(ids, self.calls, specs=turn_request.specs)
         else:
@@ -127,16 +132,6 @@ class RequestedTurns:
         name, cut, prompt = secrets.token_hex(12), completion.cut, len(plan.ids)
         reply = Reply(name, text, reasoning, calls, cut, stop, prompt, len(ids), logprobs)
         return SampledTurn(completion, parsed, node, reply)
-
-    def _stopped(self, completion: Completion, stops: tuple[str, ...]) -> tuple[Completion, str | None]:
-        """Truncate a turn after the token that completes a stop string; the tokens after it are discarded. The end
-        depends only on the tokens before it, so the logprobs of the remaining tokens stay correct."""
-        ids = completion.token_ids
-        found = find_stop(self._renderer.decode(ids), stops)
-        if found is None:
-            return completion, None
-        at, stop = found
-        return completion.beginning(tokens_of(at + len(stop), ids, self._renderer.decode)), stop
 
     def overflow(self, problem: str) -> Refusal:
         """Return the refusal of a conversation that does not fit the context."""

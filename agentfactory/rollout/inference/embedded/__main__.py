@@ -10,7 +10,7 @@ from typing import Any
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.memory import give_back_freed, keep_freed_memory
 from agentfactory.rollout.config.server import EMBEDDED_QUANTIZATIONS
-from agentfactory.rollout.inference.http_server import answer_requests, run_server, server_parser
+from agentfactory.rollout.inference.http_server import BadRequest, answer_requests, run_server, server_parser
 from agentfactory.rollout.text.stop_strings import Decode
 
 
@@ -28,7 +28,6 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from agentfactory.rollout.inference.embedded.adapters import AdapterError
     from agentfactory.rollout.inference.embedded.embedded_server import Server
     from agentfactory.rollout.inference.embedded.engine import Engine
     from agentfactory.rollout.inference.embedded.packed_linear import quantize
@@ -79,7 +78,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
         raise SettingError("", f"the embedded engine cannot serve {args.model}: {error}; use engine: vllm") from error
     except MemoryError as error:
         raise SettingError("", str(error)) from error
-    except AdapterError as error:
+    except BadRequest as error:
         raise SettingError("--adapter", f"got {adapter}: {error}") from error
     gc.freeze()
     gc.enable()
