@@ -4,7 +4,8 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from aiohttp.typedefs import Handler
 from agentfactory.base.http import connections
 from agentfactory.rollout.gateway import anthropic_messages as messages
 from agentfactory.rollout.gateway import chat_completions, responses
-from agentfactory.rollout.gateway.request_bodies import RequestBodies
+from agentfactory.rollout.gateway.request_bodies import MOST_BODIES, RequestBodies
 from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key, wrong
 
 logger = logging.getLogger(__name__)
@@ -57,22 +58,22 @@ class Api(Protocol):
 APIS: list[Api] = [chat_completions, messages, responses]
 
 
-class Asking(Protocol):
-    """A chain that answers requests."""
+class Asking(ABC):
+    """A chain that answers requests, whose bodies have at most `most_bytes`. `overflow` returns the refusal of a
+    conversation that does not fit the context."""
 
-    temperature: float
-    stored: responses.Stored
-    refused: str
-    """The problem of the last refused request; "" if there was none."""
-    most_bytes: int
-    """Maximum size of a request's body."""
+    def __init__(self, temperature: float, most_bytes: int, overflow: Callable[[str], Refusal]) -> None:
+        self.temperature, self.most_bytes, self.overflow = temperature, most_bytes, overflow
+        self.stored = responses.Stored()
+        self.bodies = asyncio.Semaphore(MOST_BODIES)
+        self.refused = ""
+        """The problem of the last refused request; "" if there was none."""
 
-    def overflow(self, problem: str) -> Refusal:
-        """Return the refusal of a conversation that does not fit the context."""
-
+    @abstractmethod
     async def count(self, turn_request: TurnRequest) -> int:
         """Return the number of tokens of a conversation. Raise Refusal if it cannot be rendered."""
 
+    @abstractmethod
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
         """Check a request, and return an awaitable that samples its turns. Raise Refusal if the check fails."""
 
@@ -188,8 +189,7 @@ class Gateway:
         key = key or f"chain-{secrets.token_urlsafe(24)}"
         self._chains[key] = chain
         try:
-            with self._bodies.of_chain(key):
-                yield Endpoint(f"{self.url}/v1", self.url, key)
+            yield Endpoint(f"{self.url}/v1", self.url, key)
         finally:
             del self._chains[key]
 
@@ -205,7 +205,7 @@ class Gateway:
         """Provide the chain of a request's key, and the request's JSON object, which counts against the common limit
         of bodies until the context ends. Raise Refusal if either is invalid, or the chain ends meanwhile."""
         chain = self.chain_of(request)
-        async with self._bodies.receiving(request, key_of(request), chain.most_bytes, chain.overflow) as body:
+        async with self._bodies.receiving(request, chain.bodies, chain.most_bytes, chain.overflow) as body:
             if self.chain_of(request) is not chain:
                 raise foreign_key()
             yield chain, body

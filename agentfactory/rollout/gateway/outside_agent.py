@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from aiohttp import web
@@ -92,7 +93,10 @@ class OutsideAgent(ClientAgent):
                 self._askers.put_nowait(asker)
 
     async def _next_asker(self) -> _Asker:
-        notice = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, _tell_waiting)
+        text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to fetch its task; fix: start a program that "
+        text += "sends POST /tasks to the address in the log"
+        tell = partial(notify, logger, "chains that no program takes", text, see=_PAGE)
+        notice = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, tell)
         try:
             while (asker := await self._askers.get()).task.done():
                 pass
@@ -106,7 +110,10 @@ class OutsideAgent(ClientAgent):
         while asker.task.done():  # the program disconnected before it got the task
             asker = await self._next_asker()
         taken = self._taken[visit.endpoint.key] = _Taken(visit, asyncio.get_running_loop().create_future())
-        asker.task.set_result(self._described(visit))
+        fields, tools = self._config.fields, visit.tools
+        task = visit.task if fields is None else {name: visit.task[name] for name in fields}
+        described = {"chain": visit.chain, "task": task, "key": visit.endpoint.key, "model": visit.endpoint.model}
+        asker.task.set_result({**described, "tools": tools.definitions, "opening": tools.opening})
         try:
             ended = await taken.end
         finally:
@@ -114,12 +121,6 @@ class OutsideAgent(ClientAgent):
         if ended.get("error") is not None:
             raise AgentFailed(ended["error"], ended.get("answer"))
         return ended.get("answer")
-
-    def _described(self, visit: Visit) -> dict[str, Any]:
-        fields, tools = self._config.fields, visit.tools
-        task = visit.task if fields is None else {name: visit.task[name] for name in fields}
-        described = {"chain": visit.chain, "task": task, "key": visit.endpoint.key, "model": visit.endpoint.model}
-        return {**described, "tools": tools.definitions, "opening": tools.opening}
 
     async def _give(self, request: web.Request) -> web.Response:
         if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
@@ -206,9 +207,3 @@ def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | N
         return EnvironmentReward.parse(body["reward"], "the program")
     except TypeError as error:
         raise wrong(f"reward: {error}") from error
-
-
-def _tell_waiting() -> None:
-    text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to fetch its task"
-    text += "; fix: start a program that sends POST /tasks to the address in the log"
-    notify(logger, "chains that no program takes", text, see=_PAGE)

@@ -35,7 +35,7 @@ from agentfactory.tools.environments.workspaces import (
 )
 from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, View, check_readable, find_bwrap
-from agentfactory.tools.sandbox.program import run_program
+from agentfactory.tools.sandbox.program import run_program, waited_for
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
@@ -290,7 +290,7 @@ async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[
         # the keeper ends all processes and then itself; the caller must wait for that
         assert process.stdin is not None
         process.stdin.close()
-        await _ended(process)
+        await waited_for(process.wait())
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
@@ -298,13 +298,3 @@ async def _tail(stream: asyncio.StreamReader) -> str:
     while chunk := await stream.read(_CHUNK):
         chunks.append(chunk)
     return b"".join(chunks).decode("utf-8", "replace").strip()
-
-
-async def _ended(process: "asyncio.subprocess.Process") -> None:
-    """Wait until a process has ended, even if this task is cancelled again meanwhile."""
-    waiting = asyncio.ensure_future(process.wait())
-    try:
-        await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        await asyncio.wait([waiting])
-        raise

@@ -1,5 +1,4 @@
-"""The HTTP side of the inference servers that run here: the routes of vLLM's protocol, guarded by a key, and a server's
-start and end."""
+"""The HTTP side of the inference servers that run here: vLLM's routes, guarded by a key; a server's start and end."""
 
 import argparse
 import asyncio

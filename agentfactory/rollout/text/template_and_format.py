@@ -142,11 +142,10 @@ def choose_template(
             reasons = [f"the chat template has no tools, and {variant} adds them"]
     if behaviour is not None:
         reasons.append(behaviour.rewrites or "leaves earlier turns unchanged on every probe")
-        if reasoning is Reasoning.DROP:
-            return Choice(Use.DROP, template, behaviour, reasons, variant)
-        if behaviour.rewrites is None:
+        if behaviour.rewrites is None and reasoning is not Reasoning.DROP:
             return Choice(Use.APPEND, template, behaviour, reasons, variant)
-    if (behaviour is None or reasoning is not Reasoning.TEMPLATE) and (training := training_variant(source)):
+    follows = reasoning in (Reasoning.TEMPLATE, Reasoning.DROP)
+    if (behaviour is None or not follows) and (training := training_variant(source)):
         name, better = training[0], ChatTemplate(tokenizer, training[1])
         try:
             found_better = probe(better, tools, parser, image)

@@ -106,7 +106,7 @@ class Worker:
                 job.batch_size, self.recipe.rollout.max_staleness, job.total, version, version * job.batch_size
             )
             runner.client.recovery.restore = self._restore
-            runner.client.published(published)
+            runner.client.recovery.published = published
             resumed = self._resume(version)
             async with asyncio.TaskGroup() as tasks:
                 # first, because grading many groups takes time
@@ -136,7 +136,7 @@ class Worker:
                     match message["kind"]:
                         case "published":
                             published = _published(message)
-                            runner.client.published(published)
+                            runner.client.recovery.published = published
                             producer.publish(published)
                         case "evaluate":
                             tasks.create_task(self._evaluate(held_out, producer.published, producer.cache_salt()))

@@ -14,14 +14,6 @@ from agentfactory.rollout.inference.http_server import BadRequest, answer_reques
 from agentfactory.rollout.text.stop_strings import Decode
 
 
-def _arguments() -> argparse.Namespace:
-    parser = server_parser("agentfactory.rollout.inference.embedded", __doc__)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
-    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
-    return parser.parse_args()
-
-
 async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str, cleanup: ExitStack) -> None:
     # imports create no garbage, but garbage collection would take a fifth of their time
     gc.disable()
@@ -87,21 +79,21 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
 
 
 def _decoder(model: str) -> Decode | None:
-    from agentfactory.rollout.text.tokenizer import load_tokenizer
+    from agentfactory.rollout.text.tokenizer import decoder, load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(model)
+        return decoder(load_tokenizer(model))
     except SettingError:
         return None
-    decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    if tokenizer.is_fast:  # without the wrapper, which doubles the time
-        decode = tokenizer.backend_tokenizer.decode
-    return partial(decode, skip_special_tokens=False)
 
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
-    args = _arguments()
+    parser = server_parser("agentfactory.rollout.inference.embedded", __doc__)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
+    args = parser.parse_args()
     run_server(args, partial(_serve, args))
 
 

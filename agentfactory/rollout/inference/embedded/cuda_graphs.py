@@ -47,11 +47,6 @@ class StaticDecoder:
         self._steps: OrderedDict[Shape, tuple[Tensor, Step, torch.cuda.CUDAGraph | None]] = OrderedDict()
         self._logits: Tensor | None = None
 
-    @property
-    def shapes(self) -> list[Shape]:
-        """The stored shapes."""
-        return list(self._steps)
-
     def clear(self) -> None:
         """Drop all graphs and their memory; required before the tensors that they read and write move."""
         self._steps.clear()

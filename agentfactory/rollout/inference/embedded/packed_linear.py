@@ -78,8 +78,8 @@ def _whole_weights(model: nn.Module) -> set[int]:
 def drop_packed(model: nn.Module) -> None:
     """Free second copies; each is created again on its next use."""
     for module in model.modules():
-        if (packed := _packed_of(module)) is not None:
-            packed.drop()
+        if isinstance(module.forward, _PackedLinear):
+            module.forward.drop()
 
 
 class _PackedLinear:
@@ -130,11 +130,6 @@ class _PackedLinear:
         return y[..., :rows, :] if padding else y
 
 
-def _packed_of(module: nn.Module) -> _PackedLinear | None:
-    forward: Any = module.forward
-    return forward if isinstance(forward, _PackedLinear) else None
-
-
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
     return packed
@@ -149,7 +144,7 @@ class ServedWeights:
         self._packed = {
             f"{name}.weight": packed
             for name, module in model.named_modules()
-            if (packed := _packed_of(module)) is not None and packed.whole
+            if isinstance(packed := module.forward, _PackedLinear) and packed.whole
         }
         names: dict[object, list[str]] = {}
         for name, tensor in self.state.items():

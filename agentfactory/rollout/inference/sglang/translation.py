@@ -1,5 +1,4 @@
-"""Our protocol in SGLang's: a turn's request and response, and updates of full weights with the checksums that prove
-them."""
+"""Our protocol in SGLang's: a turn's request and response, and updates of full weights with their checksums."""
 
 import math
 import uuid
@@ -51,10 +50,19 @@ def to_sglang(body: Json, max_model_len: int) -> Json:
         raise BadRequest(
             "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids"
         )
+    stops = params.get("stop") or []
+    if not all(isinstance(stop, str) and stop for stop in ([stops] if isinstance(stops, str) else stops)):
+        raise BadRequest(f"sampling_params.stop: {stops!r} is not a list of non-empty strings")
+    sampling = {key: value for key, value in params.items() if key in _SAME and value is not None}
+    # without it, SGLang ends a turn after 128 tokens
+    most = params.get("max_tokens")
+    sampling["max_new_tokens"] = max_model_len - len(ids) if most is None else most
+    if params.get("min_tokens"):
+        sampling["min_new_tokens"] = params["min_tokens"]
     request: Json = {
         "rid": body.get("request_id") or uuid.uuid4().hex,
         "input_ids": ids,
-        "sampling_params": _sampling(params, max_model_len - len(ids)),
+        "sampling_params": sampling,
         "return_logprob": True,
         "stream": False,
     }
@@ -67,18 +75,6 @@ def to_sglang(body: Json, max_model_len: int) -> Json:
     if salt is not None:
         request["cache_salt"] = salt
     return request
-
-
-def _sampling(params: Json, left: int) -> Json:
-    stops = params.get("stop") or []
-    if not all(isinstance(stop, str) and stop for stop in ([stops] if isinstance(stops, str) else stops)):
-        raise BadRequest(f"sampling_params.stop: {stops!r} is not a list of non-empty strings")
-    sampling = {key: value for key, value in params.items() if key in _SAME and value is not None}
-    # without it, SGLang ends a turn after 128 tokens
-    sampling["max_new_tokens"] = params["max_tokens"] if params.get("max_tokens") is not None else left
-    if params.get("min_tokens"):
-        sampling["min_new_tokens"] = params["min_tokens"]
-    return sampling
 
 
 def from_sglang(body: Json, request: Json, response: Json) -> Json:
@@ -159,14 +155,14 @@ class WeightUpdates:
         if not isinstance(info, dict) or not info.keys() >= needed:
             raise BadRequest(f"init_info: with SGLang, it is {{}} or has {', '.join(sorted(needed))}")
         if self._group is not None:
-            await self._sglang.post("/destroy_weights_update_group", {"group_name": self._group[0]})
+            await self._sglang.ask("/destroy_weights_update_group", {"group_name": self._group[0]})
             self._group = None
         # a trainer that died may have left SGLang's session open; without one, this answers 400
         await self._sglang.request("POST", "/end_weight_update", {})
         # as in trainers/sync/nccl_sync.py; torch refuses a name twice
         name = f"agentfactory-{int(info['master_port'])}"
         body = {key: info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
-        await self._sglang.post(
+        await self._sglang.ask(
             "/init_weights_update_group", {**body, "group_name": name, "backend": self.process_group}
         )
         self._group = name, int(info["packed_buffer_size_bytes"])
@@ -184,7 +180,7 @@ class WeightUpdates:
                     problem = f"update_info.path: {path} is not a folder"
                     raise BadRequest(f"{problem}, and SGLang reads a folder of safetensors")
                 # the trainer drops the caches in a step of its own
-                await self._sglang.post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+                await self._sglang.ask("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
             case {"names": list(names), "dtype_names": list(dtypes), "shapes": list(shapes)}:
                 await self._receive(names, dtypes, shapes)
             case _:
@@ -201,13 +197,13 @@ class WeightUpdates:
         if not self._loaded:
             raise BadRequest("weight_version: no weights were updated; POST /update_weights first")
         # by default, SGLang would abort all requests
-        await self._sglang.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self._sglang.ask("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of each weight, by worker and name: "FUNCTION:HEX", without dtype and shape, which SGLang
         does not tell. The trainer cannot know which slice a worker of several holds, so these are unknown."""
         body = {"action": "checksum", "selector": "target"}
-        ranks = (await self._sglang.post("/weights_checker", body)).get("ranks") or []
+        ranks = (await self._sglang.ask("/weights_checker", body)).get("ranks") or []
         function = (ON_GPU if self._on_gpu else ON_CPU) if len(ranks) == 1 else UNKNOWN
         found: dict[str, str] = {}
         for rank in ranks:
@@ -221,7 +217,7 @@ class WeightUpdates:
             raise BadRequest("update_info: SGLang has joined no process group; POST /init_weight_transfer_engine")
         group, buffer_bytes = self._group
         buckets = list(cut(names, dtypes, shapes, buffer_bytes))
-        await self._sglang.post("/begin_weight_update", {"selector": "target"})
+        await self._sglang.ask("/begin_weight_update", {"selector": "target"})
         self._session = True
         for part in buckets:
             body = {
@@ -233,11 +229,11 @@ class WeightUpdates:
                 "selector": "target",
                 "flush_cache": False,
             }
-            await self._sglang.post("/update_weights_from_distributed", body)
+            await self._sglang.ask("/update_weights_from_distributed", body)
 
     async def _end_session(self) -> None:
         if self._session:
-            await self._sglang.post("/end_weight_update", {})
+            await self._sglang.ask("/end_weight_update", {})
             self._session = False
 
 

@@ -113,7 +113,7 @@ class Parser:
         """Return one sentence that shows how to write a call; the message about a malformed turn ends with it."""
         if not specs:
             return ""
-        names = parameters(specs[0])
+        names = properties_of(specs[0].parameters)
         return f"Write a call as\n{self.write([(specs[0].name, {name: '...' for name in names})], specs)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
@@ -122,10 +122,21 @@ class Parser:
         return f"{describe(specs)}\n\n{self.form(specs)}{self.after_form}" if specs else None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """Return the results as one user message."""
+        """Return the results as one user message. Images remain parts, in order."""
         before, after = self.around_result
-        told = [(before.format(call.name), result, after) for call, result in zip(calls, results, strict=True)]
-        return [join_results(told)]
+        told: list[list[dict[str, Any]]] = []
+        for call, result in zip(calls, results, strict=True):
+            given = result.content
+            shown = [{"type": "text", "text": given}] if isinstance(given, str) else given
+            around = ({"type": "text", "text": text} for text in (before.format(call.name), after))
+            told.append([next(around), *shown, next(around)])
+        content: Content
+        if all(isinstance(result.content, str) for result in results):
+            content = "\n".join("".join(part["text"] for part in parts) for parts in told)
+        else:
+            content = [part for parts in told for part in parts if part.get("text") != ""]
+        info = {key: value for result in results for key, value in result.info.items()}
+        return [{"role": "user", "content": content, **({"info": info} if info else {})}]
 
     def complaint(self, text: str) -> list[Message]:
         """Return the message about a malformed turn."""
@@ -168,21 +179,17 @@ def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": text}}
 
 
-def parameters(spec: ToolSpec) -> dict[str, Any]:
-    return properties_of(spec.parameters)
-
-
 def parameter_schema(spec: ToolSpec, key: str) -> dict[str, Any]:
     """Return the schema of a tool's parameter; a string schema if the tool has no such parameter."""
     rest = spec.parameters.get("additionalProperties")
-    schema: dict[str, Any] = parameters(spec).get(key, rest if isinstance(rest, dict) else {"type": "string"})
-    return schema
+    schema: dict[str, Any] = rest if isinstance(rest, dict) else {"type": "string"}
+    return properties_of(spec.parameters).get(key, schema)
 
 
 def sole_parameter(spec: ToolSpec) -> str | None:
     """Return the parameter that a call may pass without its name: the only required one, or the only one."""
     required = required_of(spec.parameters)
-    names = required if len(required) == 1 else list(parameters(spec))
+    names = required if len(required) == 1 else list(properties_of(spec.parameters))
     return names[0] if len(names) == 1 else None
 
 
@@ -194,19 +201,3 @@ def describe(specs: Sequence[ToolSpec]) -> str:
     """Describe the tools, one per paragraph: name, description, and the schema of the arguments."""
     told = [f"{s.name}: {s.description}\nArguments: {json.dumps(s.parameters, ensure_ascii=False)}" for s in specs]
     return "You have these tools.\n\n" + "\n\n".join(told)
-
-
-def join_results(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
-    """Join several results into one user message, each between two texts. Images remain parts, in order."""
-    content: Content
-    if all(isinstance(result.content, str) for _, result, _ in told):
-        content = "\n".join(f"{before}{result.content}{after}" for before, result, after in told)
-    else:
-        content = [part for each in told for part in _parts(*each) if part.get("text") != ""]
-    info = {key: value for _, result, _ in told for key, value in result.info.items()}
-    return {"role": "user", "content": content, **({"info": info} if info else {})}
-
-
-def _parts(before: str, result: ToolResult, after: str) -> list[dict[str, Any]]:
-    text = [{"type": "text", "text": result.content}] if isinstance(result.content, str) else result.content
-    return [{"type": "text", "text": before}, *text, {"type": "text", "text": after}]

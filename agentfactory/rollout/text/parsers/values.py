@@ -163,11 +163,11 @@ def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
         yield from _types(target, root, depth + 1)
 
 
-_PYTHON = {
+_PYTHON: dict[str, type | tuple[type, ...]] = {
     "null": type(None),
     "boolean": bool,
     "integer": int,
-    "number": float,
+    "number": (int, float),
     "string": str,
     "array": list,
     "object": dict,
@@ -175,11 +175,7 @@ _PYTHON = {
 
 
 def _is(value: Any, kind: str) -> bool:
-    if kind == "number":
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "integer":
-        return isinstance(value, int) and not isinstance(value, bool)
-    return kind in _PYTHON and isinstance(value, _PYTHON[kind])
+    return isinstance(value, _PYTHON.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def finite(number: str) -> float:
