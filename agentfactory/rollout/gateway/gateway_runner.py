@@ -102,7 +102,13 @@ class GatewayChain(Asking):
         finally:
             if self._ended.done():
                 self._ended.exception()  # mark it as retrieved: nothing else may have read it
-            self._number_turns()
+            # turns are numbered in the order of the rows
+            in_rows = sorted(self.turns.tree.nodes, key=lambda node: (node.row, node.end))
+            place = {node.number: number for number, node in enumerate(in_rows)}
+            trajectory.malformed_turns = sorted(place[number] for number in trajectory.malformed_turns)
+            for stretch in trajectory.timeline:
+                if stretch.turn is not None:
+                    stretch.turn = place.get(stretch.turn)
 
     def _check_requested(self) -> None:
         """Raise AgentFailed if an agent of this machine ended without a turn of the model, which is not meant: a
@@ -133,14 +139,6 @@ class GatewayChain(Asking):
                 self._ended.set_result(reason)
             else:
                 self._ended.set_exception(reason)
-
-    def _number_turns(self) -> None:
-        trajectory = self.episode.trajectory
-        place = {node.number: number for number, node in enumerate(self.turns.tree.in_rows())}
-        trajectory.malformed_turns = sorted(place[number] for number in trajectory.malformed_turns)
-        for stretch in trajectory.timeline:
-            if stretch.turn is not None:
-                stretch.turn = place.get(stretch.turn)
 
     def _metrics(self) -> dict[str, float]:
         names = ("gateway/unmatched_turns", "gateway/spliced_turns", "gateway/unmet_parameters")

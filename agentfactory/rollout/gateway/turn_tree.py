@@ -253,10 +253,6 @@ class ChainTree:
             return None
         return node.delivered.likeness(replayed)
 
-    def in_rows(self) -> list[Node]:
-        """Return the turns in the order of the rows."""
-        return sorted(self.nodes, key=lambda node: (node.row, node.end))
-
     def _descend(
         self, head: str, messages: Sequence[Message], prints: list[str], session: str
     ) -> tuple[Node | None, int, str]:

@@ -87,23 +87,11 @@ class Connection:
         seconds: float | None = None,
         replica: int | None = None,
         most: int = ANSWER_BYTES,
-    ) -> tuple[int, str]:
-        """Send a request with a timeout of `seconds` (None: no timeout); return the response's status and text, of at
-        most `most` bytes. `replica` is the rank that must answer; None leaves the choice to the server."""
-        status, text, _ = await self.exchange(method, url, body, seconds=seconds, replica=replica, most=most)
-        return status, text
-
-    async def exchange(
-        self,
-        method: str,
-        url: str,
-        body: bytes | None = None,
         with_key: bool = True,
-        seconds: float | None = None,
-        replica: int | None = None,
-        most: int = ANSWER_BYTES,
     ) -> tuple[int, str, Mapping[str, str]]:
-        """Send a request; return the response's status, text and headers. For the arguments see `request`."""
+        """Send a request with a timeout of `seconds` (None: no timeout); return the response's status, its text, of at
+        most `most` bytes, and its headers. `replica` is the rank that must answer; None leaves the choice to the
+        server."""
         headers = {} if replica is None else {REPLICA_HEADER: str(replica)}
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         known = url in self._keys
@@ -129,7 +117,7 @@ class Connection:
     async def _state(self, url: str, route: str) -> dict[str, Any] | None:
         """Return the JSON object at a route; None if the server answers with another status than 200. Raises LostError
         for anything else, such as a proxy's error page."""
-        status, text = await self.request("GET", url + route, seconds=_STATE_SECONDS)
+        status, text, _ = await self.request("GET", url + route, seconds=_STATE_SECONDS)
         if status != 200:
             return None
         try:
@@ -152,7 +140,7 @@ class Connection:
         """Return whether the server requires a key, even on routes that change its weights. vLLM's own key does not
         protect these routes."""
         for route in ("/v1/models", "/is_paused"):
-            if (await self.exchange("GET", url + route, with_key=False, seconds=_STATE_SECONDS))[0] == 200:
+            if (await self.request("GET", url + route, with_key=False, seconds=_STATE_SECONDS))[0] == 200:
                 return False
         return True
 
@@ -165,7 +153,7 @@ class Connection:
 
     async def loads(self, url: str, seconds: float = _STATE_SECONDS) -> list[Load]:
         """Return the load of each replica behind `url`. Raises ValueError if the server does not report it."""
-        status, text = await self.request("GET", url + METRICS_ROUTE, seconds=seconds)
+        status, text, _ = await self.request("GET", url + METRICS_ROUTE, seconds=seconds)
         if status != 200:
             raise ValueError(f"{url}{METRICS_ROUTE} answered {status}")
         return parse_loads(text)

@@ -120,7 +120,7 @@ class InferenceClient:
         """Check that each server describes the routes that rollouts need. Raises ServerUnreachableError."""
         for url in self.urls:
             try:
-                status, text = await self.connection.request("GET", url + "/openapi.json", seconds=ROUTES_SECONDS)
+                status, text, _ = await self.connection.request("GET", url + "/openapi.json", seconds=ROUTES_SECONDS)
                 if status == 401:
                     raise ServerUnreachableError(f"server {url} answered 401: {self.connection.lacking_key(url)}")
                 if status != 200:
@@ -191,7 +191,7 @@ class InferenceClient:
             lost = None
             try:
                 async with self._stalls.request(replica):
-                    status, text = await self.connection.request(
+                    status, text, _ = await self.connection.request(
                         "POST", url + GENERATE, body, replica=replica.rank, most=most
                     )
             except LostError as error:

@@ -94,11 +94,6 @@ class Renderer:
         self._following = cached(4096, self._render_following)
         self._rows = ConversationRows(template, behaviour, parser, self._encoder, self.ends)
 
-    @property
-    def chat_template(self) -> str:
-        """The Jinja source in use, which exports include."""
-        return self.template.source
-
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Return the ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
         plain = self._plain(self._history(messages))

@@ -161,13 +161,11 @@ def choose_template(
     if behaviour is None:
         told = "; ".join(reasons)
         raise RenderError(told if USE in told else f"{told}; {_fix(tokenizer, source, tools, parser, image)}")
-    if reasoning is Reasoning.DROP:
-        return Choice(Use.DROP, template, behaviour, reasons, variant)
-    if reasoning is Reasoning.KEEP:
-        reasons.append("rollout.reasoning=keep: sampled turns are kept anyway")
-        return Choice(Use.KEEP, template, behaviour, reasons, variant)
-    reasons.append("each rewritten prompt begins a new row")
-    return Choice(Use.FORK, template, behaviour, reasons, variant)
+    use, why = {
+        Reasoning.DROP: (Use.DROP, []),
+        Reasoning.KEEP: (Use.KEEP, ["rollout.reasoning=keep: sampled turns are kept anyway"]),
+    }.get(reasoning, (Use.FORK, ["each rewritten prompt begins a new row"]))
+    return Choice(use, template, behaviour, reasons + why, variant)
 
 
 def _fix(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None) -> str:

@@ -113,9 +113,7 @@ class ChatTemplate:
             changed["tool_calls"] = [with_json_arguments(call) for call in calls]
         return changed
 
-    def continuation(
-        self, new: list[Message], tools: Tools, closings: Closings, prompt: bool = True, loose: bool = False
-    ) -> str | None:
+    def continuation(self, new: list[Message], tools: Tools, closings: Closings, loose: bool = False) -> str | None:
         """Return the text after an assistant turn for `new`, as the difference of two renders with a dummy turn. None
         if that turn changes; `loose` lets `new` replace the end-of-turn token, as harmony does."""
         answers = enumerate(takewhile(lambda message: message["role"] == "tool", new))
@@ -123,7 +121,7 @@ class ChatTemplate:
         closing = closings.of(calls)
         # cached, because all chains share it at the same turn
         ended = self._dummies(calls, json.dumps(tools)).removesuffix(closing.after)
-        text = self.render([*_dummy(calls), *new], tools, prompt)
+        text = self.render([*_dummy(calls), *new], tools, prompt=True)
         if text.startswith(ended):
             return text[len(ended) :]
         ended = ended.removesuffix(closing.end)

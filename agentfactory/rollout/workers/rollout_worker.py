@@ -91,7 +91,7 @@ class Worker:
             held_out = [source.run_by(sources) for source in held_out]
             trained = [self._prepared(source, teachers.get(source.name)) for source in sources]
             renderer = runner.renderer
-            await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
+            await self._send("ready", renderer=renderer.info, chat_template=renderer.template.source)
             collect_rarely()
             messages = self._messages()
             if (first := await anext(messages, None)) is None:

@@ -128,8 +128,8 @@ class Parser:
         for call, result in zip(calls, results, strict=True):
             given = result.content
             shown = [{"type": "text", "text": given}] if isinstance(given, str) else given
-            around = ({"type": "text", "text": text} for text in (before.format(call.name), after))
-            told.append([next(around), *shown, next(around)])
+            first, last = ({"type": "text", "text": text} for text in (before.format(call.name), after))
+            told.append([first, *shown, last])
         content: Content
         if all(isinstance(result.content, str) for result in results):
             content = "\n".join("".join(part["text"] for part in parts) for parts in told)

@@ -9,15 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-KINDS = {
-    dict: "an object",
-    list: "an array",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    type(None): "null",
-}
+KINDS: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+KINDS |= dict.fromkeys((int, float), "a number")
 """JSON type -> its name in messages to the model."""
 MAX_DEPTH = 100
 MAX_LITERAL = 100_000
@@ -163,15 +156,8 @@ def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
         yield from _types(target, root, depth + 1)
 
 
-_PYTHON: dict[str, type | tuple[type, ...]] = {
-    "null": type(None),
-    "boolean": bool,
-    "integer": int,
-    "number": (int, float),
-    "string": str,
-    "array": list,
-    "object": dict,
-}
+_PYTHON: dict[str, Any] = {"null": type(None), "boolean": bool, "integer": int, "number": (int, float)}
+_PYTHON |= {"string": str, "array": list, "object": dict}
 
 
 def _is(value: Any, kind: str) -> bool:
