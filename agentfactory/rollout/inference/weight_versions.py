@@ -34,19 +34,23 @@ class WeightVersions:
             raise ValueError(f"the server sampled with weights called {label!r}, which this run never published")
         return self.numbers[label]
 
+    def age(self, label: str, version: int) -> int:
+        """Return the staleness of the weights called `label` at `version`. Raises ValueError as `number` does."""
+        return version - self.number(label)
+
     def ages(self, groups: list[Group], version: int) -> Counter[int]:
         """Count the sampled tokens by their staleness at `version`, in versions."""
         ages: Counter[int] = Counter()
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             for span in (span for row in trajectory.rows for span in row.versions):
-                ages[version - self.number(span.version)] += span.end - span.start
+                ages[self.age(span.version, version)] += span.end - span.start
         return ages
 
     def fresh(self, row: Row, version: int, most: int) -> np.ndarray:
         """Return, per token of the row, whether it is context or at most `most` versions old at `version`."""
         fresh = np.ones(len(row.token_ids), dtype=bool)
         for span in row.versions:
-            fresh[span.start : span.end] = version - self.number(span.version) <= most
+            fresh[span.start : span.end] = self.age(span.version, version) <= most
         return fresh
 
 
