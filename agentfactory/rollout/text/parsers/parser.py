@@ -122,21 +122,10 @@ class Parser:
         return f"{describe(specs)}\n\n{self.form(specs)}{self.after_form}" if specs else None
 
     def answers(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-        """Return the results as one user message. Images remain parts, in order."""
+        """Return the results as one user message."""
         before, after = self.around_result
-        told: list[list[dict[str, Any]]] = []
-        for call, result in zip(calls, results, strict=True):
-            given = result.content
-            shown = [{"type": "text", "text": given}] if isinstance(given, str) else given
-            first, last = ({"type": "text", "text": text} for text in (before.format(call.name), after))
-            told.append([first, *shown, last])
-        content: Content
-        if all(isinstance(result.content, str) for result in results):
-            content = "\n".join("".join(part["text"] for part in parts) for parts in told)
-        else:
-            content = [part for parts in told for part in parts if part.get("text") != ""]
-        info = {key: value for result in results for key, value in result.info.items()}
-        return [{"role": "user", "content": content, **({"info": info} if info else {})}]
+        told = [(before.format(call.name), result, after) for call, result in zip(calls, results, strict=True)]
+        return [join_results(told)]
 
     def complaint(self, text: str) -> list[Message]:
         """Return the message about a malformed turn."""
@@ -201,3 +190,19 @@ def describe(specs: Sequence[ToolSpec]) -> str:
     """Describe the tools, one per paragraph: name, description, and the schema of the arguments."""
     told = [f"{s.name}: {s.description}\nArguments: {json.dumps(s.parameters, ensure_ascii=False)}" for s in specs]
     return "You have these tools.\n\n" + "\n\n".join(told)
+
+
+def join_results(told: Sequence[tuple[str, ToolResult, str]]) -> Message:
+    """Join several results into one user message, each between two texts. Images remain parts, in order."""
+    content: Content
+    if all(isinstance(result.content, str) for _, result, _ in told):
+        content = "\n".join(f"{before}{result.content}{after}" for before, result, after in told)
+    else:
+        content = [part for each in told for part in _parts(*each) if part.get("text") != ""]
+    info = {key: value for _, result, _ in told for key, value in result.info.items()}
+    return {"role": "user", "content": content, **({"info": info} if info else {})}
+
+
+def _parts(before: str, result: ToolResult, after: str) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": result.content}] if isinstance(result.content, str) else result.content
+    return [{"type": "text", "text": before}, *text, {"type": "text", "text": after}]
