@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers
+from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate
 from agentfactory.rollout.inference.http_server import BadRequest
 from agentfactory.rollout.inference.weight_digest import weight_digest
@@ -238,10 +238,10 @@ class Trap:
 def test_a_handle_runs_no_code(capsys: pytest.CaptureFixture[str]) -> None:
     buffers = SharedBuffers(torch.device("cpu"))
     for trap in (Trap(), {"cpu": Trap()}):
-        with pytest.raises(BadRequest, match=r"builtins\.print is not allowed in a handle"):
+        with pytest.raises(SharedMemoryError, match=r"builtins\.print is not allowed in a handle"):
             buffers.open(pickled(trap))
     assert capsys.readouterr().out == ""
     # torch's handle of a GPU buffer can be parsed, but opening it needs the GPU
     handle = (torch.Tensor, torch.Size([3]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0, b"handle", 3)
-    with pytest.raises(BadRequest, match="for the memory of GPU-1"):
+    with pytest.raises(SharedMemoryError, match="for the memory of GPU-1"):
         buffers.open(pickled({"GPU-1": handle}))

@@ -100,7 +100,13 @@ class RequestedTurns:
             completions = await asyncio.gather(*(complete() for _ in range(turn_request.choices)))
         except ContextOverflowError as error:
             raise self.overflow(str(error)) from error
-        self._note_unmatched(plan)
+        self.counts["gateway/spliced_turns"] += plan.spliced
+        for message in plan.unmatched:
+            self.counts["gateway/unmatched_turns"] += 1
+            text = content_text(message.get("content")) or str(message.get("tool_calls"))
+            told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained; "
+            told += "fix: let the agent send the model's messages back as it got them"
+            notify(logger, "assistant messages of agents", told, see=_PAGE)
         turns = [self._take(turn_request, plan, completion) for completion in completions]
         turn_request.remember([turn.reply for turn in turns])
         return turns
@@ -137,15 +143,6 @@ class RequestedTurns:
         """Return the refusal of a conversation that does not fit the context."""
         self.last = StopReason.CONTEXT_OVERFLOW
         return too_long(self._longest, problem)
-
-    def _note_unmatched(self, plan: Plan) -> None:
-        self.counts["gateway/spliced_turns"] += plan.spliced
-        for message in plan.unmatched:
-            self.counts["gateway/unmatched_turns"] += 1
-            text = content_text(message.get("content")) or str(message.get("tool_calls"))
-            told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained; "
-            told += "fix: let the agent send the model's messages back as it got them"
-            notify(logger, "assistant messages of agents", told, see=_PAGE)
 
 
 def unavailable(error: InferenceError | ServerUnreachableError) -> Refusal:

@@ -21,8 +21,6 @@ from jaxtyping import UInt8
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from agentfactory.rollout.inference.http_server import BadRequest
-
 
 class Evictable:
     """Tensors on one device whose contents can be moved to host memory. References to them stay valid, but their
@@ -109,6 +107,10 @@ _DEVICE_ARGUMENT = 6
 """Index of the device number in the result of `reduce_tensor`; the number is valid only for the sender."""
 
 
+class SharedMemoryError(ValueError):
+    """A handle that cannot be opened in this process."""
+
+
 def memory_key(device: torch.device) -> str:
     """Return the key of handles to the device's memory: a GPU's UUID, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else CPU
@@ -124,11 +126,11 @@ class SharedBuffers:
         """(Handle, block of shared host memory, buffer)."""
 
     def open(self, pickled: str) -> UInt8[Tensor, "bytes"]:
-        """Open a handle's buffer; it is the sender's memory, not a copy. Raises BadRequest."""
+        """Open a handle's buffer; it is the sender's memory, not a copy. Raises SharedMemoryError."""
         handles = _read(pickled)
         key = next((key for key in (memory_key(self._device), CPU) if key in handles), None)
         if key is None:
-            raise BadRequest(
+            raise SharedMemoryError(
                 f"ipc_handles_pickled: the handle is for the memory of {', '.join(map(str, handles)) or 'nothing'}, "
                 f"and the model is on {memory_key(self._device)}: trainer and server must use the same GPU"
             )
@@ -158,17 +160,17 @@ def _open_block(handle: Any) -> tuple[SharedMemory, Tensor]:
         case (str(name), int(size)):
             pass
         case _:
-            raise BadRequest(f"ipc_handles_pickled: {handle!r} is not (name, bytes)")
+            raise SharedMemoryError(f"ipc_handles_pickled: {handle!r} is not (name, bytes)")
     try:
         block = _attach(name)
     except (OSError, ValueError) as error:
-        raise BadRequest(
+        raise SharedMemoryError(
             f"ipc_handles_pickled: there is no shared memory {name} on the server's machine ({error}): trainer and "
             "server must run on the same machine, with the same /dev/shm"
         ) from error
     if block.size < size:
         block.close()
-        raise BadRequest(f"ipc_handles_pickled: the shared memory {name} has {block.size} bytes, not {size}")
+        raise SharedMemoryError(f"ipc_handles_pickled: the shared memory {name} has {block.size} bytes, not {size}")
     return block, torch.frombuffer(block.buf, dtype=torch.uint8, count=size)
 
 
@@ -204,7 +206,7 @@ def _read(pickled: str) -> dict[Any, Any]:
     try:
         handles = _Handles(io.BytesIO(base64.b64decode(pickled, validate=True))).load()
     except (binascii.Error, pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError) as error:
-        raise BadRequest(f"ipc_handles_pickled: cannot be read: {error}") from error
+        raise SharedMemoryError(f"ipc_handles_pickled: cannot be read: {error}") from error
     if not isinstance(handles, dict):
-        raise BadRequest(f"ipc_handles_pickled: got {type(handles).__name__}, not a dictionary")
+        raise SharedMemoryError(f"ipc_handles_pickled: got {type(handles).__name__}, not a dictionary")
     return handles

@@ -64,7 +64,14 @@ class Server(ProtocolServer):
 
     async def generate(self, http: web.BaseRequest) -> Json:
         body = await body_of(http)
-        held = await self._images(body)
+        held: list[HeldImage] = []
+        if parts := body.get("content_parts"):
+            if self.engine.encoder is None:
+                raise BadRequest(f"content_parts: the model `{self.served_model_name}` reads only text")
+            try:
+                held = await self.engine.encoder.images.receive(parts)
+            except ValueError as error:
+                raise BadRequest(f"content_parts: {error}") from error
         while not self._open.is_set():
             await self._open.wait()
         if self._asleep:
@@ -85,16 +92,6 @@ class Server(ProtocolServer):
         if request.finish_reason == "error":
             raise ApiError(500, "the model's logits contain NaN: its weights or the adapter have diverged")
         return answer(body, request, self.eos_token_ids)
-
-    async def _images(self, body: Json) -> list[HeldImage]:
-        if not (parts := body.get("content_parts")):
-            return []
-        if self.engine.encoder is None:
-            raise BadRequest(f"content_parts: the model `{self.served_model_name}` reads only text")
-        try:
-            return await self.engine.encoder.images.receive(parts)
-        except ValueError as error:
-            raise BadRequest(f"content_parts: {error}") from error
 
     def _adapter(self, body: Json) -> Adapter | None:
         name = body.get("model") or self.served_model_name

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers
+from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
 from agentfactory.rollout.inference.embedded.packed_linear import ServedWeights
 from agentfactory.rollout.inference.http_server import BadRequest
 from agentfactory.rollout.inference.weight_digest import memory_threads, weight_digest
@@ -103,7 +103,10 @@ class WeightUpdate:
         lists = [info[key] for key in _PACKED]
         if any(not isinstance(entries, list) or len(entries) != len(lists[0]) for entries in lists):
             raise BadRequest(f"update_info: {', '.join(_PACKED)} must be lists of one length")
-        buffer = self._buffers.open(info["ipc_handles_pickled"])
+        try:
+            buffer = self._buffers.open(info["ipc_handles_pickled"])
+        except SharedMemoryError as error:
+            raise BadRequest(str(error)) from error
         part: dict[str, Tensor] = {}
         start = 0
         for name, dtype_name, shape, size in zip(*lists, strict=True):
