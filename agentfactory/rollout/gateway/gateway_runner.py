@@ -34,8 +34,8 @@ _UNREACHED = re.compile(r"connect|resolution|name or service|api[ _-]?key|\b401\
 
 
 class GatewayChain(Asking):
-    """A chain driven by an agent with its own client, whose requests it answers; see Player and Asking.
-    `judged`: the recipe scores the chain without the agent's own report."""
+    """A chain driven by an agent with its own client, whose requests it answers; see Player and Asking. `judged`: the
+    recipe scores the chain without the agent's own report."""
 
     def __init__(
         self, episode: Episode, turns: RequestedTurns, gateway: Gateway, agent: ClientAgent, judged: bool

@@ -66,6 +66,7 @@ class Asking(ABC):
         self.temperature, self.most_bytes, self.overflow = temperature, most_bytes, overflow
         self.stored = responses.Stored()
         self.bodies = asyncio.Semaphore(MOST_BODIES)
+        """Places for bodies that are received."""
         self.refused = ""
         """The problem of the last refused request; "" if there was none."""
 

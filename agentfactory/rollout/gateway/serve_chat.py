@@ -30,8 +30,8 @@ _HOTTEST = 100
 
 
 class ChatService(Asking):
-    """A service for all clients of a model, whose conversations keep the sampled token ids.
-    `log` gets a JSON line per turn: its conversation, prompt ids and sampled tokens."""
+    """A service for all clients of a model, whose conversations keep the sampled token ids. `log` gets a JSON line per
+    turn: its conversation, prompt ids and sampled tokens."""
 
     def __init__(self, config: RolloutConfig, renderer: Renderer, sampler: Sampler, model: str, log: TextIO) -> None:
         longest = config.max_total_tokens
