@@ -190,7 +190,7 @@ FAULTS = (
     Fault(
         "stale-cache",
         "rollout/inference/embedded/engine.py",
-        "        self._forget()\n        return True",
+        "        self._computed[:] = 0\n        self._used[~self._held] = 0\n        return True",
         "        return True",
         "rollout/test_server_contract.py",
     ),

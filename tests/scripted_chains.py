@@ -119,7 +119,7 @@ async def scripted_chains(
 
     def ended(text: str) -> list[int]:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        return [*ids, used.end_of(bool(used.parse(ids).calls))]
+        return [*ids, used.ends[bool(used.parse(ids).calls)]]
 
     def script(prompt: list[int]) -> list[int]:
         if callable(texts):

@@ -148,7 +148,7 @@ class _Run:
         in_data = broadcast_object_list([any(task.get("tools") for task in tasks or [])])[0]
         renderer = self._load_renderer(in_data)
         checkpoints = self._checkpoints(renderer.tokenizer)
-        checkpoints.note_renderer(renderer.chat_template, renderer.info)
+        checkpoints.note_renderer(renderer.template.source, renderer.info)
         rows = _sft_rows(recipe, renderer, tasks) if is_main else None
         log, images = self.folder.log, self.images
         return train_sft(recipe, self.accelerator, checkpoints, rows=rows, log=log, stop=self.stop, images=images)
@@ -183,7 +183,7 @@ class _Run:
         total = train.steps * train.batch_size
         if train.from_trajectories:
             renderer = self._load_renderer()
-            checkpoints.note_renderer(renderer.chat_template, renderer.info)
+            checkpoints.note_renderer(renderer.template.source, renderer.info)
             saved, taken = Path(train.from_trajectories), train_state.step * train.batch_size
             if not main:
                 return replace(services, source=None)

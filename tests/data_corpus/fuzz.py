@@ -203,7 +203,7 @@ class Fuzzer:
             assert re.search(rf"have .*{re.escape(shown)}.*, which models do not get", told), f"{key} is lost silently"
         outcome = "equal"
         try:
-            whole, turns = render(renderer.tokenizer, renderer.chat_template, talk)
+            whole, turns = render(renderer.tokenizer, renderer.template.source, talk)
         except Unreadable:
             raise
         except Exception as error:
@@ -216,7 +216,7 @@ class Fuzzer:
             talks = [(t.tools, [sorted(message.items()) for message in t.messages]) for t in (talk, cleaned)]
             expected = [without_nulls([list(tools), *map(dict, messages)]) for tools, messages in talks]
             assert same(*expected), f"more than nulls changed: {expected}"
-            whole, turns = render(renderer.tokenizer, renderer.chat_template, cleaned)
+            whole, turns = render(renderer.tokenizer, renderer.template.source, cleaned)
             assert whole.startswith(text), f"{whole}\nand\n{text}"
             assert not whole[len(text) :].strip()
             outcome = "equal without padding, told"

@@ -265,7 +265,7 @@ async def trained(*servers: Server, version: int) -> AsyncIterator[tuple[Inferen
 
         await client.check_routes()
         client.recovery.restore = restore
-        client.published(Published(version, "policy", str(version)))
+        client.recovery.published = Published(version, "policy", str(version))
         yield client, restored
 
 
@@ -304,7 +304,7 @@ async def test_an_update_under_a_turn_is_no_fault() -> None:
     async with trained(server, version=5) as (client, restored):
         assert (await ask(client)).versions[0].version == "6", "newer than published: the trainer says so in a moment"
         late = asyncio.create_task(ask(client))
-        client.published(Published(6, "policy", "6"))
+        client.recovery.published = Published(6, "policy", "6")
         await late
     assert restored == []
 
@@ -320,7 +320,7 @@ async def test_a_server_without_the_newest_adapter_is_restored() -> None:
 
         await client.check_routes()
         client.recovery.restore = restore
-        client.published(Published(3, "run-v3", "run-v3"))
+        client.recovery.published = Published(3, "run-v3", "run-v3")
         await client.generate(PROMPT, "run-v3", SAMPLING)
         assert restored == [server.url]
         server.script = [refuse(404, "The model `run-v1` does not exist.")]

@@ -71,7 +71,7 @@ def test_static_steps_equal_dynamic_ones(tmp_path: Path) -> None:
         assert static.tokens == dynamic.tokens
         np.testing.assert_allclose(static.logprobs, dynamic.logprobs, atol=1e-4)
     assert engines[0].static is None
-    shapes = engines[1].static.shapes
+    shapes = list(engines[1].static._steps)
     assert {shape.viewed for shape in shapes} == {shape.mixed for shape in shapes} == {True, False}
     assert {len(shape.adapters) for shape in shapes} == {0, 1, 2}
     assert {shape.keys for shape in shapes} == {256, 512, 608}
@@ -95,10 +95,10 @@ def test_static_steps_read_nothing_on_the_host(tmp_path: Path) -> None:
     engine = Engine(qwen3(), max_model_len=600, max_num_seqs=8, static_decode=True)
     adapter = engine.adapters.load("a", str(make_adapter(qwen3(), tmp_path, 0)))
     decode(engine, random_prompts(5, 6), 4, (None, adapter))
-    step, _ = engine.static._steps[engine.static.shapes[-1]]
+    _, step, _ = next(reversed(engine.static._steps.values()))
     # fake tensors have shapes but no values: code that needs a value raises here, and would abort a capture
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        logits = step.run()
+        logits = step()
         assert logits.shape == (8, 97)
         with pytest.raises(DynamicOutputShapeException):
             logits[logits > 0]
@@ -117,7 +117,7 @@ def test_an_adapter_takes_the_place_of_one_that_has_gone(tmp_path: Path) -> None
         request = decode(engine, prompts, 6, (adapter,))[0]
         check(peft.PeftModel.from_pretrained(qwen3(), path).eval(), request)
         outcomes.append(request.logprobs)
-        shapes.append(set(engine.static.shapes))
+        shapes.append(set(engine.static._steps))
         other = engine.adapters.load("other", path)
         assert other.factors is not adapter.factors
         del adapter, request, other

@@ -18,11 +18,11 @@ from transformers import AutoModelForImageTextToText
 from agentfactory.rollout.images import features
 from agentfactory.rollout.images.families import load_vision
 from agentfactory.rollout.inference.embedded import engine as engine_module
-from agentfactory.rollout.inference.embedded.adapters import AdapterError
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.image_encoder import ImageCache, ImageEncoder, load_encoder
 from agentfactory.rollout.inference.embedded.packed_linear import quantize
 from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request, UnsupportedModel
+from agentfactory.rollout.inference.http_server import BadRequest
 from agentfactory.tools.images.lru_cache import ByteCache
 from tests.engine_runs import finish, make_adapter
 from tests.vision_families import make_family
@@ -348,9 +348,7 @@ def test_adapters_on_language_layers_and_none_on_the_tower(model: Path, tmp_path
     finish(engine, plain, with_adapter)
     check(load(model), engine, plain)
     check(adapted, engine, with_adapter)
-    with pytest.raises(
-        AdapterError, match=r"visual.*language model's layers, and on head and embedding of text models"
-    ):
+    with pytest.raises(BadRequest, match=r"visual.*language model's layers, and on head and embedding of text models"):
         engine.adapters.load("tower", str(tmp_path / "tower"))
 
 

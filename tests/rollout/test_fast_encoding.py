@@ -87,7 +87,7 @@ def test_other_ids_are_found_among_later_texts_and_never_used_again(
     tokenizer = TOKENIZERS["qwen"]
     encoding = FastEncoding(tokenizer)
     monkeypatch.setattr("agentfactory.rollout.text.encoding.COMPARED", 5)
-    monkeypatch.setattr(encoding, "_fast", other_ids(tokenizer))
+    monkeypatch.setattr(encoding, "fast", other_ids(tokenizer))
     expected = tokenizer.encode("zQ").ids
     found = [encoding.encode("zQ") for _ in range(7)]
     assert [ids == expected for ids in found] == [False] * 4 + [True] * 3

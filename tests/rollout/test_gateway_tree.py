@@ -265,7 +265,7 @@ def test_dropped_turns_a_summary_and_sub_agents_are_branches(appending: Renderer
     policy.answer([*history], "Back in the first history.")
     assert len(policy.tree.rows) == 5, "the first row goes on"
     policy.check()
-    order = [node.number for node in policy.tree.in_rows()]
+    order = [node.number for node in sorted(policy.tree.nodes, key=lambda node: (node.row, node.end))]
     assert sorted(order) == list(range(len(policy.samples)))
     assert order != sorted(order)
 

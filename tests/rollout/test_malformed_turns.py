@@ -28,7 +28,7 @@ def written(renderer: Renderer, *names: str, thought: str = "") -> str:
 
 
 def read(renderer: Renderer, text: str) -> tuple[list[int], Parsed]:
-    ids = [*renderer.encode(text), renderer.end_of(calls=True)]
+    ids = [*renderer.encode(text), renderer.ends[True]]
     return ids, renderer.parse(ids, specs=[NOTE])
 
 

@@ -47,7 +47,7 @@ def whole_ids(renderer: Renderer, messages: list[Message], prompt: bool = False)
     return renderer.tokenizer.apply_chat_template(
         messages,
         tools=[spec.to_openai() for spec in SPECS],
-        chat_template=renderer.chat_template,
+        chat_template=renderer.template.source,
         add_generation_prompt=prompt,
     )["input_ids"]
 
@@ -294,7 +294,7 @@ def test_load_from_a_model_folder(model_folder: Path) -> None:
     file.write_text(trl_template("qwen2_5"), encoding="utf-8")
     renderer = load_renderer(ModelConfig(path=str(model_folder), chat_template=str(file)), "hermes")
     assert (renderer.info["template"], renderer.info["choice"]) == ("model.chat_template", "append")
-    assert renderer.chat_template == trl_template("qwen2_5")
+    assert renderer.template.source == trl_template("qwen2_5")
 
 
 @pytest.mark.parametrize(

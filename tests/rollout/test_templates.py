@@ -104,7 +104,7 @@ def test_a_turn_may_be_closed_only_before_the_next_message() -> None:
         (text, {"role": "assistant", "content": "", "tool_calls": [call]}, *results_of([call])),
     ):
         end = renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        assert renderer.end_of(bool(turn.get("tool_calls"))) == end
+        assert renderer.ends[bool(turn.get("tool_calls"))] == end
         start, whole = renderer.open([question], PROBE_TOOLS), renderer.open([question, turn, new], PROBE_TOOLS)
         for sampled in (renderer.continuation(said), [*renderer.continuation(f"{said}\n"), end]):
             following = renderer.extend([*start, *sampled], [question, turn, new], [new], PROBE_TOOLS)

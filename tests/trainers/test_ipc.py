@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from agentfactory.rollout.inference.embedded.device_memory import SharedBuffers, SharedMemoryError
-from agentfactory.rollout.inference.embedded.weight_updates import WeightsError, WeightUpdate
+from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate
+from agentfactory.rollout.inference.http_server import BadRequest
 from agentfactory.rollout.inference.weight_digest import weight_digest
 from agentfactory.trainers.networks.policy import Policy
 from agentfactory.trainers.sync.content_proof import Content
@@ -195,7 +196,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
         ({**info, "ipc_handles_pickled": "??"}, "cannot be read"),
     ]
     for case, message in wrong:
-        with pytest.raises(WeightsError, match=message):
+        with pytest.raises(BadRequest, match=message):
             update.load(case)
     held = network.state_dict()
     assert all(torch.equal(held[name], old[name]) for name in names)
@@ -205,7 +206,7 @@ def test_a_part_that_does_not_fit_changes_nothing(policy: Policy) -> None:
     update.load(packed.info)
     held = network.state_dict()
     assert all(torch.equal(held[name], new[name].float()) for name in names)
-    with pytest.raises(WeightsError, match="lacks the tensor"):
+    with pytest.raises(BadRequest, match="lacks the tensor"):
         update.check_whole()
     update.close()
     packed.buffer.close()
@@ -220,7 +221,7 @@ def test_tied_weights_must_agree_wherever_they_come(policy: Policy) -> None:
         if agrees:
             update.load(second.info)
         else:
-            with pytest.raises(WeightsError, match=r"lm_head\.weight, model\.embed_tokens\.weight are tied but differ"):
+            with pytest.raises(BadRequest, match=r"lm_head\.weight, model\.embed_tokens\.weight are tied but differ"):
                 update.load(second.info)
         update.close()
         first.buffer.close()

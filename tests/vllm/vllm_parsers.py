@@ -214,7 +214,7 @@ def sampled_turns(family: Family, renderer: Renderer) -> list[tuple[list[int], l
             if text is not None:
                 prompt = renderer.open(renderer.dialogue.instruct(messages[:at], SPECS), SPECS)
                 ids = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-                end = renderer.end_of(calls=bool(messages[at].get("tool_calls")))
+                end = renderer.ends[bool(messages[at].get("tool_calls"))]
                 turns.append((prompt, [*ids, end], text))
     return turns
 

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import socket
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ def loopback_interface() -> str | None:
 
     addresses = psutil.net_if_addrs().items()
     return next((name for name, found in addresses if any(each.address == "127.0.0.1" for each in found)), None)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket at an address (port 0: a free one), which does not listen. Raises OSError or OverflowError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError):
+        bound.close()
+        raise
+    return bound
 
 
 def listeners_users(port: int) -> set[int]:

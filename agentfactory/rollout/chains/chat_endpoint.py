@@ -73,7 +73,7 @@ class ChatEndpoint(InferenceClient):
         if root == self.urls[0]:
             return None
         try:
-            status, text = await self.connection.request("GET", root + "/openapi.json")
+            status, text, _ = await self.connection.request("GET", root + "/openapi.json")
             paths = set(json.loads(text)["paths"]) if status == 200 else set()
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {root}: {error}") from error
@@ -87,7 +87,7 @@ class ChatEndpoint(InferenceClient):
             return
         url = self.urls[0] + "/models"
         try:
-            status, text = await self.connection.request("GET", url)
+            status, text, _ = await self.connection.request("GET", url)
             cards = json.loads(text)["data"] if status == 200 else []
             names = [str(card["id"]) for card in cards if not card.get("parent")]
         except LostError as error:
@@ -120,7 +120,7 @@ class ChatEndpoint(InferenceClient):
 
     async def _try(self, url: str, body: dict[str, Any]) -> tuple[int, str]:
         try:
-            return await self.connection.request("POST", url, json.dumps(body).encode())
+            return (await self.connection.request("POST", url, json.dumps(body).encode()))[:2]
         except LostError as error:
             raise ServerUnreachableError(f"no server answers at {url}: {error}") from error
 
@@ -167,7 +167,7 @@ class ChatEndpoint(InferenceClient):
         while True:
             body, asked = self._body(messages, specs, temperature, max_tokens), 0.0
             try:
-                status, text, headers = await self.connection.exchange("POST", url, json.dumps(body).encode())
+                status, text, headers = await self.connection.request("POST", url, json.dumps(body).encode())
             except LostError as error:
                 problem = str(error)
             else:

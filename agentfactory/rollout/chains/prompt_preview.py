@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.base.messages import Message, ToolResult, ToolSpec, required_of
+from agentfactory.base.messages import Message, ToolResult, ToolSpec, properties_of, required_of
 from agentfactory.rollout.chains.opening_prompt import opening_messages
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
@@ -12,7 +12,6 @@ from agentfactory.rollout.data.nulls import Nulls, drop_from_history
 from agentfactory.rollout.images.task_images import TaskImages
 from agentfactory.rollout.text.load_renderer import load_renderer
 from agentfactory.rollout.text.parsers import Call, NativeParser
-from agentfactory.rollout.text.parsers.parser import parameters
 from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.tools.sessions.toolset import open_toolset
 
@@ -101,7 +100,7 @@ def _made_turn(renderer: Renderer, specs: list[ToolSpec]) -> tuple[Call, list[in
     parser, behaviour = renderer.parser, renderer.behaviour
     problem: ValueError | None = None
     for spec in specs:
-        known = parameters(spec)
+        known = properties_of(spec.parameters)
         names = required_of(spec.parameters) or list(known)
         call = spec.name, {name: _made_value(known.get(name, {}), name) for name in names}
         try:
@@ -113,7 +112,7 @@ def _made_turn(renderer: Renderer, specs: list[ToolSpec]) -> tuple[Call, list[in
             written = parser.write_as_content([call], specs)
         opened = behaviour.tags[1] + "\n\n" if behaviour.opens_reasoning else ""
         closing = behaviour.closings.of(parser.native).before
-        return call, [*renderer.encode(opened + written + closing), renderer.end_of(calls=parser.native)]
+        return call, [*renderer.encode(opened + written + closing), renderer.ends[parser.native]]
     raise ValueError(f"the format cannot write a call of any of these tools: {problem}")
 
 

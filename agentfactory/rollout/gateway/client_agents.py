@@ -219,7 +219,10 @@ class FunctionAgent(ClientAgent):
             raise
         except Exception as error:  # boundary: user code
             logger.info("the agent failed in chain %s", visit.chain, exc_info=error)
-            raise AgentFailed(f"{self._name}: {_describe(error)}") from error
+            frames = traceback.extract_tb(error.__traceback__)
+            users = [frame for frame in frames if "site-packages" not in frame.filename]
+            place = f" ({Path(users[-1].filename).name}, line {users[-1].lineno})" if users else ""
+            raise AgentFailed(f"{self._name}: {type(error).__name__}: {error}{place}") from error
         if answer is not None and not isinstance(answer, str):
             raise AgentFailed(f"{self._name} returned {answer!r:.200}; return the answer as a string, or None")
         return answer
@@ -233,10 +236,3 @@ def _client(name: str, reference: str) -> tuple[Callable[..., Any], Callable[...
         problem = f"{reference} takes {name!r}, but the library {library} is not installed"
         raise SettingError("rollout.agent", problem, f"pip install {library}") from None
     return getattr(module, kind), module.DefaultAsyncHttpxClient
-
-
-def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if "site-packages" not in frame.filename]
-    place = f" ({Path(users[-1].filename).name}, line {users[-1].lineno})" if users else ""
-    return f"{type(error).__name__}: {error}{place}"

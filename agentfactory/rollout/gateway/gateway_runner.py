@@ -17,10 +17,9 @@ from agentfactory.rollout.chains.load_agent import check_own_loop
 from agentfactory.rollout.config import RolloutRecipe
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ChainTools, ClientAgent, Visit
-from agentfactory.rollout.gateway.gateway_server import Gateway
+from agentfactory.rollout.gateway.gateway_server import Asking, Gateway
 from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key
-from agentfactory.rollout.gateway.responses import Stored
-from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, SampledTurn, unavailable
+from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
 from agentfactory.rollout.inference.inference_client import InferenceClient
@@ -34,23 +33,19 @@ _UNREACHED = re.compile(r"connect|resolution|name or service|api[ _-]?key|\b401\
 """Words in the errors of clients that request turns from another address."""
 
 
-class GatewayChain:
-    """A chain driven by an agent with its own client, whose requests it answers; see Player and gateway_server.Asking.
-    `judged`: the recipe scores the chain without the agent's own report."""
+class GatewayChain(Asking):
+    """A chain driven by an agent with its own client, whose requests it answers; see Player and Asking. `judged`: the
+    recipe scores the chain without the agent's own report."""
 
     def __init__(
         self, episode: Episode, turns: RequestedTurns, gateway: Gateway, agent: ClientAgent, judged: bool
     ) -> None:
+        super().__init__(episode.sampling.temperature, turns.most_bytes, turns.overflow)
         self.episode = episode
         self.turns = turns
         self.gateway = gateway
         self.agent = agent
         self.judged = judged
-        self.temperature = episode.sampling.temperature
-        self.most_bytes = turns.most_bytes
-        self.overflow = turns.overflow
-        self.stored = Stored()
-        self.refused = ""
         self._ended: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self._over: StopReason | None = None
         """Stop reason of a chain that has no turns left but still waits for its agent."""
@@ -98,14 +93,22 @@ class GatewayChain:
                 finally:
                     agent.cancel()
                     await asyncio.wait([agent])
-                    self._close()
+                    self._closed = True
+                    for request in self._requests:
+                        request.cancel()
                     await visit.tools.close()
                 self._check_requested()
                 return self._over or self.turns.last
         finally:
             if self._ended.done():
                 self._ended.exception()  # mark it as retrieved: nothing else may have read it
-            self._number_turns()
+            # turns are numbered in the order of the rows
+            in_rows = sorted(self.turns.tree.nodes, key=lambda node: (node.row, node.end))
+            place = {node.number: number for number, node in enumerate(in_rows)}
+            trajectory.malformed_turns = sorted(place[number] for number in trajectory.malformed_turns)
+            for stretch in trajectory.timeline:
+                if stretch.turn is not None:
+                    stretch.turn = place.get(stretch.turn)
 
     def _check_requested(self) -> None:
         """Raise AgentFailed if an agent of this machine ended without a turn of the model, which is not meant: a
@@ -137,19 +140,6 @@ class GatewayChain:
             else:
                 self._ended.set_exception(reason)
 
-    def _close(self) -> None:
-        self._closed = True
-        for request in self._requests:
-            request.cancel()
-
-    def _number_turns(self) -> None:
-        trajectory = self.episode.trajectory
-        place = {node.number: number for number, node in enumerate(self.turns.tree.in_rows())}
-        trajectory.malformed_turns = sorted(place[number] for number in trajectory.malformed_turns)
-        for stretch in trajectory.timeline:
-            if stretch.turn is not None:
-                stretch.turn = place.get(stretch.turn)
-
     def _metrics(self) -> dict[str, float]:
         names = ("gateway/unmatched_turns", "gateway/spliced_turns", "gateway/unmet_parameters")
         # an agent runs calls with its own tools, or with the recipe's; it may also call these without the model
@@ -159,7 +149,7 @@ class GatewayChain:
     # ---- the agent's requests
 
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
-        """See gateway_server.Asking: render the conversation, and check that a turn fits."""
+        """See Asking: render the conversation, and check that a turn fits."""
         self.turns.check(turn_request)
         left = self.episode.max_turns - self._taken
         if self._ended.done() or left < turn_request.choices:
@@ -192,19 +182,17 @@ class GatewayChain:
             raise unavailable(error) from error
         finally:
             self._requests.discard(request)
-        self.episode.trajectory.messages += plan.given
+        episode = self.episode
+        episode.trajectory.messages += plan.given
         for turn in turns:
-            self._note(turn, start)
+            number = turn.node.number
+            episode.timeline.note(Activity.MODEL, start, time.monotonic(), number)
+            episode.note_turn(sum(turn.completion.mask))
+            episode.trajectory.messages.append(turn.parsed.message)
+            episode.counts["truncated_turns"] += turn.completion.cut
+            if turn.parsed.error is not None:
+                episode.note_malformed(number, turn.parsed.error)
         return [turn.reply for turn in turns]
-
-    def _note(self, turn: SampledTurn, start: float) -> None:
-        episode, number, cut = self.episode, turn.node.number, turn.completion.cut
-        episode.timeline.note(Activity.MODEL, start, time.monotonic(), number)
-        episode.note_turn(sum(turn.completion.mask))
-        episode.trajectory.messages.append(turn.parsed.message)
-        episode.counts["truncated_turns"] += cut
-        if turn.parsed.error is not None:
-            episode.note_malformed(number, turn.parsed.error)
 
 
 class GatewayRunner(ChainRunner):

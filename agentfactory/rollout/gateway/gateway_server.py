@@ -4,7 +4,8 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from aiohttp.typedefs import Handler
 from agentfactory.base.http import connections
 from agentfactory.rollout.gateway import anthropic_messages as messages
 from agentfactory.rollout.gateway import chat_completions, responses
-from agentfactory.rollout.gateway.request_bodies import RequestBodies
+from agentfactory.rollout.gateway.request_bodies import MOST_BODIES, RequestBodies
 from agentfactory.rollout.gateway.request_options import Refusal, Reply, TurnRequest, foreign_key, wrong
 
 logger = logging.getLogger(__name__)
@@ -57,22 +58,23 @@ class Api(Protocol):
 APIS: list[Api] = [chat_completions, messages, responses]
 
 
-class Asking(Protocol):
-    """A chain that answers requests."""
+class Asking(ABC):
+    """A chain that answers requests, whose bodies have at most `most_bytes`. `overflow` returns the refusal of a
+    conversation that does not fit the context."""
 
-    temperature: float
-    stored: responses.Stored
-    refused: str
-    """The problem of the last refused request; "" if there was none."""
-    most_bytes: int
-    """Maximum size of a request's body."""
+    def __init__(self, temperature: float, most_bytes: int, overflow: Callable[[str], Refusal]) -> None:
+        self.temperature, self.most_bytes, self.overflow = temperature, most_bytes, overflow
+        self.stored = responses.Stored()
+        self.bodies = asyncio.Semaphore(MOST_BODIES)
+        """Places for bodies that are received."""
+        self.refused = ""
+        """The problem of the last refused request; "" if there was none."""
 
-    def overflow(self, problem: str) -> Refusal:
-        """Return the refusal of a conversation that does not fit the context."""
-
+    @abstractmethod
     async def count(self, turn_request: TurnRequest) -> int:
         """Return the number of tokens of a conversation. Raise Refusal if it cannot be rendered."""
 
+    @abstractmethod
     async def admit(self, turn_request: TurnRequest) -> Awaitable[list[Reply]]:
         """Check a request, and return an awaitable that samples its turns. Raise Refusal if the check fails."""
 
@@ -107,7 +109,7 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         plain = super().handle_error(request, status, exc, message)
         text = message or f"{HTTPStatus(status).phrase}; see the run's log"
-        answer = _refused(request, Refusal(status, _code(status), text))
+        answer = _refused(request, Refusal(status, HTTPStatus(status).name.lower(), text))
         if not plain.keep_alive:
             answer.force_close()
         return answer
@@ -129,7 +131,7 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         app = web.Application(middlewares=[_in_json])
-        app.add_routes([web.post(api.ROUTE, _handler(self, api)) for api in APIS])
+        app.add_routes([web.post(api.ROUTE, partial(_handle, self, api)) for api in APIS])
         app.add_routes([web.post(f"{messages.ROUTE}/count_tokens", self._count)])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.*}", self._models)])
         app.add_routes(self._routes)
@@ -188,8 +190,7 @@ class Gateway:
         key = key or f"chain-{secrets.token_urlsafe(24)}"
         self._chains[key] = chain
         try:
-            with self._bodies.of_chain(key):
-                yield Endpoint(f"{self.url}/v1", self.url, key)
+            yield Endpoint(f"{self.url}/v1", self.url, key)
         finally:
             del self._chains[key]
 
@@ -205,7 +206,7 @@ class Gateway:
         """Provide the chain of a request's key, and the request's JSON object, which counts against the common limit
         of bodies until the context ends. Raise Refusal if either is invalid, or the chain ends meanwhile."""
         chain = self.chain_of(request)
-        async with self._bodies.receiving(request, key_of(request), chain.most_bytes, chain.overflow) as body:
+        async with self._bodies.receiving(request, chain.bodies, chain.most_bytes, chain.overflow) as body:
             if self.chain_of(request) is not chain:
                 raise foreign_key()
             yield chain, body
@@ -227,23 +228,20 @@ def key_of(request: web.Request) -> str:
     return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
 
 
-def _handler(gateway: Gateway, api: Api) -> Any:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        chain = gateway.chain_of(request)
-        try:
-            async with gateway.hearing(request) as (_, body):
-                turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
-                sampling = await chain.admit(turn_request)
-                # a turn may take minutes, for which its images need not stay in memory
-                turn_request, body = replace(turn_request, messages=[]), {}
-            if turn_request.stream:
-                return await _stream(request, api, turn_request, sampling)
-            return web.json_response(api.write(turn_request, await sampling))
-        except Refusal as refusal:
-            chain.refused = str(refusal)
-            raise
-
-    return handle
+async def _handle(gateway: Gateway, api: Api, request: web.Request) -> web.StreamResponse:
+    chain = gateway.chain_of(request)
+    try:
+        async with gateway.hearing(request) as (_, body):
+            turn_request = replace(_read(api, body, chain), session=request.headers.get("x-session-id", ""))
+            sampling = await chain.admit(turn_request)
+            # a turn may take minutes, for which its images need not stay in memory
+            turn_request, body = replace(turn_request, messages=[]), {}
+        if turn_request.stream:
+            return await _stream(request, api, turn_request, sampling)
+        return web.json_response(api.write(turn_request, await sampling))
+    except Refusal as refusal:
+        chain.refused = str(refusal)
+        raise
 
 
 @web.middleware
@@ -258,16 +256,12 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         return response
     except web.HTTPException as refused:
         text = f"{request.method} {request.path}: {refused.reason}"
-        return _refused(request, Refusal(refused.status, _code(refused.status), text))
+        return _refused(request, Refusal(refused.status, HTTPStatus(refused.status).name.lower(), text))
 
 
 def _refused(request: web.BaseRequest, refusal: Refusal) -> web.Response:
     api = messages if request.path.startswith(messages.ROUTE) else chat_completions
     return web.json_response(api.error(refusal), status=refusal.status)
-
-
-def _code(status: int) -> str:
-    return HTTPStatus(status).name.lower()
 
 
 def _read(api: Api, body: dict[str, Any], chain: Asking) -> TurnRequest:

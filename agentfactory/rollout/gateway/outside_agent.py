@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 from aiohttp import web
 
@@ -33,16 +33,14 @@ _LONGEST_TEXT = 1_000_000
 """Maximum number of characters of an answer or error, which is stored in the chain's trajectory."""
 
 
-@dataclass(frozen=True)
-class _Asker:
+class _Asker(NamedTuple):
     """A request for a task. A chain that takes it sets `taken`, then `task`."""
 
     taken: asyncio.Event
     task: "asyncio.Future[dict[str, Any]]"
 
 
-@dataclass(frozen=True)
-class _Taken:
+class _Taken(NamedTuple):
     """A chain that a program runs, and the program's report at its end."""
 
     visit: Visit
@@ -88,7 +86,10 @@ class OutsideAgent(ClientAgent):
                 self._askers.put_nowait(asker)
 
     async def _next_asker(self) -> _Asker:
-        notice = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, _tell_waiting)
+        text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to fetch its task; fix: start a program that "
+        text += "sends POST /tasks to the address in the log"
+        tell = partial(notify, logger, "chains that no program takes", text, see=_PAGE)
+        notice = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, tell)
         try:
             while (asker := await self._askers.get()).task.done():
                 pass
@@ -102,7 +103,8 @@ class OutsideAgent(ClientAgent):
         while asker.task.done():  # the program disconnected before it got the task
             asker = await self._next_asker()
         taken = self._taken[visit.endpoint.key] = _Taken(visit, asyncio.get_running_loop().create_future())
-        asker.task.set_result(self._described(visit))
+        described = {"chain": visit.chain, "task": visit.task, "key": visit.endpoint.key, "model": visit.endpoint.model}
+        asker.task.set_result({**described, "tools": visit.tools.definitions, "opening": visit.tools.opening})
         try:
             ended = await taken.end
         finally:
@@ -110,11 +112,6 @@ class OutsideAgent(ClientAgent):
         if ended.get("error") is not None:
             raise AgentFailed(ended["error"], ended.get("answer"))
         return ended.get("answer")
-
-    def _described(self, visit: Visit) -> dict[str, Any]:
-        task, tools = visit.task, visit.tools
-        described = {"chain": visit.chain, "task": task, "key": visit.endpoint.key, "model": visit.endpoint.model}
-        return {**described, "tools": tools.definitions, "opening": tools.opening}
 
     async def _give(self, request: web.Request) -> web.Response:
         if not hmac.compare_digest(key_of(request).encode(errors="surrogateescape"), self._token):
@@ -201,9 +198,3 @@ def _read_report(body: dict[str, Any], *, judged: bool) -> EnvironmentReward | N
         return EnvironmentReward.parse(body["reward"], "the program")
     except TypeError as error:
         raise wrong(f"reward: {error}") from error
-
-
-def _tell_waiting() -> None:
-    text = f"a chain has waited {PATIENCE_SECONDS:g} s for a program to fetch its task"
-    text += "; fix: start a program that sends POST /tasks to the address in the log"
-    notify(logger, "chains that no program takes", text, see=_PAGE)

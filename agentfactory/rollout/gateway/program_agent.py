@@ -1,7 +1,6 @@
 """Programs as agents: a process per chain, in its own folder, which gets the model's address from its environment."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from agentfactory.rollout.chains.agent_hooks import AgentFailed
 from agentfactory.rollout.config import AgentConfig, ProgramOptions
 from agentfactory.rollout.data import Task
 from agentfactory.rollout.gateway.client_agents import ClientAgent, Visit, missing_field
+from agentfactory.rollout.text.parsers.values import write_value
 from agentfactory.tools.environments.workspaces import (
     ChainProgram,
     check_template,
@@ -34,7 +34,7 @@ from agentfactory.tools.environments.workspaces import (
 )
 from agentfactory.tools.mcp_servers.server_entry import expand_variables, program_of
 from agentfactory.tools.sandbox.bubblewrap import WORKSPACE, View, check_readable, find_bwrap
-from agentfactory.tools.sandbox.program import run_program
+from agentfactory.tools.sandbox.program import run_program, waited_for
 
 _FIELD = re.compile(r"\$\{task\.(\w+)\}")
 _BARE = re.compile(r"\$\{(\w+)\}")
@@ -94,7 +94,11 @@ class ProgramAgent(ClientAgent):
             if self._sandboxed and size > options.disk_mb:
                 problem = f"{self._template} has {size} MiB, and a sandboxed chain may have {options.disk_mb}"
                 raise SettingError("rollout.agent.options.workspace", problem, "make it smaller")
-        self._check_own_program(command[0])
+        if "/" in (program := command[0]) and _is_in_folder(program):
+            if (path := self._in_template(program)) is None:
+                raise self._missing(0, program)
+            if not os.access(path, os.X_OK):
+                raise SettingError("rollout.agent.command.0", f"{program} is not executable", f"chmod +x {path}")
         # a script that is not in the template must be in the files of every row
         script = _script_of(command)
         self._script = None if script is None or self._in_template(command[script]) else (script, command[script])
@@ -197,15 +201,6 @@ class ProgramAgent(ClientAgent):
             raise AgentFailed(f"{Path(self._command[0]).name} {problem}", output or None)
         return output or None
 
-    def _check_own_program(self, program: str) -> None:
-        if "/" not in program or not _is_in_folder(program):
-            return
-        path = self._in_template(program)
-        if path is None:
-            raise self._missing(0, program)
-        if not os.access(path, os.X_OK):
-            raise SettingError("rollout.agent.command.0", f"{program} is not executable", f"chmod +x {path}")
-
     def _in_template(self, part: str) -> Path | None:
         path = None if self._template is None else self._template / _inside(part)
         return path if path is not None and path.is_file() else None
@@ -226,11 +221,7 @@ class ProgramAgent(ClientAgent):
                 give_to_sandbox(folder)
 
     def _filled(self, text: str, task: Task, workspace: str) -> str:
-        def write(match: re.Match[str]) -> str:
-            value = task[match[1]]
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-        return _FIELD.sub(write, text.replace("${chain}", workspace))
+        return _FIELD.sub(lambda match: write_value(task[match[1]]), text.replace("${chain}", workspace))
 
 
 def _inside(part: str) -> str:
@@ -291,7 +282,7 @@ async def _keep(command: list[str], folder: Path, env: dict[str, str]) -> tuple[
         # the keeper ends all processes and then itself; the caller must wait for that
         assert process.stdin is not None
         process.stdin.close()
-        await _ended(process)
+        await waited_for(process.wait())
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
@@ -299,13 +290,3 @@ async def _tail(stream: asyncio.StreamReader) -> str:
     while chunk := await stream.read(_CHUNK):
         chunks.append(chunk)
     return b"".join(chunks).decode("utf-8", "replace").strip()
-
-
-async def _ended(process: "asyncio.subprocess.Process") -> None:
-    """Wait until a process has ended, even if this task is cancelled again meanwhile."""
-    waiting = asyncio.ensure_future(process.wait())
-    try:
-        await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        await asyncio.wait([waiting])
-        raise

@@ -3,8 +3,8 @@ which all chains of a rollout worker share."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -24,7 +24,7 @@ _IMAGE_BYTES = 1 << 26
 """Maximum size of all images of a request; OpenAI takes 50 MB."""
 _FREE_BYTES = 1 << 16
 """Size up to which a body does not wait for others."""
-_MOST_BODIES = 4
+MOST_BODIES = 4
 """Maximum number of bodies of a chain received concurrently; others wait."""
 _MOST_VALUES = 1 << 20
 _BETWEEN_VALUES = (b",", b"[", b"{")
@@ -41,29 +41,19 @@ class RequestBodies:
     """A receiver of the bodies of all chains' requests."""
 
     def __init__(self) -> None:
-        self._of_chains: dict[str, asyncio.Semaphore] = {}
         self._free = TOGETHER_BYTES
         self._first = asyncio.Lock()
         self._freed = asyncio.Event()
 
-    @contextmanager
-    def of_chain(self, key: str) -> Iterator[None]:
-        """Receive bodies for the chain of a key, in this context."""
-        self._of_chains[key] = asyncio.Semaphore(_MOST_BODIES)
-        try:
-            yield
-        finally:
-            del self._of_chains[key]
-
     @asynccontextmanager
     async def receiving(
-        self, request: web.Request, key: str, most: int, overflow: Callable[[str], Refusal]
+        self, request: web.Request, places: asyncio.Semaphore, most: int, overflow: Callable[[str], Refusal]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Provide the JSON object of a request, of at most `most` bytes; a longer one is refused by `overflow`. Its
-        bytes count against the common limit until the context ends."""
+        """Provide the JSON object of a request, of at most `most` bytes; a longer one is refused by `overflow`. Until
+        the context ends, it takes one of the chain's `places`, and its bytes count against the common limit."""
         size = min(request.content_length or most, most, TOGETHER_BYTES)
-        async with self._of_chains[key], self._taking(size if size > _FREE_BYTES else 0):
-            yield _parsed(await _received(request, most, overflow))
+        async with places, self._taking(size if size > _FREE_BYTES else 0):
+            yield await _received(request, most, overflow)
 
     @asynccontextmanager
     async def _taking(self, size: int) -> AsyncIterator[None]:
@@ -81,7 +71,7 @@ class RequestBodies:
             self._freed.set()
 
 
-async def _received(request: web.Request, most: int, overflow: Callable[[str], Refusal]) -> bytearray:
+async def _received(request: web.Request, most: int, overflow: Callable[[str], Refusal]) -> dict[str, Any]:
     if encoding := request.headers.get("Content-Encoding", "").replace("identity", ""):
         raise Refusal(415, "unsupported_media_type", f"Content-Encoding: got {encoding}; send the body unencoded")
     content = bytearray()  # request.read() would keep a copy as long as the request
@@ -96,10 +86,6 @@ async def _received(request: web.Request, most: int, overflow: Callable[[str], R
         raise Refusal(408, "request_timeout", text) from None
     except web.RequestPayloadError as error:
         raise wrong(f"the request's body cannot be read: {error}") from None
-    return content
-
-
-def _parsed(content: bytearray) -> dict[str, Any]:
     if sum(map(content.count, _BETWEEN_VALUES)) > _MOST_VALUES:
         raise Refusal(413, "request_entity_too_large", f"the request has more than {_MOST_VALUES} JSON values")
     try:

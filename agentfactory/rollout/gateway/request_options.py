@@ -21,18 +21,13 @@ _IS_DEFAULT: dict[str, tuple[Any, ...]] = {
     "seed": (),
     "top_p": (1,),
     "top_k": (0, -1),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), (0,)),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
     "parallel_tool_calls": (True,),
-    "reasoning_effort": (),
-    "reasoning.effort": (),
-    "output_config.effort": (),
-    "verbosity": ("medium",),
-    "text.verbosity": ("medium",),
+    **dict.fromkeys(("reasoning_effort", "reasoning.effort", "output_config.effort"), ()),
+    **dict.fromkeys(("verbosity", "text.verbosity"), ("medium",)),
     "truncation": ("disabled",),
     "context_management": ({}, []),
     "web_search_options": (),
@@ -101,14 +96,6 @@ def foreign_key() -> Refusal:
     return Refusal(401, "invalid_api_key", "this key belongs to no running chain")
 
 
-def unmet(body: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """Return the parameters of a request that are not applied but would affect sampling."""
-    values = {name: _value_of(body, name) for name in _IS_DEFAULT}
-    found = {name: value for name, value in values.items() if value is not None and value not in _IS_DEFAULT[name]}
-    requested = body.get("temperature")
-    return found if requested is None or requested == temperature else {"temperature": requested, **found}
-
-
 def _value_of(body: Mapping[str, Any], name: str) -> Any:
     first, _, second = name.partition(".")
     value = body.get(first)
@@ -135,9 +122,12 @@ def turn_request(
 ) -> TurnRequest:
     """Return the request for a turn with the fields that all protocols have; `tools` are as `read_tools` returns."""
     specs, left_out = tools
-    told = unmet(body, temperature) | left_out
+    values = {name: _value_of(body, name) for name in _IS_DEFAULT}
+    told = {name: value for name, value in values.items() if value is not None and value not in _IS_DEFAULT[name]}
+    if (requested := body.get("temperature")) is not None and requested != temperature:
+        told = {"temperature": requested, **told}
     named = str(body.get("model") or "")
-    return TurnRequest(messages, specs, named, stream=bool(body.get("stream")), unmet=told, **fields)
+    return TurnRequest(messages, specs, named, stream=bool(body.get("stream")), unmet=told | left_out, **fields)
 
 
 def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
@@ -198,8 +188,6 @@ def read_tools(
 
 
 Part = dict[str, Any]
-
-
 Readers = Mapping[Any, Callable[[Part], Part | None]]
 """Type of a part in a protocol -> the conversion to our part; None drops it."""
 

@@ -63,8 +63,16 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
     options.refuse(body, _REFUSED)
     if ((body.get("text") or {}).get("format") or {"type": "text"}).get("type") != "text":
         raise wrong(f"text.format: {GRAMMAR}")
-    given = as_items(body.get("input"))
-    items = _known(body, stored) + _with_referred(given, stored)
+    given = body.get("input")
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list | None) or not all(isinstance(item, dict) for item in given or []):
+        raise wrong(f"input: got {str(given)[:200]}; use a text, or a list of items")
+    given, previous = given or [], body.get("previous_response_id")
+    known = [] if previous is None else stored.items(str(previous))
+    if known is None:
+        raise Refusal(404, "previous_response_not_found", f"previous_response_id: unknown response {previous}")
+    items = known + _with_referred(given, stored)
     if not items:
         raise wrong("input: got none; use a text, or a list with at least one item")
     kept = body.get("store") is not False
@@ -87,15 +95,6 @@ def read(body: Mapping[str, Any], temperature: float, stored: Stored) -> TurnReq
     )
 
 
-def _known(body: Mapping[str, Any], stored: Stored) -> list[dict[str, Any]]:
-    previous = body.get("previous_response_id")
-    if previous is None:
-        return []
-    if (items := stored.items(str(previous))) is None:
-        raise Refusal(404, "previous_response_not_found", f"previous_response_id: unknown response {previous}")
-    return items
-
-
 def _with_referred(given: list[dict[str, Any]], stored: Stored) -> list[dict[str, Any]]:
     names = [str(item.get("id")) for item in given if item.get("type") == "item_reference"]
     known = stored.by_id() if names else {}
@@ -103,15 +102,6 @@ def _with_referred(given: list[dict[str, Any]], stored: Stored) -> list[dict[str
         if name not in known:
             raise Refusal(404, "item_not_found", f"input: unknown item {name}")
     return [known[str(item.get("id"))] if item.get("type") == "item_reference" else item for item in given]
-
-
-def as_items(given: Any) -> list[dict[str, Any]]:
-    """Return the items of an input. Raise Refusal if it is invalid."""
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    if not isinstance(given, list | None) or not all(isinstance(item, dict) for item in given or []):
-        raise wrong(f"input: got {str(given)[:200]}; use a text, or a list of items")
-    return list(given or [])
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:

@@ -100,14 +100,25 @@ class RequestedTurns:
             completions = await asyncio.gather(*(complete() for _ in range(turn_request.choices)))
         except ContextOverflowError as error:
             raise self.overflow(str(error)) from error
-        self._note_unmatched(plan)
+        self.counts["gateway/spliced_turns"] += plan.spliced
+        for message in plan.unmatched:
+            self.counts["gateway/unmatched_turns"] += 1
+            text = content_text(message.get("content")) or str(message.get("tool_calls"))
+            told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained; "
+            told += "fix: let the agent send the model's messages back as it got them"
+            notify(logger, "assistant messages of agents", told, see=_PAGE)
         turns = [self._take(turn_request, plan, completion) for completion in completions]
         turn_request.remember([turn.reply for turn in turns])
         return turns
 
     def _take(self, turn_request: TurnRequest, plan: Plan, completion: Completion) -> SampledTurn:
-        completion, stop = self._stopped(completion, turn_request.stop)
-        ids = completion.token_ids
+        ids, stop = completion.token_ids, None
+        if (found := find_stop(self._renderer.decode(ids), turn_request.stop)) is not None:
+            # The tokens after the one that completes a stop string are discarded. The end depends only on the tokens
+            # before it, so the logprobs of the remaining tokens stay correct.
+            at, stop = found
+            completion = completion.beginning(tokens_of(at + len(stop), ids, self._renderer.decode))
+            ids = completion.token_ids
         if turn_request.specs:
             parsed = self._renderer.parse(ids, self.calls, specs=turn_request.specs)
         else:
@@ -128,29 +139,10 @@ class RequestedTurns:
         reply = Reply(name, text, reasoning, calls, cut, stop, prompt, len(ids), logprobs)
         return SampledTurn(completion, parsed, node, reply)
 
-    def _stopped(self, completion: Completion, stops: tuple[str, ...]) -> tuple[Completion, str | None]:
-        """Truncate a turn after the token that completes a stop string; the tokens after it are discarded. The end
-        depends only on the tokens before it, so the logprobs of the remaining tokens stay correct."""
-        ids = completion.token_ids
-        found = find_stop(self._renderer.decode(ids), stops)
-        if found is None:
-            return completion, None
-        at, stop = found
-        return completion.beginning(tokens_of(at + len(stop), ids, self._renderer.decode)), stop
-
     def overflow(self, problem: str) -> Refusal:
         """Return the refusal of a conversation that does not fit the context."""
         self.last = StopReason.CONTEXT_OVERFLOW
         return too_long(self._longest, problem)
-
-    def _note_unmatched(self, plan: Plan) -> None:
-        self.counts["gateway/spliced_turns"] += plan.spliced
-        for message in plan.unmatched:
-            self.counts["gateway/unmatched_turns"] += 1
-            text = content_text(message.get("content")) or str(message.get("tool_calls"))
-            told = f"an agent sent an assistant message that was not sampled: {text[:80]!r}; it is not trained; "
-            told += "fix: let the agent send the model's messages back as it got them"
-            notify(logger, "assistant messages of agents", told, see=_PAGE)
 
 
 def unavailable(error: InferenceError | ServerUnreachableError) -> Refusal:

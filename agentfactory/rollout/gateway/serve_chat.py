@@ -14,10 +14,9 @@ from typing import TextIO
 from agentfactory.rollout.chains.load_agent import check_native
 from agentfactory.rollout.chains.sampling import Sampler, Sampling
 from agentfactory.rollout.config import RolloutConfig, RolloutRecipe
-from agentfactory.rollout.gateway.gateway_server import Endpoint, Gateway
+from agentfactory.rollout.gateway.gateway_server import Asking, Endpoint, Gateway
 from agentfactory.rollout.gateway.request_bodies import most_bytes
 from agentfactory.rollout.gateway.request_options import Reply, TurnRequest, too_long, wrong
-from agentfactory.rollout.gateway.responses import Stored
 from agentfactory.rollout.gateway.sampled_turns import RequestedTurns, unavailable
 from agentfactory.rollout.gateway.turn_tree import Plan, print_of
 from agentfactory.rollout.inference.http_transport import InferenceError, ServerUnreachableError
@@ -30,16 +29,13 @@ _MOST_CONVERSATIONS = 4096
 _HOTTEST = 100
 
 
-class ChatService:
-    """A service for all clients of a model, as gateway_server.Asking, whose conversations keep the sampled token ids.
-    `log` gets a JSON line per turn: its conversation, prompt ids and sampled tokens."""
+class ChatService(Asking):
+    """A service for all clients of a model, whose conversations keep the sampled token ids. `log` gets a JSON line per
+    turn: its conversation, prompt ids and sampled tokens."""
 
     def __init__(self, config: RolloutConfig, renderer: Renderer, sampler: Sampler, model: str, log: TextIO) -> None:
-        self.temperature = config.temperature
-        self.stored = Stored()
-        self.refused = ""
-        self.most_bytes = most_bytes(config.max_total_tokens, renderer.images)
-        self.overflow = partial(too_long, config.max_total_tokens)
+        longest = config.max_total_tokens
+        super().__init__(config.temperature, most_bytes(longest, renderer.images), partial(too_long, longest))
         self._config = config
         self._renderer = renderer
         self._sampler = sampler

@@ -61,11 +61,6 @@ class Delivered:
         stopped = {**message, "content": content_text(message.get("content")) + stop}
         return cls(ComparedMessage.of(message), ComparedMessage.of(stopped), whole)
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of messages that repeat this turn."""
-        return (self.sent.key,) if self.stopped is None else (self.sent.key, self.stopped.key)
-
     def likeness(self, replayed: ComparedMessage) -> tuple[bool, bool] | None:
         """Return the strength of the match between a message and this turn: (call ids equal, text equal), or None if
         they do not match. Reasoning may be missing from the message; otherwise it must be the turn's."""
@@ -235,8 +230,8 @@ class ChainTree:
         node = Node(len(self.nodes), parent, plan.given, plan.prints, *turn, plan.session, plan.written)
         self.nodes.append(node)
         (self._roots[plan.head] if parent is None else parent.children).append(node)
-        for key in delivered.keys:
-            self._by_key[key].append(node)
+        for form in filter(None, (delivered.sent, delivered.stopped)):
+            self._by_key[form.key].append(node)
         if delivered.sent.ids:
             self._by_ids[delivered.sent.ids] = node
         return node
@@ -257,10 +252,6 @@ class ChainTree:
         if self._by_ids.get(replayed.ids, node) is not node:
             return None
         return node.delivered.likeness(replayed)
-
-    def in_rows(self) -> list[Node]:
-        """Return the turns in the order of the rows."""
-        return sorted(self.nodes, key=lambda node: (node.row, node.end))
 
     def _descend(
         self, head: str, messages: Sequence[Message], prints: list[str], session: str

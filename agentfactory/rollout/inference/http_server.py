@@ -1,5 +1,4 @@
-"""The HTTP side of the inference servers that run here: the routes of vLLM's protocol, guarded by a key, and a server's
-start and end."""
+"""The HTTP side of the inference servers that run here: vLLM's routes, guarded by a key; a server's start and end."""
 
 import argparse
 import asyncio
@@ -54,6 +53,13 @@ class ApiError(Exception):
         self.status = status
 
 
+class BadRequest(ApiError):
+    """A request, or something that it names, which cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
+
+
 class ProtocolServer:
     """A server of the protocol's routes. A subclass has a method for each route that it serves, with the name of the
     path's last part, which returns JSON or text. Requests may have as many bytes as a prompt of `max_model_len` tokens
@@ -94,7 +100,7 @@ class ProtocolServer:
 
     def unsupported(self, field: str, value: Any, only: str) -> ApiError:
         """Return the refusal of a field's value; `only` names what is supported."""
-        return ApiError(400, f"{field}: {value!r} is not supported by {self.engine_name}; use {only}")
+        return BadRequest(f"{field}: {value!r} is not supported by {self.engine_name}; use {only}")
 
     async def openapi(self, http: web.BaseRequest) -> Json:
         """Describe the routes."""
@@ -120,9 +126,9 @@ async def body_of(http: web.BaseRequest) -> Json:
     try:
         body = msgspec.json.decode(raw) if raw else {}
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
+        raise BadRequest("the body must be a JSON object")
     return body
 
 

@@ -87,57 +87,46 @@ class Connection:
         seconds: float | None = None,
         replica: int | None = None,
         most: int = ANSWER_BYTES,
-    ) -> tuple[int, str]:
-        """Send a request with a timeout of `seconds` (None: no timeout); return the response's status and text, of at
-        most `most` bytes. `replica` is the rank that must answer; None leaves the choice to the server."""
-        status, text, _ = await self.exchange(method, url, body, seconds=seconds, replica=replica, most=most)
-        return status, text
-
-    async def exchange(
-        self,
-        method: str,
-        url: str,
-        body: bytes | None = None,
         with_key: bool = True,
-        seconds: float | None = None,
-        replica: int | None = None,
-        most: int = ANSWER_BYTES,
     ) -> tuple[int, str, Mapping[str, str]]:
-        """Send a request; return the response's status, text and headers. For the arguments see `request`."""
-        chosen = {} if replica is None else {REPLICA_HEADER: str(replica)}
-        if not with_key:
-            return await self._send(method, url, body, chosen, seconds, most)
-        known = url in self._keys
-        if not known:
-            self._keys[url] = authorization(url, self._api_key_env, self._section)
-        answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds, most)
-        if answer[0] == 401 and known:
-            # a restarted server has another key
-            self._keys[url] = authorization(url, self._api_key_env, self._section)
-            answer = await self._send(method, url, body, {**self._keys[url], **chosen}, seconds, most)
-        return answer
-
-    async def _send(
-        self, method: str, url: str, body: bytes | None, headers: dict[str, str], seconds: float | None, most: int
-    ) -> tuple[int, str, Mapping[str, str]]:
+        """Send a request with a timeout of `seconds` (None: no timeout); return the response's status, its text, of at
+        most `most` bytes, and its headers. `replica` is the rank that must answer; None leaves the choice to the
+        server."""
+        headers = {} if replica is None else {REPLICA_HEADER: str(replica)}
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
-        try:
-            async with self._session.request(
-                method, url, data=body, headers=headers, timeout=limit, allow_redirects=False
-            ) as response:
-                # JSON and metrics are UTF-8, whatever the header says
-                content = await answer_within(response, most)
-                return response.status, content.decode(errors="replace"), response.headers
-        except TimeoutError as error:
-            late = str(error) if seconds is None else f"no answer to {method} {url} within {seconds:g} s"
-            raise LostError((late or repr(error)) + through(self._proxy)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise LostError((str(error) or repr(error)) + through(self._proxy)) from error
+        known = url in self._keys
+        while True:
+            if with_key and not known:
+                self._keys[url] = authorization(url, self._api_key_env, self._section)
+            sent = self._keys[url] | headers if with_key else headers
+            try:
+                async with self._session.request(
+                    method, url, data=body, headers=sent, timeout=limit, allow_redirects=False
+                ) as response:
+                    # JSON and metrics are UTF-8, whatever the header says
+                    text = (await answer_within(response, most)).decode(errors="replace")
+            except TimeoutError as error:
+                late = str(error) if seconds is None else f"no answer to {method} {url} within {seconds:g} s"
+                raise LostError((late or repr(error)) + through(self._proxy)) from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise LostError((str(error) or repr(error)) + through(self._proxy)) from error
+            if response.status != 401 or not (with_key and known):
+                return response.status, text, response.headers
+            known = False  # a restarted server has another key
 
     async def _state(self, url: str, route: str) -> dict[str, Any] | None:
-        """Return the JSON object at a route; None if the server answers with another status than 200."""
-        status, text = await self.request("GET", url + route, seconds=_STATE_SECONDS)
-        return _object(text) if status == 200 else None
+        """Return the JSON object at a route; None if the server answers with another status than 200. Raises LostError
+        for anything else, such as a proxy's error page."""
+        status, text, _ = await self.request("GET", url + route, seconds=_STATE_SECONDS)
+        if status != 200:
+            return None
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise LostError(f"its response is not a JSON object: {text[:200]}")
+        return found
 
     async def is_healthy(self, url: str) -> bool:
         """Return whether the server accepts requests."""
@@ -151,7 +140,7 @@ class Connection:
         """Return whether the server requires a key, even on routes that change its weights. vLLM's own key does not
         protect these routes."""
         for route in ("/v1/models", "/is_paused"):
-            if (await self.exchange("GET", url + route, with_key=False, seconds=_STATE_SECONDS))[0] == 200:
+            if (await self.request("GET", url + route, with_key=False, seconds=_STATE_SECONDS))[0] == 200:
                 return False
         return True
 
@@ -164,7 +153,7 @@ class Connection:
 
     async def loads(self, url: str, seconds: float = _STATE_SECONDS) -> list[Load]:
         """Return the load of each replica behind `url`. Raises ValueError if the server does not report it."""
-        status, text = await self.request("GET", url + METRICS_ROUTE, seconds=seconds)
+        status, text, _ = await self.request("GET", url + METRICS_ROUTE, seconds=seconds)
         if status != 200:
             raise ValueError(f"{url}{METRICS_ROUTE} answered {status}")
         return parse_loads(text)
@@ -180,17 +169,6 @@ class Connection:
             if (await self._state(url, f"/{key}") or {}).get(key):
                 return True
         return False
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises LostError for anything else, such as a proxy's error page."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise LostError(f"its response is not a JSON object: {text[:200]}")
-    return found
 
 
 _OVERFLOW = (
@@ -216,16 +194,13 @@ def missing_routes(url: str, described: Sequence[str], needed: Sequence[str]) ->
     if "/update_weights_from_disk" in described:
         fix = f"set server.engine=sglang, server.options.attach={url} and server.url=null"
         return f"server {url} is SGLang itself", f"{fix}, or run `agentfactory serve` with these and use its address"
-    switches = {
-        "/inference": "--enable-scale-out",
-        "/v1/load_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
-        "/v1/unload_lora": "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora",
-    }
-    ways = []
+    ways: dict[str, None] = {}
     for route in missing:
-        # routes outside generation, adapters and OpenAI's API are development routes
-        way = next((way for start, way in switches.items() if route.startswith(start)), "VLLM_SERVER_DEV_MODE=1")
-        if route not in ("/health", "/v1/models") and way not in ways:
-            ways.append(way)
+        if route.startswith("/inference"):
+            ways["--enable-scale-out"] = None
+        elif route.startswith(("/v1/load_lora", "/v1/unload_lora")):
+            ways["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"] = None
+        elif route not in ("/health", "/v1/models"):  # the others are development routes
+            ways["VLLM_SERVER_DEV_MODE=1"] = None
     fix = f"start vLLM >= 0.32 with {', '.join(ways)}" if ways else "is it an inference server?"
     return f"server {url} lacks {', '.join(missing)}", fix

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,7 +27,6 @@ from agentfactory.rollout.inference.http_transport import (
 from agentfactory.rollout.inference.routing import Recovery, Router, ServerState
 from agentfactory.rollout.inference.server_metrics import LOAD_FIX, Load, combined
 from agentfactory.rollout.inference.stalls import StallWatch
-from agentfactory.rollout.inference.weight_versions import Published
 from agentfactory.rollout.token_row import LARGEST_LOGPROB, LEAST_LOGPROB, Span
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ logger = logging.getLogger(__name__)
 GENERATE = "/inference/v1/generate"
 NEEDED_ROUTES = (GENERATE, "/health", "/v1/models")
 LOAD_SECONDS = 10.0
-ROUTES_SECONDS = 60.0
 """Timeout of a request for metrics."""
+ROUTES_SECONDS = 60.0
 _PAGE = "docs/servers.md"
 
 
@@ -101,7 +100,6 @@ class InferenceClient:
         self._limit = retry_seconds
         self._router = Router(self.urls)
         self.connection = Connection(api_key_env, proxy, section)
-        self._section = section
         self.recovery = Recovery(self.connection, self._router, retry_seconds)
         # a run's trainer pauses its own server, and resumes it; nobody does that for a teacher's
         self._is_own = section == "server"
@@ -118,23 +116,22 @@ class InferenceClient:
         await self.recovery.close()
         await self.connection.__aexit__(*exception)
 
-    def published(self, published: Published) -> None:
-        """Note which weights are live. Turns requested from now on must come from these weights or newer ones; tokens
-        sampled from older ones are discarded."""
-        self.recovery.published = published
-
     async def check_routes(self) -> None:
         """Check that each server describes the routes that rollouts need. Raises ServerUnreachableError."""
         for url in self.urls:
             try:
-                status, text = await self.connection.request("GET", url + "/openapi.json", seconds=ROUTES_SECONDS)
+                status, text, _ = await self.connection.request("GET", url + "/openapi.json", seconds=ROUTES_SECONDS)
                 if status == 401:
                     raise ServerUnreachableError(f"server {url} answered 401: {self.connection.lacking_key(url)}")
                 if status != 200:
                     raise ServerUnreachableError(
                         f"server {url} answered {status} to /openapi.json; is it an inference server?"
                     )
-                if problem := missing_routes(url, _paths(text), NEEDED_ROUTES):
+                described = json.loads(text)
+                paths = described.get("paths", {}) if isinstance(described, dict) else None
+                if not isinstance(paths, dict):
+                    raise ValueError(f"not an OpenAPI description: {text[:200]}")
+                if problem := missing_routes(url, list(paths), NEEDED_ROUTES):
                     raise ServerUnreachableError("; ".join(problem))
                 cards = await self.connection.models(url)
                 self.recovery.base_models |= {card["id"] for card in cards if not card.get("parent")}
@@ -147,7 +144,7 @@ class InferenceClient:
                     text = f"server {url} does not report its load ({error}): stalls and replicas cannot be detected"
                     notify(logger, f"{url} reports no load", f"{text}; {LOAD_FIX}", see=_PAGE)
             except LostError as error:
-                own = "set server.url=null to start one here" if self._section == "server" else "correct teacher.url"
+                own = "set server.url=null to start one here" if self._is_own else "correct teacher.url"
                 fix = f"start it (agentfactory serve RECIPE), or {own}"
                 raise ServerUnreachableError(f"no server answers at {url}: {error}; fix: {fix}") from error
             except (ValueError, RecursionError) as error:
@@ -176,7 +173,11 @@ class InferenceClient:
         else:
             ids = (encoded or EncodedIds()).of(token_ids)
             body = b"".join((b'{"token_ids":[', ids, b"],", msgspec.json.encode(request)[1:]))
-        most = _most_bytes(len(token_ids), sampling)
+        # the answer has what is sampled, and with `prompt_logprobs` the listed tokens of each id, each in less than 512
+        # bytes of JSON
+        scored = sampling.get("prompt_logprobs")
+        entries = sampling.get("max_tokens", 0) + len(token_ids) * (1 if scored is None else scored + 2)
+        most = (1 << 20) + 512 * entries
         oldest = self.recovery.published
         retries = Retries(self._limit)
         failed_at = set[str]()
@@ -190,7 +191,7 @@ class InferenceClient:
             lost = None
             try:
                 async with self._stalls.request(replica):
-                    status, text = await self.connection.request(
+                    status, text, _ = await self.connection.request(
                         "POST", url + GENERATE, body, replica=replica.rank, most=most
                     )
             except LostError as error:
@@ -267,21 +268,6 @@ class InferenceClient:
         if successful is None or successful < (retries.failing_since or 0.0):
             raise ServerUnreachableError(f"no server completed a request for {self._limit:g} s; {url}: {problem}")
         raise InferenceError(f"{problem} (for {self._limit:g} s)")
-
-
-def _paths(text: str) -> list[str]:
-    described = json.loads(text)
-    if not isinstance(described, dict) or not isinstance(described.get("paths", {}), dict):
-        raise ValueError(f"not an OpenAPI description: {text[:200]}")
-    return list(described.get("paths", {}))
-
-
-def _most_bytes(prompt: int, sampling: Mapping[str, Any]) -> int:
-    """Return the maximum size of the answer to a request with `prompt` ids: what is sampled, and with `prompt_logprobs`
-    the listed tokens of each id, each in less than 512 bytes of JSON."""
-    scored = sampling.get("prompt_logprobs")
-    entries = sampling.get("max_tokens", 0) + prompt * (1 if scored is None else scored + 2)
-    return (1 << 20) + 512 * entries
 
 
 def _decoded(text: str) -> Any:

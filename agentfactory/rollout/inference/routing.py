@@ -118,7 +118,8 @@ class Recovery:
         self.base_models: set[str] = set()
         """Names of base weights; any other model is an adapter."""
         self.published: Published | None = None
-        """The last published weights; None if there are none."""
+        """The last published weights; None if there are none. Turns that are requested from now on must come from these
+        weights or newer ones; tokens sampled from older ones are discarded."""
         self._connection = connection
         self._router = router
         self._limit = retry_seconds

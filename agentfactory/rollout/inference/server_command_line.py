@@ -3,12 +3,12 @@
 import errno
 import json
 import re
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentfactory.base.errors import SettingError
+from agentfactory.base.http.loopback import bound_socket
 from agentfactory.base.user_code.import_path import own_python
 from agentfactory.rollout.config import LoraConfig, Part, RolloutRecipe
 from agentfactory.rollout.inference.adapter_config import ADAPTER
@@ -105,10 +105,7 @@ def _listening_fault(host: str, port: int, field: str, fix: str) -> SettingError
     try:
         if not 0 <= port <= 65535:  # getaddrinfo would wrap it to another port
             raise OSError(errno.EINVAL, "ports are numbers up to 65535")
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        bound_socket(host, port).close()
     except OSError as error:
         return SettingError(field, f"nothing can listen on {host}:{port}: {error.strerror}", fix)
     return None

@@ -131,9 +131,12 @@ class TeacherClient:
             problem = "the policy's tokenizer has no text that could show whether the teacher's weights change"
             raise self._fault(problem, "use teacher.model")
         try:
-            self._canary = await self._fresh_canary(contexts)
+            alone = [await self._ask_all(ids) for ids in contexts]
+            together = await asyncio.gather(*map(self._ask_all, contexts))
         except InferenceError as error:
             raise self._fault(f"{url} cannot grade tokens: {error}", _ENGINES) from error
+        tolerance = max(LEAST_DRIFT, _NOISES * _drift(alone, together))  # other batches have other rounding
+        self._canary = _Canary(contexts, [values.tolist() for values in alone], tolerance)
 
     def _load_tokenizers(self, root: Any) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
         own = load_tokenizer(self._policy)
@@ -155,12 +158,6 @@ class TeacherClient:
         if "vocab" in error or "token_ids: must be" in error:
             return "name a teacher whose vocabulary has all of the policy's ids"
         return _ENGINES
-
-    async def _fresh_canary(self, contexts: list[list[int]]) -> _Canary:
-        """Ask about fixed contexts one by one, and together, which shows the noise of other batches."""
-        alone = [await self._ask_all(ids) for ids in contexts]
-        noise = _drift(alone, await asyncio.gather(*map(self._ask_all, contexts)))
-        return _Canary(contexts, [values.tolist() for values in alone], max(LEAST_DRIFT, _NOISES * noise))
 
     async def _ask_all(self, ids: list[int]) -> np.ndarray:
         return (await self._ask(ids, np.arange(1, len(ids)), f"canary-{len(ids)}")).own
@@ -206,7 +203,11 @@ class TeacherClient:
                 problem = f"chain {chain.id} has images, which are not sent to a teacher's server"
                 raise self._fault(problem, "use teacher.model, of the policy's family")
             ids = [int(token) for token in row.token_ids[: graded[-1] + 1]]
-            self._check_tokens(ids)
+            if found := sorted(self._missing.keys() & set(ids)):
+                named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
+                problem = f"its model has no token {named}, which the policy's chains contain"
+                fix = "name a teacher with it, or set model.chat_template to one without it"
+                raise self._fault(problem, fix)
             grades = await self._ask(ids, graded, chain.id)
             if grades.top is None:
                 row.teacher_logprobs, row.teacher_tokens = grades.own, None
@@ -223,13 +224,6 @@ class TeacherClient:
             await asyncio.gather(*map(self.grade, chains))
         except InferenceError as error:
             raise self._fault(f"{self.server.url} cannot grade tokens: {error}", _ENGINES) from error
-
-    def _check_tokens(self, ids: Sequence[int]) -> None:
-        if found := sorted(self._missing.keys() & set(ids)):
-            named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
-            problem = f"its model has no token {named}, which the policy's chains contain"
-            fix = "name a teacher with it, or set model.chat_template to one without it"
-            raise self._fault(problem, fix)
 
     async def _ask(self, ids: Sequence[int], places: Int[np.ndarray, "places"], chain: str) -> _Grades:
         """Return the grades of the tokens at `places` (none is 0). One replica gets the requests of one `chain`."""

@@ -177,22 +177,15 @@ def _gpu_hash(data: Tensor) -> int:
             halves.append(_mix(tiles ^ (4 * len(words) & _WORD)))
         # int64 wraps, as uint64 does
         total += int(((halves[0] << 32) | halves[1]).sum())
-    return _finish(total % 2**64) if len(words) else 0
+    # splitmix64's finalizer, with one shift of its own
+    total %= 2**64
+    total = (total ^ (total >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    total = (total ^ (total >> 27)) * 0x94D049BB133111EB % 2**64
+    return total ^ (total >> 31) if len(words) else 0
 
 
 def _mix(words: Tensor) -> Tensor:
     """Return MurmurHash3's fmix32 of 32-bit words in int64; products wrap, and only their low words are kept."""
-    words = words ^ (words >> 16)
-    words = (words * 0x85EBCA6B) & _WORD
-    words = words ^ (words >> 13)
-    words = (words * 0xC2B2AE35) & _WORD
+    words = ((words ^ (words >> 16)) * 0x85EBCA6B) & _WORD
+    words = ((words ^ (words >> 13)) * 0xC2B2AE35) & _WORD
     return words ^ (words >> 16)
-
-
-def _finish(number: int) -> int:
-    """Return splitmix64's finalizer of a number, with one shift of its own."""
-    number ^= number >> 30
-    number = number * 0xBF58476D1CE4E5B9 % 2**64
-    number ^= number >> 27
-    number = number * 0x94D049BB133111EB % 2**64
-    return number ^ (number >> 31)

@@ -1,7 +1,7 @@
 """Whole conversations as rows for supervised training, tokenised in exactly the pieces of a chain."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,9 +13,6 @@ from agentfactory.rollout.text.parsers import Parser
 from agentfactory.rollout.text.parsers.parser import call_of
 from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError, Tools, cached, shared_length
 from agentfactory.rollout.token_row import Row
-
-Spans = list[tuple[int, int, float]]
-"""(start, end, weight) of ranges of a text."""
 
 
 @dataclass
@@ -55,7 +52,16 @@ class ConversationRows:
         def add_context(end: int, whole: str) -> None:
             if not whole.startswith(text):
                 raise RenderError(f"message {lines[start].index}: the chat template rewrites the turns before it")
-            self._add_context(row, whole, len(text), _spans(rendered, start, end, whole, weights))
+            # tokenised as in `open` and `extend`
+            begin, given = len(text), weights[start:end]
+            if not any(given):
+                context = self._ids(whole[begin:], begin > 0)
+                _add(row, context, [0.0] * len(context))
+                return
+            edges = [shared_length(rendered(i), whole) if i else 0 for i in range(start, end + 1)]
+            spans = [(*edge, weight) for edge, weight in zip(pairwise(edges), given, strict=True) if weight]
+            ids, starts = self.encoder.encode_with_offsets(whole[begin:], follows=begin > 0)
+            _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
 
         for turn in [i for i, m in enumerate(plain) if m["role"] == "assistant"]:
             prompt, closed = rendered(turn, prompt=True), rendered(turn + 1)
@@ -95,15 +101,6 @@ class ConversationRows:
                 return f"in the call of {name}, {problem}"
         return None
 
-    def _add_context(self, row: Row, text: str, begin: int, spans: Spans) -> None:
-        """Add text[begin:], tokenised as in `open` and `extend`, with the weights of the spans."""
-        if not spans:
-            context = self._ids(text[begin:], begin > 0)
-            _add(row, context, [0.0] * len(context))
-            return
-        ids, starts = self.encoder.encode_with_offsets(text[begin:], follows=begin > 0)
-        _add(row, ids, [next((w for a, b, w in spans if a <= begin + at < b), 0.0) for at in starts])
-
 
 def _difference(read: dict[str, Any], written: dict[str, Any]) -> str | None:
     """Describe the first argument that the parser reads otherwise than written, with the fix; None if there is none."""
@@ -128,13 +125,6 @@ def _as_text(arguments: dict[str, Any], name: str) -> str | None:
 def _shown(arguments: dict[str, Any], name: str) -> str:
     text = json.dumps(arguments[name], ensure_ascii=False) if name in arguments else "missing"
     return text if len(text) <= 100 else text[:100] + "..."
-
-
-def _spans(rendered: Callable[[int], str], start: int, end: int, whole: str, weights: list[float]) -> Spans:
-    if not any(weights[start:end]):
-        return []
-    edges = [shared_length(rendered(i), whole) if i else 0 for i in range(start, end + 1)]
-    return [(*edge, weight) for edge, weight in zip(pairwise(edges), weights[start:end], strict=True) if weight]
 
 
 def _add(row: Row, ids: Sequence[int], weights: list[float]) -> None:

@@ -12,6 +12,8 @@ import fastokens
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from agentfactory.rollout.text.tokenizer import decoder
+
 MARK = "\ufdd0"
 """A Unicode noncharacter, which never occurs in text meant for interchange."""
 _UNFIT = re.compile(f"[{MARK}\ud800-\udfff]")
@@ -23,9 +25,8 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: str, frame: str) -> None:
         self.tokenizer = tokenizer
-        # without the wrapper, which takes longer than the tokenizer itself
-        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        self._fast = None if self._backend is None else FastEncoding(self._backend)
+        self.decode = decoder(tokenizer)
+        self._fast = FastEncoding(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         self.end = end
         added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
         # reasoning tags do not frame turns, and prompts may mention them
@@ -53,12 +54,6 @@ class Encoder:
             ids += found["input_ids"][skip:]
             starts += [position + start - len(anchor) for start, _ in found["offset_mapping"][skip:]]
         return ids, starts
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, with control tokens by name."""
-        if self._backend is not None:
-            return str(self._backend.decode(ids, skip_special_tokens=False))
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def cut(self, text: str, max_tokens: int) -> str | None:
         """Cut the middle of `text` so that at most `max_tokens` tokens remain: head, a marker with the number of
@@ -167,21 +162,17 @@ class FastEncoding:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._fast = self._agreeing()
+        self.fast = self._agreeing()
+        """None if the tokenizer itself encodes."""
         self._encoded = 0
-
-    @property
-    def fast(self) -> bool:
-        """True if `fastokens` encodes, False if the tokenizer itself does."""
-        return self._fast is not None
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Control tokens in it are recognised as by `tokenizers`."""
-        if self._fast is None:
+        if self.fast is None:
             return self._slowly(text)
         self._encoded += 1
         try:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self.fast.encode(text, add_special_tokens=False).ids
         except ValueError as error:
             # a regular expression of the tokenizer exceeded its limits on this text
             _log.debug("fastokens: %s", error)
@@ -190,7 +181,7 @@ class FastEncoding:
             at = next((k for k, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), 0)
             told = "fastokens gives other ids (%s) than tokenizers (%s); from now on, tokenizers encodes"
             _log.warning(told, ids[at : at + 8], expected[at : at + 8])
-            self._fast = None
+            self.fast = None
             return expected
         return ids
 

@@ -53,7 +53,7 @@ class FormatTokens:
 def format_tokens(renderer: Renderer) -> FormatTokens:
     tokenizer, behaviour = renderer.tokenizer, renderer.behaviour
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-    ends = sorted({end for calls in (False, True) if (end := renderer.end_of(calls)) is not None})
+    ends = sorted({end for end in renderer.ends if end is not None})
     written = {text: number for text, number in added.items() if text in behaviour.turns}
     written |= {str(tokenizer.convert_ids_to_tokens(end)): end for end in ends}
     read = {text: number for text, number in added.items() if text in behaviour.whole_frame + behaviour.frame}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +19,7 @@ from agentfactory.rollout.text.parsers.parser import split_reasoning
 from agentfactory.rollout.text.stop_strings import find_stop, tokens_of
 from agentfactory.rollout.text.template_and_format import Use
 from agentfactory.rollout.text.templates import Behaviour, ChatTemplate, RenderError, cached
-from agentfactory.rollout.text.token_roles import TokenLengths, turn_roles
+from agentfactory.rollout.text.token_roles import token_length, turn_roles
 from agentfactory.rollout.token_row import Row
 
 
@@ -76,13 +77,13 @@ class Renderer:
         self._banned = frozenset(() if self.images.vision is None else self.images.vision.banned_token_ids)
         frame = behaviour.frame + "".join(tokenizer.convert_ids_to_tokens(sorted(self._banned)))
         self._encoder = Encoder(tokenizer, behaviour.end, frame)
-        self._lengths = TokenLengths(tokenizer)
+        self._length = cache(partial(token_length, tokenizer))
         # if the template writes no end-of-turn token, turns end with the tokenizer's own
         closings = (behaviour.closings.words, behaviour.closings.calls)
         eos: Any = tokenizer.eos_token_id
-        self._ends: list[Any] = [tokenizer.convert_tokens_to_ids(c.end) if c.end else eos for c in closings]
+        self.ends: list[Any] = [tokenizer.convert_tokens_to_ids(c.end) if c.end else eos for c in closings]
         """The token that ends a text turn, and the one for a turn with calls."""
-        self.stop_token_ids: list[int] = sorted({i for i in (*self._ends, eos, *eos_token_ids) if i is not None})
+        self.stop_token_ids: list[int] = sorted({i for i in (*self.ends, eos, *eos_token_ids) if i is not None})
         self.stops = parser.stops
         self._foreign = self._foreign_tokens()
         self.info = {**info, "stop_token_ids": self.stop_token_ids, "stops": list(self.stops)}
@@ -91,12 +92,7 @@ class Renderer:
         # the cached functions take JSON, which is hashable and cheaper than a render
         self._opening = cached(1024, self._render_opening)
         self._following = cached(4096, self._render_following)
-        self._rows = ConversationRows(template, behaviour, parser, self._encoder, self._ends)
-
-    @property
-    def chat_template(self) -> str:
-        """The Jinja source in use, which exports include."""
-        return self.template.source
+        self._rows = ConversationRows(template, behaviour, parser, self._encoder, self.ends)
 
     def open(self, messages: list[Message], specs: list[ToolSpec]) -> list[int]:
         """Return the ids of a conversation, ending with the generation prompt. Raises RenderError (a ValueError)."""
@@ -125,14 +121,9 @@ class Renderer:
                 following = following[before + 1 :]  # the model has already sampled the token, as GLM does
         return None if following is None else self._counted([*missing, *following], new)
 
-    def end_of(self, calls: bool) -> int:
-        """Return the token that ends a text turn, or a turn with calls."""
-        end: int = self._ends[calls]
-        return end
-
     def _missing(self, ids: list[int], calls: bool) -> list[int]:
         """Return the missing part of a sampled turn's closing, if it was cut or ended with another token."""
-        closing, end = self.behaviour.closings.of(calls), self._ends[calls]
+        closing, end = self.behaviour.closings.of(calls), self.ends[calls]
         if closing.opens_next or not closing.end or ids[-1:] == [end]:
             return []
         return [*self._encoder.encode(closing.before), end]
@@ -178,7 +169,8 @@ class Renderer:
         message = self._message(reasoning, thought, found.content if self.parser.native else rest)
         words, arguments = (reasoning, found.content), [given for _, given in found.calls]
         malformed = found.error is not None
-        roles = turn_roles(self._lengths.of(sampled_ids), text.removeprefix(prefix), words, arguments, malformed)
+        lengths = list(map(self._length, sampled_ids))
+        roles = turn_roles(lengths, text.removeprefix(prefix), words, arguments, malformed)
         if found.error is not None:
             return Parsed(message, error=found.error, roles=roles)
         ids = found.ids or [self.parser.call_id(name, first_call + n) for n, (name, _) in enumerate(found.calls)]
@@ -215,7 +207,7 @@ class Renderer:
         found = self.parser.parse(rest)
         framed = not found.calls and not found.error and found.content != rest.strip()
         words = found.content if framed else rest  # some formats also write marks around text
-        roles = turn_roles(self._lengths.of(sampled_ids), text, (reasoning, words), [], False)
+        roles = turn_roles(list(map(self._length, sampled_ids)), text, (reasoning, words), [], False)
         return Parsed(self._message(reasoning, thought, words), roles=roles)
 
     def continuation(self, text: str) -> list[int]:
@@ -276,7 +268,7 @@ class Renderer:
         for conversation in self.behaviour.conversations:
             ids = self._row(as_lines(conversation), specs).token_ids
             if not self.behaviour.end:  # the template does not write the end-of-turn token
-                ids = [i for i in ids if i != self._ends[False]]
+                ids = [i for i in ids if i != self.ends[False]]
             plain = for_template(conversation)
             whole = self._encoder.encode(self.template.render(plain, json.loads(self._json(specs))))
             closing = self.behaviour.closings.of(conversation[-1].get("tool_calls"))
@@ -294,15 +286,15 @@ class Renderer:
 
     def _plain(self, messages: list[Message]) -> list[Message]:
         """Return messages for the chat template, without fields, images and control tokens that it must not get."""
-        return [self._plain_message(message) for message in messages]
-
-    def _plain_message(self, message: Message) -> Message:
-        known = {key: value for key, value in message.items() if key not in ("info", "weight")}
-        if self._shown([message]):
-            known = for_template([known])[0]
-        elif isinstance(known.get("content"), list):
-            known["content"] = text_of(known["content"])
-        return map_strings(known, lambda text: self._encoder.mark(text, message["role"]))
+        plain = []
+        for message in messages:
+            known = {key: value for key, value in message.items() if key not in ("info", "weight")}
+            if self._shown([message]):
+                known = for_template([known])[0]
+            elif isinstance(known.get("content"), list):
+                known["content"] = text_of(known["content"])
+            plain.append(map_strings(known, partial(self._encoder.mark, role=message["role"])))
+        return plain
 
     def _render_opening(self, messages: str, tools: str) -> tuple[int, ...]:
         conversation = json.loads(messages)

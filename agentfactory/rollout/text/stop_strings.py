@@ -1,6 +1,7 @@
 """Stop strings, which end a turn. They come from a tool-call format or a client's request."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 Decode = Callable[[list[int]], str]
 
@@ -31,20 +32,13 @@ class StopWatch:
         self._window = max(len(stop.encode()) for stop in stops) + 4
         ends = {stop[-1] for stop in stops}
         # a decoder may drop a leading space, and does not show parts of a character
-        self._ends = ends if all(end.isascii() and end != " " for end in ends) else None
-        self._may_complete: dict[int, bool] = {}
+        shown = all(end.isascii() and end != " " for end in ends)
+        # most tokens do not contain the last character of a stop string, which saves decoding
+        self._may_complete = cache(lambda token: not shown or not ends.isdisjoint(decode([token])))
 
     def completed(self, tokens: list[int]) -> str | None:
         """Return the stop string that the last of `tokens` completes; None if there is none."""
-        if not self._may(tokens[-1]):
+        if not self._may_complete(tokens[-1]):
             return None
         found = find_stop(self._decode(tokens[-self._window :]), self._stops)
         return None if found is None else found[1]
-
-    def _may(self, token: int) -> bool:
-        """Return whether a token contains the last character of a stop string. Most do not, which saves decoding."""
-        if self._ends is None:
-            return True
-        if token not in self._may_complete:
-            self._may_complete[token] = not self._ends.isdisjoint(self._decode([token]))
-        return self._may_complete[token]

@@ -142,11 +142,10 @@ def choose_template(
             reasons = [f"the chat template has no tools, and {variant} adds them"]
     if behaviour is not None:
         reasons.append(behaviour.rewrites or "leaves earlier turns unchanged on every probe")
-        if reasoning is Reasoning.DROP:
-            return Choice(Use.DROP, template, behaviour, reasons, variant)
-        if behaviour.rewrites is None:
+        if behaviour.rewrites is None and reasoning is not Reasoning.DROP:
             return Choice(Use.APPEND, template, behaviour, reasons, variant)
-    if (behaviour is None or reasoning is not Reasoning.TEMPLATE) and (training := training_variant(source)):
+    follows = reasoning in (Reasoning.TEMPLATE, Reasoning.DROP)
+    if (behaviour is None or not follows) and (training := training_variant(source)):
         name, better = training[0], ChatTemplate(tokenizer, training[1])
         try:
             found_better = probe(better, tools, parser, image)
@@ -162,13 +161,11 @@ def choose_template(
     if behaviour is None:
         told = "; ".join(reasons)
         raise RenderError(told if USE in told else f"{told}; {_fix(tokenizer, source, tools, parser, image)}")
-    if reasoning is Reasoning.DROP:
-        return Choice(Use.DROP, template, behaviour, reasons, variant)
-    if reasoning is Reasoning.KEEP:
-        reasons.append("rollout.reasoning=keep: sampled turns are kept anyway")
-        return Choice(Use.KEEP, template, behaviour, reasons, variant)
-    reasons.append("each rewritten prompt begins a new row")
-    return Choice(Use.FORK, template, behaviour, reasons, variant)
+    use, why = {
+        Reasoning.DROP: (Use.DROP, []),
+        Reasoning.KEEP: (Use.KEEP, ["rollout.reasoning=keep: sampled turns are kept anyway"]),
+    }.get(reasoning, (Use.FORK, ["each rewritten prompt begins a new row"]))
+    return Choice(use, template, behaviour, reasons + why, variant)
 
 
 def _fix(tokenizer: PreTrainedTokenizerBase, source: str, tools: bool, parser: Parser, image: str | None) -> str:

@@ -68,7 +68,7 @@ class ChatTemplate:
         self.tools_in_system = False
         self.write_calls: Callable[[list[dict[str, Any]]], str] | None = None
         # these take JSON, which is hashable and cheaper than a render
-        self._dummies = lru_cache(1024)(self._render_dummy)
+        self._dummies = lru_cache(1024)(lambda calls, tools: self.render(_dummy(calls), json.loads(tools)))
         self._prompts = lru_cache(1024)(lambda tools: self.render(_QUESTION, json.loads(tools), prompt=True))
         self._turns = cached(4096, self._render_turn)
         self._continuations = cached(4096, self._render_continuation)
@@ -77,7 +77,11 @@ class ChatTemplate:
         """Render a conversation; `prompt` adds the generation prompt. Raises RenderError."""
         shown = [self._adapted(message) for message in messages]
         if self.tools_in_system and tools:
-            shown = _with_tools(shown, tools)
+            # in the field `tools` of the system message, as Phi-4-mini expects
+            if shown[0]["role"] != "system":
+                shown.insert(0, {"role": "system", "content": ""})
+            functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+            shown[0] = {**shown[0], "tools": functions}
         try:
             text = self.tokenizer.apply_chat_template(
                 shown,
@@ -109,9 +113,7 @@ class ChatTemplate:
             changed["tool_calls"] = [with_json_arguments(call) for call in calls]
         return changed
 
-    def continuation(
-        self, new: list[Message], tools: Tools, closings: Closings, prompt: bool = True, loose: bool = False
-    ) -> str | None:
+    def continuation(self, new: list[Message], tools: Tools, closings: Closings, loose: bool = False) -> str | None:
         """Return the text after an assistant turn for `new`, as the difference of two renders with a dummy turn. None
         if that turn changes; `loose` lets `new` replace the end-of-turn token, as harmony does."""
         answers = enumerate(takewhile(lambda message: message["role"] == "tool", new))
@@ -119,7 +121,7 @@ class ChatTemplate:
         closing = closings.of(calls)
         # cached, because all chains share it at the same turn
         ended = self._dummies(calls, json.dumps(tools)).removesuffix(closing.after)
-        text = self.render([*_dummy(calls), *new], tools, prompt)
+        text = self.render([*_dummy(calls), *new], tools, prompt=True)
         if text.startswith(ended):
             return text[len(ended) :]
         ended = ended.removesuffix(closing.end)
@@ -172,9 +174,6 @@ class ChatTemplate:
         tools, closings = key
         return self.continuation(json.loads(new), json.loads(tools), closings)
 
-    def _render_dummy(self, calls: _Calls, tools: str) -> str:
-        return self.render(_dummy(calls), json.loads(tools))
-
     def closing_of(self, text: str) -> Closing:
         """Split the text of a turn's closing. The end-of-turn token is the first added token."""
         found = [token for token in self._added() if token in text]
@@ -191,15 +190,6 @@ def cached(size: int, render: Callable[[str, _Key], _Rendered]) -> Callable[[str
         return (kept if len(text) <= _CACHED_CHARACTERS else render)(text, key)
 
     return rendered
-
-
-def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """Return messages with the tools in the field `tools` of the first, the system message, as Phi-4-mini expects."""
-    system: Message = {"role": "system", "content": ""}
-    if messages[0]["role"] == "system":
-        system, *messages = messages
-    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    return [{**system, "tools": functions}, *messages]
 
 
 def _dummy(calls: _Calls) -> list[Message]:

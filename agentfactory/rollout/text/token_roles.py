@@ -14,29 +14,18 @@ ROLES = {"format": chr(FORMAT), "arguments": chr(ARGUMENTS), "text": chr(TEXT)}
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-class TokenLengths:
-    """The lengths of tokens in bytes of text, each computed once."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, int] = {}
-
-    def of(self, ids: Sequence[int]) -> list[int]:
-        for token in set(ids) - self._known.keys():
-            self._known[token] = self._measure(token)
-        return [self._known[token] for token in ids]
-
-    def _measure(self, token: int) -> int:
-        raw: Any = self._tokenizer.convert_ids_to_tokens(token)
-        if raw is not None and "\u2581" in raw:
-            # decoded alone, the token would lose its leading space
-            return len(raw.replace("\u2581", " ").encode())
-        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        if "\ufffd" in text and raw is not None:
-            # part of a character: byte-level vocabularies represent a byte by one character
-            return 1 if _BYTE.fullmatch(raw) else len(raw)
-        return len(text.encode())
+def token_length(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
+    """Return the length of a token in bytes of text."""
+    raw: Any = tokenizer.convert_ids_to_tokens(token)
+    if raw is not None and "\u2581" in raw:
+        # decoded alone, the token would lose its leading space
+        return len(raw.replace("\u2581", " ").encode())
+    text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    if "\ufffd" in text and raw is not None:
+        # part of a character: byte-level vocabularies represent a byte by one character
+        return 1 if _BYTE.fullmatch(raw) else len(raw)
+    return len(text.encode())
 
 
 def turn_roles(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers.utils.hub import cached_file
 from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import text_of
 from agentfactory.rollout.model_hub import load_fault
+from agentfactory.rollout.text.stop_strings import Decode
 from agentfactory.rollout.trajectory import Group, Trajectory
 
 
@@ -35,6 +36,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Return the function that converts ids to text, with control tokens by name."""
+    decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    if tokenizer.is_fast:  # without the wrapper, which doubles the time
+        decode = tokenizer.backend_tokenizer.decode
+    return partial(decode, skip_special_tokens=False)
 
 
 def stop_ids(path: str) -> list[int]:

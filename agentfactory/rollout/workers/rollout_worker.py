@@ -91,7 +91,7 @@ class Worker:
             held_out = [source.run_by(sources) for source in held_out]
             trained = [self._prepared(source, teachers.get(source.name)) for source in sources]
             renderer = runner.renderer
-            await self._send("ready", renderer=renderer.info, chat_template=renderer.chat_template)
+            await self._send("ready", renderer=renderer.info, chat_template=renderer.template.source)
             collect_rarely()
             messages = self._messages()
             if (first := await anext(messages, None)) is None:
@@ -106,7 +106,7 @@ class Worker:
                 job.batch_size, self.recipe.rollout.max_staleness, job.total, version, version * job.batch_size
             )
             runner.client.recovery.restore = self._restore
-            runner.client.published(published)
+            runner.client.recovery.published = published
             resumed = self._resume(version)
             async with asyncio.TaskGroup() as tasks:
                 # first, because grading many groups takes time
@@ -136,7 +136,7 @@ class Worker:
                     match message["kind"]:
                         case "published":
                             published = _published(message)
-                            runner.client.published(published)
+                            runner.client.recovery.published = published
                             producer.publish(published)
                         case "evaluate":
                             tasks.create_task(self._evaluate(held_out, producer.published, producer.cache_salt()))

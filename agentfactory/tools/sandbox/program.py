@@ -10,7 +10,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -291,10 +291,13 @@ async def _nothing_left(started: SandboxProcess) -> None:
     """Kill all processes of the sandbox, and wait for their end, even if this task is cancelled again meanwhile."""
     init = None if started.init_handle is None else os.dup(started.init_handle)
     started.kill()
-    if init is None:
-        return
-    # the namespace's first process ends after all others
-    waiting = asyncio.ensure_future(process.ended(init))
+    if init is not None:
+        await waited_for(process.ended(init))  # the namespace's first process ends after all others
+
+
+async def waited_for(event: Coroutine[Any, Any, Any]) -> None:
+    """Wait for `event`, even if this task is cancelled again meanwhile."""
+    waiting = asyncio.ensure_future(event)
     try:
         await asyncio.shield(waiting)
     except asyncio.CancelledError:

@@ -1,2 +1,1 @@
-"""The embedded engine: continuous batching over one preallocated KV cache, for a CPU or one GPU, behind vLLM's
-routes."""
+"""The embedded engine: continuous batching over one KV cache, for a CPU or one GPU, behind vLLM's routes."""

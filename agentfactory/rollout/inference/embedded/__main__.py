@@ -10,16 +10,8 @@ from typing import Any
 from agentfactory.base.errors import SettingError
 from agentfactory.base.processes.memory import give_back_freed, keep_freed_memory
 from agentfactory.rollout.config.server import EMBEDDED_QUANTIZATIONS
-from agentfactory.rollout.inference.http_server import answer_requests, run_server, server_parser
+from agentfactory.rollout.inference.http_server import BadRequest, answer_requests, run_server, server_parser
 from agentfactory.rollout.text.stop_strings import Decode
-
-
-def _arguments() -> argparse.Namespace:
-    parser = server_parser("agentfactory.rollout.inference.embedded", __doc__)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
-    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
-    return parser.parse_args()
 
 
 async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str, cleanup: ExitStack) -> None:
@@ -28,7 +20,6 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from agentfactory.rollout.inference.embedded.adapters import AdapterError
     from agentfactory.rollout.inference.embedded.embedded_server import Server
     from agentfactory.rollout.inference.embedded.engine import Engine
     from agentfactory.rollout.inference.embedded.packed_linear import quantize
@@ -79,7 +70,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
         raise SettingError("", f"the embedded engine cannot serve {args.model}: {error}; use engine: vllm") from error
     except MemoryError as error:
         raise SettingError("", str(error)) from error
-    except AdapterError as error:
+    except BadRequest as error:
         raise SettingError("--adapter", f"got {adapter}: {error}") from error
     gc.freeze()
     gc.enable()
@@ -88,21 +79,21 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, api_key: str
 
 
 def _decoder(model: str) -> Decode | None:
-    from agentfactory.rollout.text.tokenizer import load_tokenizer
+    from agentfactory.rollout.text.tokenizer import decoder, load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(model)
+        return decoder(load_tokenizer(model))
     except SettingError:
         return None
-    decode: Any = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    if tokenizer.is_fast:  # without the wrapper, which doubles the time
-        decode = tokenizer.backend_tokenizer.decode
-    return partial(decode, skip_special_tokens=False)
 
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start."""
-    args = _arguments()
+    parser = server_parser("agentfactory.rollout.inference.embedded", __doc__)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", choices=EMBEDDED_QUANTIZATIONS, help="round the weights of linear modules")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="adapter to load at start")
+    args = parser.parse_args()
     run_server(args, partial(_serve, args))
 
 

@@ -16,20 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.rollout.inference.adapter_config import ADAPTER, WEIGHTS, unsupported
-from agentfactory.rollout.inference.http_server import ApiError
+from agentfactory.rollout.inference.http_server import BadRequest
 
 _PREFIX = "base_model.model."
 _serial = itertools.count(1)
 
 Factors = dict[str, tuple[Tensor, Tensor]]
 """Per module: A [in, rank] and B [rank, out], with B already scaled by alpha / rank."""
-
-
-class AdapterError(ApiError):
-    """An adapter folder that cannot be served; the message gives the reason."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(400, message)
 
 
 class Adapter:
@@ -70,22 +63,22 @@ class AdapterLayers:
         self._device = model.device  # not the device of the weights, which may sleep on the CPU
 
     def load(self, name: str, path: str) -> Adapter:
-        """Load a peft folder (adapter_config.json, adapter_model.safetensors). Raises AdapterError."""
+        """Load a peft folder (adapter_config.json, adapter_model.safetensors). Raises BadRequest."""
         folder = Path(path)
         try:
             config: dict[str, Any] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
             tensors = load_file(folder / WEIGHTS)
         except (OSError, ValueError, RecursionError, SafetensorError) as error:
-            raise AdapterError(f"{path} is not a readable adapter folder: {error}") from error
+            raise BadRequest(f"{path} is not a readable adapter folder: {error}") from error
         if (reason := unsupported(config)) is not None:
-            raise AdapterError(reason)
+            raise BadRequest(reason)
         modules: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             module, _, factor = key.removeprefix(_PREFIX).rpartition(".lora_")
             is_table = module in self._modules and self._modules[module] is self._embedding
             expected = ("embedding_A", "embedding_B") if is_table else ("A.weight", "B.weight")
             if module not in self._modules or factor not in expected:
-                raise AdapterError(
+                raise BadRequest(
                     f"tensor {key}: adapters are supported on linear modules of the language model's layers, and on "
                     "head and embedding of text models"
                 )
@@ -102,13 +95,13 @@ class AdapterLayers:
             want = {"A": (rank, sizes[0]), "B": (sizes[1], rank)}
             got = {factor: tuple(tensor.shape) for factor, tensor in pair.items()}
             if got != want:
-                raise AdapterError(f"{module}: the adapter's factors have shapes {got}, the model needs {want}")
+                raise BadRequest(f"{module}: the adapter's factors have shapes {got}, the model needs {want}")
             factors[module] = (
                 pair["A"].to(self._device, weight.dtype).T.contiguous(),
                 (pair["B"].float() * scale).to(self._device, weight.dtype).T.contiguous(),
             )
         if not factors:
-            raise AdapterError(f"{path} contains no tensors")
+            raise BadRequest(f"{path} contains no tensors")
         for module in factors.keys() - self._hooked:
             self._hook(module)
         return self._settle(Adapter(name, path, factors))

@@ -6,6 +6,7 @@ first unused position, which exists because a sequence's last token is never com
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ MAX_GRAPHS = 64
 
 Forward = Callable[[Plan, list[Segment], Tensor, Tensor], Float[Tensor, "tokens vocabulary"]]
 """A function from a step's plan, adapters, token ids [tokens] and rotary positions [tokens] to its logits."""
+Step = Callable[[], Float[Tensor, "slots vocabulary"]]
 
 
 class Shape(NamedTuple):
@@ -37,41 +39,13 @@ class Shape(NamedTuple):
     mixed: bool
 
 
-class StaticStep:
-    """A step of one shape. `inputs` [5, slots] are its tokens' ids, indices in the slot, rotary positions, slots and
-    adapters (0 is none)."""
-
-    def __init__(self, forward: Forward, planner: Planner, shape: Shape, factors: Sequence[Factors]) -> None:
-        self._forward, self._planner, self._shape, self._factors = forward, planner, shape, list(factors)
-        self.inputs = torch.zeros(5, shape.slots, dtype=torch.int64, device=planner.device)
-
-    def run(self) -> Float[Tensor, "slots vocabulary"]:
-        """Return the logits without a synchronisation with the host."""
-        shape, planner = self._shape, self._planner
-        ids, position, rotary, slots, owner = self.inputs
-        heads = torch.arange(planner.kv_heads, device=planner.device)
-        rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
-        mask, window_mask = planner.masks(position[:, None], shape.keys)
-        group = Group(1, shape.keys, mask, window_mask, 0, shape.slots, None if shape.viewed else slots)
-        segments = [
-            Segment(factors, 0, shape.slots, (owner != index)[:, None] if shape.mixed else None)
-            for index, factors in enumerate(self._factors, 1)
-        ]
-        return self._forward(Plan(rows.flatten(), [group]), segments, ids, rotary)
-
-
 class StaticDecoder:
     """A decoder of one token per request with static steps, captured if `capture` is set, else run directly."""
 
     def __init__(self, forward: Forward, planner: Planner, slots: int, *, capture: bool) -> None:
         self._forward, self._planner, self._slots, self._capture = forward, planner, slots, capture
-        self._steps: OrderedDict[Shape, tuple[StaticStep, torch.cuda.CUDAGraph | None]] = OrderedDict()
+        self._steps: OrderedDict[Shape, tuple[Tensor, Step, torch.cuda.CUDAGraph | None]] = OrderedDict()
         self._logits: Tensor | None = None
-
-    @property
-    def shapes(self) -> list[Shape]:
-        """The stored shapes."""
-        return list(self._steps)
 
     def clear(self) -> None:
         """Drop all graphs and their memory; required before the tensors that they read and write move."""
@@ -109,41 +83,52 @@ class StaticDecoder:
         inputs = np.stack([unused, computed[rows], unused, rows, unused])
         inputs[:3, place] = ids, position, rotary
         inputs[4, place] = [distinct.index(adapter) + 1 if adapter else 0 for adapter in adapters]
-        logits = self._run(shape, [adapter.factors for adapter in distinct], inputs)
-        return logits[self._planner.tensor(place)]
-
-    def _run(self, shape: Shape, factors: list[Factors], inputs: np.ndarray) -> Tensor:
         if shape not in self._steps:
             if len(self._steps) >= MAX_GRAPHS:
                 self._steps.popitem(last=False)
-            step = StaticStep(self._forward, self._planner, shape, factors)
-            step.inputs.copy_(torch.from_numpy(inputs))
-            self._steps[shape] = step, self._captured(step) if self._capture else None
+            fixed = self._planner.tensor(inputs)
+            step: Step = partial(self._compute, shape, [adapter.factors for adapter in distinct], fixed)
+            self._steps[shape] = fixed, step, self._captured(step) if self._capture else None
         self._steps.move_to_end(shape)
-        step, graph = self._steps[shape]
-        step.inputs.copy_(torch.from_numpy(inputs))
+        fixed, step, graph = self._steps[shape]
+        fixed.copy_(torch.from_numpy(inputs))
         if graph is None:
-            return step.run()
+            return step()[self._planner.tensor(place)]
         graph.replay()
         assert self._logits is not None
-        return self._logits[: shape.slots]
+        return self._logits[:count][self._planner.tensor(place)]
 
-    def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph:
+    def _compute(self, shape: Shape, factors: list[Factors], inputs: Tensor) -> Float[Tensor, "slots vocabulary"]:
+        """Return the logits without a synchronisation with the host. `inputs` [5, slots] are the tokens' ids, indices
+        in the slot, rotary positions, slots and adapters (0 is none)."""
+        planner = self._planner
+        ids, position, rotary, slots, owner = inputs
+        heads = torch.arange(planner.kv_heads, device=planner.device)
+        rows = (slots[:, None] * planner.kv_heads + heads) * planner.length + position[:, None]
+        mask, window_mask = planner.masks(position[:, None], shape.keys)
+        group = Group(1, shape.keys, mask, window_mask, 0, shape.slots, None if shape.viewed else slots)
+        segments = [
+            Segment(of, 0, shape.slots, (owner != index)[:, None] if shape.mixed else None)
+            for index, of in enumerate(factors, 1)
+        ]
+        return self._forward(Plan(rows.flatten(), [group]), segments, ids, rotary)
+
+    def _captured(self, step: Step) -> torch.cuda.CUDAGraph:
         """Capture a graph that writes the step's logits to `_logits`. A step may run twice: it writes the same
         values."""
         device = self._planner.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            logits = step.run()  # libraries allocate their workspaces at the first call, which must precede the capture
+            logits = step()  # libraries allocate their workspaces at the first call, which must precede the capture
         current.wait_stream(stream)
         if self._logits is None:
             self._logits = torch.empty(self._slots, logits.shape[1], dtype=logits.dtype, device=device)
         graph = torch.cuda.CUDAGraph()
         # graphs run one after another, so they can share memory
-        others = [other for _, other in self._steps.values() if other is not None]
+        others = [other for *_, other in self._steps.values() if other is not None]
         with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
-            self._logits[: logits.shape[0]].copy_(step.run())
+            self._logits[: logits.shape[0]].copy_(step())
         return graph
 
 

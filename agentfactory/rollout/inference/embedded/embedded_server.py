@@ -4,13 +4,13 @@ import asyncio
 
 from aiohttp import web
 
-from agentfactory.rollout.inference.embedded.adapters import Adapter, AdapterError
+from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.device_memory import CPU, memory_key
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.generate_route import answer, make_request
 from agentfactory.rollout.inference.embedded.sampling import HeldImage
 from agentfactory.rollout.inference.embedded.weight_updates import WeightUpdate, checksums
-from agentfactory.rollout.inference.http_server import ApiError, Json, ProtocolServer, body_of
+from agentfactory.rollout.inference.http_server import ApiError, BadRequest, Json, ProtocolServer, body_of
 from agentfactory.rollout.inference.server_metrics import Load, write_load
 from agentfactory.rollout.text.stop_strings import Decode
 
@@ -64,7 +64,14 @@ class Server(ProtocolServer):
 
     async def generate(self, http: web.BaseRequest) -> Json:
         body = await body_of(http)
-        held = await self._images(body)
+        held: list[HeldImage] = []
+        if parts := body.get("content_parts"):
+            if self.engine.encoder is None:
+                raise BadRequest(f"content_parts: the model `{self.served_model_name}` reads only text")
+            try:
+                held = await self.engine.encoder.images.receive(parts)
+            except ValueError as error:
+                raise BadRequest(f"content_parts: {error}") from error
         while not self._open.is_set():
             await self._open.wait()
         if self._asleep:
@@ -86,22 +93,12 @@ class Server(ProtocolServer):
             raise ApiError(500, "the model's logits contain NaN: its weights or the adapter have diverged")
         return answer(body, request, self.eos_token_ids)
 
-    async def _images(self, body: Json) -> list[HeldImage]:
-        if not (parts := body.get("content_parts")):
-            return []
-        if self.engine.encoder is None:
-            raise ApiError(400, f"content_parts: the model `{self.served_model_name}` reads only text")
-        try:
-            return await self.engine.encoder.images.receive(parts)
-        except ValueError as error:
-            raise ApiError(400, f"content_parts: {error}") from error
-
     def _adapter(self, body: Json) -> Adapter | None:
         name = body.get("model") or self.served_model_name
         if name == self.served_model_name:
             return None
         if not isinstance(name, str):
-            raise ApiError(400, f"model: {name!r} is no name")
+            raise BadRequest(f"model: {name!r} is no name")
         if name not in self.adapters:
             raise ApiError(404, f"The model `{name}` does not exist.")
         return self.adapters[name]
@@ -115,7 +112,7 @@ class Server(ProtocolServer):
 
     async def _pause(self, mode: str) -> None:
         if mode not in ("abort", "wait", "keep"):
-            raise ApiError(400, f"mode: {mode!r} is not one of abort, wait, keep")
+            raise BadRequest(f"mode: {mode!r} is not one of abort, wait, keep")
         if mode == "wait" and self._in_flight and self._asleep:
             raise ApiError(409, "kept requests complete only when the server is fully awake; POST /wake_up first")
         self._open.clear()
@@ -146,7 +143,7 @@ class Server(ProtocolServer):
         """Initialise nothing; return the devices with shareable memory, as keys of the ipc backend's handles."""
         self._refuse_rounded()
         if (await body_of(http)).get("init_info") not in (None, {}, {"packed": True}):
-            raise ApiError(400, 'init_info: the file backend takes {}, the ipc backend {"packed": true}')
+            raise BadRequest('init_info: the file backend takes {}, the ipc backend {"packed": true}')
         memory = dict.fromkeys([memory_key(self.engine.device), CPU])
         return {"message": "Weight transfer initialized", "memory": list(memory)}
 
@@ -174,7 +171,7 @@ class Server(ProtocolServer):
         update = self._need_update()
         if version is not None:
             if not isinstance(version, str):
-                raise ApiError(400, f"weight_version: {version!r} is not a string")
+                raise BadRequest(f"weight_version: {version!r} is not a string")
             update.check_whole()
             self.engine.weight_version = version
             # vLLM keeps these features until its own /reset_encoder_cache
@@ -190,11 +187,11 @@ class Server(ProtocolServer):
         if self._quantization is not None:
             problem = f"this server's weights are rounded (--quantization {self._quantization})"
             fix = "train an adapter (model.lora.rank), or serve the model without server.quantization"
-            raise ApiError(400, f"{problem}: it accepts adapters, not full weights; {fix}")
+            raise BadRequest(f"{problem}: it accepts adapters, not full weights; {fix}")
 
     def _need_update(self) -> WeightUpdate:
         if self._update is None:
-            raise ApiError(400, "no weight update has been started; POST /start_weight_update first")
+            raise BadRequest("no weight update has been started; POST /start_weight_update first")
         if "weights" in self._asleep:
             raise ApiError(409, "the weights are asleep; POST /wake_up?tags=weights and /start_weight_update first")
         return self._update
@@ -257,7 +254,7 @@ class Server(ProtocolServer):
         """Undo /sleep, for all parts or those named by `tags` (weights, kv_cache)."""
         tags = set(http.query.getall("tags", [])) or {"weights", "kv_cache"}
         if unknown := tags - {"weights", "kv_cache"}:
-            raise ApiError(400, f"tags: {min(unknown)!r} is not one of weights, kv_cache")
+            raise BadRequest(f"tags: {min(unknown)!r} is not one of weights, kv_cache")
         wanted = tags & self._asleep
         try:
             self.engine.wake("weights" in wanted, "kv_cache" in wanted)
@@ -295,20 +292,20 @@ class Server(ProtocolServer):
         return {"object": "list", "data": [{**base, "max_model_len": engine.max_model_len}, *adapters]}
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Serve the adapter in folder `path` under `name`. Raises AdapterError."""
+        """Serve the adapter in folder `path` under `name`. Raises BadRequest."""
         if name == self.served_model_name:
-            raise AdapterError(f"The lora adapter '{name}' conflicts with a served base model.")
+            raise BadRequest(f"The lora adapter '{name}' conflicts with a served base model.")
         if name in self.adapters:
-            raise AdapterError(f"The lora adapter '{name}' has already been loaded, from {self.adapters[name].path}.")
+            raise BadRequest(f"The lora adapter '{name}' has already been loaded, from {self.adapters[name].path}.")
         self.adapters[name] = self.engine.adapters.load(name, path)
 
     async def load_lora_adapter(self, http: web.BaseRequest) -> Json:
         body = await body_of(http)
         name, path = body.get("lora_name"), body.get("lora_path")
         if not (isinstance(name, str) and name and isinstance(path, str) and path):
-            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.")
+            raise BadRequest("Both 'lora_name' and 'lora_path' must be provided.")
         if unknown := body.keys() - {"lora_name", "lora_path"}:
-            raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
+            raise BadRequest(f"{min(unknown)}: not supported by the embedded engine")
         self.load_adapter(name, path)
         return {"message": f"Success: LoRA adapter '{name}' added successfully."}
 

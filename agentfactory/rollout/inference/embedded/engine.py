@@ -81,16 +81,11 @@ class Engine:
         self._length = -(-max_model_len // 16) * 16  # key lengths aligned for GPU attention kernels
         self.cache_shape = (config.num_hidden_layers, 2, max_num_seqs, self._kv_heads, self._length, self._head_dim)
         # Per slot: its token ids, the number of known ids, the number of ids with keys and values in the cache, the
-        # hash of the adapter and cache salt that computed them, the time of the last use, and whether a request
-        # occupies the slot.
+        # hash of the adapter and cache salt that computed them, the time of the last use, the rotary position of a
+        # sampled token minus its index, and whether a request occupies the slot.
         self._ids = np.zeros((max_num_seqs, self._length), np.int64)
-        self._known = np.zeros(max_num_seqs, np.int64)
-        self._computed = np.zeros(max_num_seqs, np.int64)
-        self._shared_by = np.zeros(max_num_seqs, np.int64)
-        self._used = np.zeros(max_num_seqs, np.int64)
+        self._known, self._computed, self._shared_by, self._used, self._shift = np.zeros((5, max_num_seqs), np.int64)
         self._held = np.zeros(max_num_seqs, bool)
-        self._shift = np.zeros(max_num_seqs, np.int64)
-        """Per slot: the rotary position of a sampled token minus its index."""
         self._clock = 0
         self._planner = Planner(self._heads, self._kv_heads, self._length, model.dtype, model.device, window)
         self._plan: Plan | None = None
@@ -153,7 +148,7 @@ class Engine:
 
     def allocate_cache(self) -> None:
         """Allocate the cache, with empty slots. Raises MemoryError if there is too little memory."""
-        self._forget()
+        self.reset_prefix_cache(reset_running_requests=True)
         gib = np.prod(self.cache_shape) * self.model.dtype.itemsize / 2**30
         cuda = self.device.type == "cuda"
         free = (torch.cuda.mem_get_info(self.device)[0] if cuda else psutil.virtual_memory().available) / 2**30
@@ -189,7 +184,8 @@ class Engine:
             self.static.clear()
         drop_packed(self.model)
         self.reset_encoder_cache()
-        self._give_back()
+        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+        give_back_freed()
 
     def wake(self, weights: bool, cache: bool) -> None:
         """Undo `sleep` for the given parts. Raises MemoryError, with the engine unchanged, if there is too little
@@ -204,22 +200,19 @@ class Engine:
         except MemoryError:
             for evictable in restored:
                 evictable.evict()
-            self._give_back()
+            torch.cuda.empty_cache()
+            give_back_freed()
             raise
         if weights:
             self._evicted = []
-
-    def _give_back(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        give_back_freed()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Discard all keys and values. While requests run, do nothing and return False, unless `reset_running_requests`
         is set: then they recompute their keys and values with the current weights in the next steps."""
         if self.running and not reset_running_requests:
             return False
-        self._forget()
+        self._computed[:] = 0
+        self._used[~self._held] = 0
         return True
 
     def reset_encoder_cache(self) -> None:
@@ -227,22 +220,7 @@ class Engine:
         if self.encoder is not None:
             self.encoder.clear()
 
-    def _forget(self) -> None:
-        self._computed[:] = 0
-        self._used[~self._held] = 0
-
     # ---- admission
-
-    def _admit(self) -> None:
-        free = len(self._held) - len(self.running)
-        kept: list[Request] = []
-        for request in self.waiting:
-            if free and self._place(request):
-                self.running.append(request)
-                free -= 1
-            else:
-                kept.append(request)
-        self.waiting = kept
 
     def _place(self, request: Request) -> bool:
         """Give `request` the slot with the least to compute. Return False if it should wait for a shared prompt."""
@@ -277,7 +255,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Compute up to PREFILL_TOKENS new prompt tokens, and one token of every decoding request."""
-        self._admit()
+        for request in list(self.waiting):
+            if len(self.running) < self.max_num_seqs and self._place(request):
+                self.waiting.remove(request)
+                self.running.append(request)
         if not self.running:
             return
         requests = sorted(self.running, key=lambda r: (r.adapter.serial if r.adapter else 0, r.slot))
@@ -456,8 +437,8 @@ class Engine:
         except (UnsupportedModel, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # each model has its own
-            name = type(self.model).__name__
-            raise UnsupportedModel(f"{name} fails in a first decoding: {type(error).__name__}: {error}") from error
+            told = f"fails in a first decoding: {type(error).__name__}: {error}"
+            raise UnsupportedModel(f"{type(self.model).__name__} {told}") from error
         language.set_attn_implementation(self._attention_name)
 
     def _prove_static(self) -> None:

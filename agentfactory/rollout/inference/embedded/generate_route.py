@@ -11,7 +11,7 @@ from agentfactory.base.messages import is_finite_number
 from agentfactory.rollout.inference.embedded.adapters import Adapter
 from agentfactory.rollout.inference.embedded.engine import Engine
 from agentfactory.rollout.inference.embedded.sampling import HeldImage, Request
-from agentfactory.rollout.inference.http_server import ApiError, Json
+from agentfactory.rollout.inference.http_server import BadRequest, Json
 from agentfactory.rollout.text.stop_strings import Decode, StopWatch
 
 # Supported sampling parameters, and parameters accepted only with the value that has no effect.
@@ -52,45 +52,43 @@ def make_request(
     """Create the request for `engine`, with the images of its content parts. `decode` converts ids to text; None if the
     model has no tokenizer. Raises ApiError if the engine does not support something in the body."""
     if unknown := body.keys() - _REQUEST:
-        raise ApiError(400, f"{min(unknown)}: not supported by the embedded engine")
+        raise BadRequest(f"{min(unknown)}: not supported by the embedded engine")
     if body.get("stream"):
-        raise ApiError(400, "stream: not supported by the embedded engine")
+        raise BadRequest("stream: not supported by the embedded engine")
     prompt, limit = _token_ids(body.get("token_ids"), "token_ids", engine.vocab_size), engine.max_model_len
     if not len(prompt):
-        raise ApiError(400, "token_ids: must contain at least one token")
+        raise BadRequest("token_ids: must contain at least one token")
     images = None
     if engine.encoder is not None:
         try:
             prompt, images = engine.encoder.images.place(prompt.tolist(), held)
         except ValueError as error:
-            raise ApiError(400, f"content_parts: {error}") from error
+            raise BadRequest(f"content_parts: {error}") from error
     if len(prompt) >= limit:
-        raise ApiError(
-            400,
+        raise BadRequest(
             f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} "
             "input tokens, which leaves no room for output tokens. Please reduce the length of the input prompt.",
         )
     params = body.get("sampling_params")
     if not isinstance(params, dict):
-        raise ApiError(400, "sampling_params: must be an object")
+        raise BadRequest("sampling_params: must be an object")
     for key, value in params.items():
         if key not in _SAMPLING and value not in _NEUTRAL.get(key, ()):
             only = f"; only {' or '.join(map(str, _NEUTRAL[key]))} is" if key in _NEUTRAL else ""
-            raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
+            raise BadRequest(f"sampling_params.{key}: {value!r} is not supported by the embedded engine{only}")
     for key, (is_valid, what) in _VALUES.items():
         if params.get(key) is not None and not is_valid(params[key]):
-            raise ApiError(400, f"sampling_params.{key}: {params[key]!r} is not {what}")
+            raise BadRequest(f"sampling_params.{key}: {params[key]!r} is not {what}")
     temperature = params.get("temperature")
     scored_ids = params.get("logprob_token_ids") or []
     candidates = _token_ids(scored_ids, "sampling_params.logprob_token_ids", engine.vocab_size).tolist()
     if params.get("logprobs") not in (None, len(candidates), len(candidates) or 1):
-        raise ApiError(
-            400,
+        raise BadRequest(
             "sampling_params.logprobs: must be 0 or 1 (the sampled token only) or the number of logprob_token_ids",
         )
     scored, salt = params.get("prompt_logprobs"), body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
-        raise ApiError(400, f"cache_salt: {salt!r} is not a non-empty string")
+        raise BadRequest(f"cache_salt: {salt!r} is not a non-empty string")
     stop = frozenset(_token_ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids").tolist())
     return Request(
         prompt=prompt,
@@ -175,16 +173,16 @@ def _logit_bias(value: Any, vocab_size: int) -> dict[int, float]:
         valid = False
     if not valid:
         told = f"must map tokens from 0 to {vocab_size - 1} to numbers from -1e30 to 1e30"
-        raise ApiError(400, f"sampling_params.logit_bias: {told}")
+        raise BadRequest(f"sampling_params.logit_bias: {told}")
     return bias
 
 
 def _stop_watch(value: Any, decode: Decode | None) -> StopWatch | None:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ApiError(400, f"sampling_params.stop: {value!r} is not a list of non-empty strings")
+        raise BadRequest(f"sampling_params.stop: {value!r} is not a list of non-empty strings")
     if stops and decode is None:
-        raise ApiError(400, "sampling_params.stop: stop strings need a tokenizer, and the model's folder has none")
+        raise BadRequest("sampling_params.stop: stop strings need a tokenizer, and the model's folder has none")
     return StopWatch(stops, decode) if stops and decode else None
 
 
@@ -198,6 +196,6 @@ def _token_ids(value: Any, name: str, vocab_size: int | None = None) -> np.ndarr
             array = np.empty((0, 0))
         if array.ndim == 1 and array.dtype.kind == "i":
             if vocab_size is not None and not (array.min() >= 0 and array.max() < vocab_size):
-                raise ApiError(400, f"{name}: must be from 0 to {vocab_size - 1}")
+                raise BadRequest(f"{name}: must be from 0 to {vocab_size - 1}")
             return array
-    raise ApiError(400, f"{name}: must be a list of integers")
+    raise BadRequest(f"{name}: must be a list of integers")

@@ -88,14 +88,12 @@ FEATURE_BYTES = 2**28
 class ImageEncoder:
     """The vision tower of `model`, with a cache of recent features."""
 
-    def __init__(
-        self, model: PreTrainedModel, vision: PatchVision, maker: PixelMaker, limit: int = FEATURE_BYTES
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, vision: PatchVision, maker: PixelMaker) -> None:
         self.images = ImageCache(vision)
         """The images of requests."""
         self._model, self._maker, self._device = model, maker, model.device
         self._image_token_id = vision.image_token_id
-        self._features: ByteCache[int, Features] = ByteCache(limit)
+        self._features: ByteCache[int, Features] = ByteCache(FEATURE_BYTES)
 
     def clear(self) -> None:
         """Drop all features, because the tower's weights change or the memory is needed."""

@@ -4,7 +4,6 @@ From WHOLE elements on, the packed weight replaces the module's own. A smaller w
 (a tied head), keeps both. `ServedWeights` reads and writes weights wherever they are."""
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -79,8 +78,8 @@ def _whole_weights(model: nn.Module) -> set[int]:
 def drop_packed(model: nn.Module) -> None:
     """Free second copies; each is created again on its next use."""
     for module in model.modules():
-        if (packed := _packed_of(module)) is not None:
-            packed.drop()
+        if isinstance(module.forward, _PackedLinear):
+            module.forward.drop()
 
 
 class _PackedLinear:
@@ -131,11 +130,6 @@ class _PackedLinear:
         return y[..., :rows, :] if padding else y
 
 
-def _packed_of(module: nn.Module) -> _PackedLinear | None:
-    forward: Any = module.forward
-    return forward if isinstance(forward, _PackedLinear) else None
-
-
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
     return packed
@@ -145,36 +139,22 @@ class ServedWeights:
     """The weights of a served model by the names of its `state_dict`, packed or not."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._state = model.state_dict()
+        self.state = model.state_dict()
+        """Name -> tensor, with the weight's shape and dtype, but without its values if they are packed."""
         self._packed = {
             f"{name}.weight": packed
             for name, module in model.named_modules()
-            if (packed := _packed_of(module)) is not None and packed.whole
+            if isinstance(packed := module.forward, _PackedLinear) and packed.whole
         }
         names: dict[object, list[str]] = {}
-        for name, tensor in self._state.items():
+        for name, tensor in self.state.items():
             names.setdefault(name if name in self._packed else tensor.data_ptr(), []).append(name)
         self.tied = list(names.values())
         """Groups of names, one group per tensor; most groups have one name."""
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._state
-
-    def names(self) -> Iterable[str]:
-        """Return all names."""
-        return self._state.keys()
-
-    def shape(self, name: str) -> torch.Size:
-        """Return a weight's shape."""
-        return self._state[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a weight's dtype."""
-        return self._state[name].dtype
-
     def read(self, name: str) -> Tensor:
         """Return a weight: the tensor itself, or an unpacked copy."""
-        return self._packed[name].read() if name in self._packed else self._state[name]
+        return self._packed[name].read() if name in self._packed else self.state[name]
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
@@ -182,7 +162,7 @@ class ServedWeights:
         if name in self._packed:
             self._packed[name].write(value)
         else:
-            self._state[name].copy_(value)
+            self.state[name].copy_(value)
 
 
 Quantization = Literal["int8", "int4"]

@@ -49,10 +49,6 @@ class PromptImages(NamedTuple):
     def shift(self) -> int:
         return int(self.rotary.max()) + 1 - self.rotary.shape[1]
 
-    def token_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Convert the ids of the engine's cache to the model's token ids."""
-        return np.where(ids < 0, self.image_token_id, ids)
-
 
 class PromptScore(NamedTuple):
     """The distribution before a prompt token: its own log-probability and rank (from 1), at temperature 1, and the most
@@ -100,7 +96,8 @@ class Request:
     @property
     def token_ids(self) -> list[int]:
         """The prompt as model input, with the image token at all image positions."""
-        return (self.images.token_ids(self.prompt) if self.images else self.prompt).tolist()
+        images = self.images
+        return (np.where(self.prompt < 0, images.image_token_id, self.prompt) if images else self.prompt).tolist()
 
 
 def score_prompt(request: Request, start: int, logits: Float[Tensor, "n vocabulary"]) -> None:

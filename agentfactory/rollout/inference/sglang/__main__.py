@@ -100,14 +100,6 @@ def _nccl_of(python: str | None) -> str | None:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def _arguments() -> tuple[argparse.Namespace, list[str]]:
-    parser = server_parser("agentfactory.rollout.inference.sglang", __doc__)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--python", help="Python that has SGLang (default: this one)")
-    parser.add_argument("--attach", metavar="URL", help="address of a running SGLang server, instead of starting one")
-    return parser.parse_known_args()
-
-
 async def _serve(
     args: argparse.Namespace, flags: list[str], listener: socket.socket, api_key: str, cleanup: ExitStack
 ) -> None:
@@ -133,7 +125,11 @@ async def _serve(
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT. Exit status 2 and one line on stderr when it cannot start, or SGLang ends."""
-    args, flags = _arguments()
+    parser = server_parser("agentfactory.rollout.inference.sglang", __doc__)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--python", help="Python that has SGLang (default: this one)")
+    parser.add_argument("--attach", metavar="URL", help="address of a running SGLang server, instead of starting one")
+    args, flags = parser.parse_known_args()
     run_server(args, partial(_serve, args, flags))
 
 

@@ -42,7 +42,7 @@ class Front(ProtocolServer):
             raise ApiError(404, f"The model `{name}` does not exist.")
         request = to_sglang(body, self._served.max_model_len)
         try:
-            answer = await self._sglang.post("/generate", request)
+            answer = await self._sglang.ask("/generate", request)
         except asyncio.CancelledError:  # the client has disconnected
             abort = asyncio.create_task(self._sglang.request("POST", "/abort_request", {"rid": request["rid"]}))
             self._aborts.add(abort)
@@ -55,11 +55,11 @@ class Front(ProtocolServer):
         mode = http.query.get("mode", "abort")
         if mode not in _MODES:
             raise self.unsupported("mode", mode, " or ".join(_MODES))
-        await self._sglang.post("/pause_generation", {"mode": _MODES[mode]})
+        await self._sglang.ask("/pause_generation", {"mode": _MODES[mode]})
         return {"status": "paused"}
 
     async def resume(self, http: web.BaseRequest) -> Json:
-        await self._sglang.post("/continue_generation", {})
+        await self._sglang.ask("/continue_generation", {})
         return {"status": "resumed"}
 
     async def is_paused(self, http: web.BaseRequest) -> Json:
@@ -92,7 +92,7 @@ class Front(ProtocolServer):
         return {"message": "Weight update finished"}
 
     async def weight_info(self, http: web.BaseRequest) -> Json:
-        return {"weight_version": (await self._sglang.get("/model_info"))["weight_version"]}
+        return {"weight_version": (await self._sglang.ask("/model_info"))["weight_version"]}
 
     async def weight_checker(self, http: web.BaseRequest) -> Json:
         action = (await body_of(http)).get("action")
@@ -108,7 +108,7 @@ class Front(ProtocolServer):
 
     async def health(self, http: web.BaseRequest) -> Json:
         # SGLang's own /health samples a token, which takes a second, and fails while it is paused
-        await self._sglang.get("/model_info")
+        await self._sglang.ask("/model_info")
         return {}
 
     async def models(self, http: web.BaseRequest) -> Json:

@@ -1,5 +1,4 @@
-"""Our protocol in SGLang's: a turn's request and response, and updates of full weights with the checksums that prove
-them."""
+"""Our protocol in SGLang's: a turn's request and response, and updates of full weights with their checksums."""
 
 import math
 import uuid
@@ -7,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentfactory.rollout.inference.http_server import ApiError, Json
+from agentfactory.rollout.inference.http_server import ApiError, BadRequest, Json
 from agentfactory.rollout.inference.sglang.upstream import Sglang
 from agentfactory.rollout.inference.weight_digest import ON_CPU, ON_GPU, UNKNOWN
 
@@ -30,32 +29,40 @@ _BYTES |= {"uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 def to_sglang(body: Json, max_model_len: int) -> Json:
     """Return the body of SGLang's /generate for one of ours. Raises ApiError for what SGLang cannot do."""
     if body.get("content_parts"):
-        raise ApiError(400, "content_parts: images are not supported with SGLang")
+        raise BadRequest("content_parts: images are not supported with SGLang")
     if unknown := (body.keys() - _REQUEST - {"content_parts"}) | ({"stream"} if body.get("stream") else set()):
-        raise ApiError(400, f"{min(unknown)}: not supported with SGLang")
+        raise BadRequest(f"{min(unknown)}: not supported with SGLang")
     ids, params = body.get("token_ids"), body.get("sampling_params")
     if not isinstance(ids, list) or not ids or type(ids[0]) is not int:
-        raise ApiError(400, "token_ids: must be a list of at least one token id")
+        raise BadRequest("token_ids: must be a list of at least one token id")
     if not isinstance(params, dict):
-        raise ApiError(400, "sampling_params: must be an object")
+        raise BadRequest("sampling_params: must be an object")
     for key, value in params.items():
         if key not in _SAME and key not in _OWN and not (key in _NEUTRAL and value == _NEUTRAL[key]):
-            raise ApiError(400, f"sampling_params.{key}: {value!r} is not supported with SGLang")
+            raise BadRequest(f"sampling_params.{key}: {value!r} is not supported with SGLang")
     if len(ids) > max_model_len - RESERVED_TOKENS:
-        raise ApiError(
-            400,
+        raise BadRequest(
             f"This model's maximum context length is {max_model_len} tokens, and SGLang keeps {RESERVED_TOKENS} of "
             f"them free. However, your prompt contains {len(ids)} input tokens. Please reduce its length.",
         )
     candidates = params.get("logprob_token_ids") or []
     if params.get("logprobs") not in (None, len(candidates)):
-        raise ApiError(
-            400, "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids"
+        raise BadRequest(
+            "sampling_params.logprobs: must be 0 (the sampled token only) or the number of logprob_token_ids"
         )
+    stops = params.get("stop") or []
+    if not all(isinstance(stop, str) and stop for stop in ([stops] if isinstance(stops, str) else stops)):
+        raise BadRequest(f"sampling_params.stop: {stops!r} is not a list of non-empty strings")
+    sampling = {key: value for key, value in params.items() if key in _SAME and value is not None}
+    # without it, SGLang ends a turn after 128 tokens
+    most = params.get("max_tokens")
+    sampling["max_new_tokens"] = max_model_len - len(ids) if most is None else most
+    if params.get("min_tokens"):
+        sampling["min_new_tokens"] = params["min_tokens"]
     request: Json = {
         "rid": body.get("request_id") or uuid.uuid4().hex,
         "input_ids": ids,
-        "sampling_params": _sampling(params, max_model_len - len(ids)),
+        "sampling_params": sampling,
         "return_logprob": True,
         "stream": False,
     }
@@ -68,18 +75,6 @@ def to_sglang(body: Json, max_model_len: int) -> Json:
     if salt is not None:
         request["cache_salt"] = salt
     return request
-
-
-def _sampling(params: Json, left: int) -> Json:
-    stops = params.get("stop") or []
-    if not all(isinstance(stop, str) and stop for stop in ([stops] if isinstance(stops, str) else stops)):
-        raise ApiError(400, f"sampling_params.stop: {stops!r} is not a list of non-empty strings")
-    sampling = {key: value for key, value in params.items() if key in _SAME and value is not None}
-    # without it, SGLang ends a turn after 128 tokens
-    sampling["max_new_tokens"] = params["max_tokens"] if params.get("max_tokens") is not None else left
-    if params.get("min_tokens"):
-        sampling["min_new_tokens"] = params["min_tokens"]
-    return sampling
 
 
 def from_sglang(body: Json, request: Json, response: Json) -> Json:
@@ -158,16 +153,16 @@ class WeightUpdates:
             return
         needed = {"master_address", "master_port", "rank_offset", "world_size", "packed_buffer_size_bytes"}
         if not isinstance(info, dict) or not info.keys() >= needed:
-            raise ApiError(400, f"init_info: with SGLang, it is {{}} or has {', '.join(sorted(needed))}")
+            raise BadRequest(f"init_info: with SGLang, it is {{}} or has {', '.join(sorted(needed))}")
         if self._group is not None:
-            await self._sglang.post("/destroy_weights_update_group", {"group_name": self._group[0]})
+            await self._sglang.ask("/destroy_weights_update_group", {"group_name": self._group[0]})
             self._group = None
         # a trainer that died may have left SGLang's session open; without one, this answers 400
         await self._sglang.request("POST", "/end_weight_update", {})
         # as in trainers/sync/nccl_sync.py; torch refuses a name twice
         name = f"agentfactory-{int(info['master_port'])}"
         body = {key: info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
-        await self._sglang.post(
+        await self._sglang.ask(
             "/init_weights_update_group", {**body, "group_name": name, "backend": self.process_group}
         )
         self._group = name, int(info["packed_buffer_size_bytes"])
@@ -183,13 +178,13 @@ class WeightUpdates:
             case {"path": str(path), **rest} if not rest:
                 if not Path(path).is_dir():
                     problem = f"update_info.path: {path} is not a folder"
-                    raise ApiError(400, f"{problem}, and SGLang reads a folder of safetensors")
+                    raise BadRequest(f"{problem}, and SGLang reads a folder of safetensors")
                 # the trainer drops the caches in a step of its own
-                await self._sglang.post("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+                await self._sglang.ask("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
             case {"names": list(names), "dtype_names": list(dtypes), "shapes": list(shapes)}:
                 await self._receive(names, dtypes, shapes)
             case _:
-                raise ApiError(400, 'update_info: with SGLang, it is {"path": FOLDER} or {names, dtype_names, shapes}')
+                raise BadRequest('update_info: with SGLang, it is {"path": FOLDER} or {names, dtype_names, shapes}')
         self._loaded = True
 
     async def finish(self, version: Any) -> None:
@@ -198,17 +193,17 @@ class WeightUpdates:
         if version is None:
             return
         if not isinstance(version, str):
-            raise ApiError(400, f"weight_version: {version!r} is not a string")
+            raise BadRequest(f"weight_version: {version!r} is not a string")
         if not self._loaded:
-            raise ApiError(400, "weight_version: no weights were updated; POST /update_weights first")
+            raise BadRequest("weight_version: no weights were updated; POST /update_weights first")
         # by default, SGLang would abort all requests
-        await self._sglang.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self._sglang.ask("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of each weight, by worker and name: "FUNCTION:HEX", without dtype and shape, which SGLang
         does not tell. The trainer cannot know which slice a worker of several holds, so these are unknown."""
         body = {"action": "checksum", "selector": "target"}
-        ranks = (await self._sglang.post("/weights_checker", body)).get("ranks") or []
+        ranks = (await self._sglang.ask("/weights_checker", body)).get("ranks") or []
         function = (ON_GPU if self._on_gpu else ON_CPU) if len(ranks) == 1 else UNKNOWN
         found: dict[str, str] = {}
         for rank in ranks:
@@ -219,10 +214,10 @@ class WeightUpdates:
 
     async def _receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
         if self._group is None:
-            raise ApiError(400, "update_info: SGLang has joined no process group; POST /init_weight_transfer_engine")
+            raise BadRequest("update_info: SGLang has joined no process group; POST /init_weight_transfer_engine")
         group, buffer_bytes = self._group
         buckets = list(cut(names, dtypes, shapes, buffer_bytes))
-        await self._sglang.post("/begin_weight_update", {"selector": "target"})
+        await self._sglang.ask("/begin_weight_update", {"selector": "target"})
         self._session = True
         for part in buckets:
             body = {
@@ -234,11 +229,11 @@ class WeightUpdates:
                 "selector": "target",
                 "flush_cache": False,
             }
-            await self._sglang.post("/update_weights_from_distributed", body)
+            await self._sglang.ask("/update_weights_from_distributed", body)
 
     async def _end_session(self) -> None:
         if self._session:
-            await self._sglang.post("/end_weight_update", {})
+            await self._sglang.ask("/end_weight_update", {})
             self._session = False
 
 
@@ -247,13 +242,13 @@ def cut(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[i
     `most` bytes, as in trainers/sync/nccl_sync.py. Raises ApiError for an unknown dtype, and for weights that SGLang
     could not read in place."""
     if not len(names) == len(dtypes) == len(shapes) > 0:
-        raise ApiError(400, "update_info: names, dtype_names and shapes must be lists of one length, at least 1")
+        raise BadRequest("update_info: names, dtype_names and shapes must be lists of one length, at least 1")
     start = size = 0
     for index, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
         if dtype not in _BYTES:
-            raise ApiError(400, f"update_info: {name} has dtype {dtype!r}, which is not supported with SGLang")
+            raise BadRequest(f"update_info: {name} has dtype {dtype!r}, which is not supported with SGLang")
         if size % _BYTES[dtype]:
-            raise ApiError(400, f"update_info: {name} ({dtype}) would begin at byte {size} of its buffer: not aligned")
+            raise BadRequest(f"update_info: {name} ({dtype}) would begin at byte {size} of its buffer: not aligned")
         size += math.prod(shape) * _BYTES[dtype]
         if size > most:
             yield slice(start, index + 1)

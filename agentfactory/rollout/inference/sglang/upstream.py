@@ -14,9 +14,9 @@ from agentfactory.base.http.clients import answer_within, open_session
 from agentfactory.rollout.inference.http_server import ApiError, Json
 
 _IDLE_SECONDS = 4.0
+"""uvicorn closes idle connections after 5 s."""
 _ANSWER_BYTES = 1 << 28
 """Maximum size of an answer; the largest are the log-probabilities of a long prompt."""
-"""uvicorn closes idle connections after 5 s."""
 FIELD = "server.options.attach"
 _CANDIDATES = [0, 1, 2, 3]
 """Tokens whose log-probabilities are compared between temperatures; every vocabulary has them."""
@@ -58,26 +58,19 @@ class Sglang:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise SglangGoneError(503, f"SGLang at {self.url} does not answer: {error or repr(error)}") from error
 
-    async def get(self, path: str) -> Json:
-        """Return the JSON object at `path`. Raises ApiError with SGLang's message."""
-        return _checked(path, *await self.request("GET", path))
-
-    async def post(self, path: str, body: Json) -> Json:
-        """Post a JSON object; return the response if it is one, else {}. Raises ApiError with SGLang's message, also if
-        the response reports no success."""
-        return _checked(path, *await self.request("POST", path, body))
-
-
-def _checked(path: str, status: int, text: str) -> Json:
-    answer: Any = None
-    with suppress(json.JSONDecodeError):
-        answer = json.loads(text)
-    answer = answer if isinstance(answer, dict) else {}
-    if status == 200 and answer.get("success") is not False:
-        return answer
-    error = answer.get("error")
-    told = (error.get("message") if isinstance(error, dict) else error) or answer.get("message") or text
-    raise ApiError(status if status != 200 else 400, f"SGLang's {path} answered {status}: {str(told)[:500]}")
+    async def ask(self, path: str, body: Json | None = None) -> Json:
+        """Get `path`, or post a JSON object to it; return the response if it is an object, else {}. Raises ApiError
+        with SGLang's message, also if the response reports no success."""
+        status, text = await self.request("GET" if body is None else "POST", path, body)
+        answer: Any = None
+        with suppress(json.JSONDecodeError):
+            answer = json.loads(text)
+        answer = answer if isinstance(answer, dict) else {}
+        if status == 200 and answer.get("success") is not False:
+            return answer
+        error = answer.get("error")
+        told = (error.get("message") if isinstance(error, dict) else error) or answer.get("message") or text
+        raise ApiError(status if status != 200 else 400, f"SGLang's {path} answered {status}: {str(told)[:500]}")
 
 
 @dataclass(frozen=True)
@@ -95,13 +88,13 @@ async def attach(sglang: Sglang) -> Served:
     """Check that a running server can serve a run, and return its properties. Raises SettingError."""
     try:
         async with asyncio.timeout(_ANSWERS_WITHIN):
-            info, model = await sglang.get("/server_info"), await sglang.get("/model_info")
-            cards = (await sglang.get("/v1/models"))["data"]
+            info, model = await sglang.ask("/server_info"), await sglang.ask("/model_info")
+            cards = (await sglang.ask("/v1/models"))["data"]
         _check(sglang.url, info, model)
         workers = int(info["tp_size"]) * int(info["pp_size"])
         served = Served(model["model_path"], int(cards[0]["max_model_len"]), workers, info["device"] != "cpu")
         # a trainer that died may have left it paused, and the first sync replaces its weights
-        await sglang.post("/continue_generation", {})
+        await sglang.ask("/continue_generation", {})
         await _check_turns(sglang)
     except SettingError:
         raise
@@ -137,7 +130,7 @@ async def _check_turns(sglang: Sglang) -> None:
     for temperature in (0.5, 2.0):
         sampling = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
         request = {"input_ids": [1, 2], "sampling_params": sampling, "return_logprob": True}
-        meta = (await sglang.post("/generate", {**request, "token_ids_logprob": _CANDIDATES}))["meta_info"]
+        meta = (await sglang.ask("/generate", {**request, "token_ids_logprob": _CANDIDATES}))["meta_info"]
         scores.append([entry[0] for entry in meta["output_token_ids_logprobs"][0]])
         if meta.get("weight_versions") is None:
             problem = f"{sglang.url} does not report which weights sampled a token (weight_versions)"

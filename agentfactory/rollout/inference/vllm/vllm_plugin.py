@@ -173,7 +173,9 @@ def _used(module: Any, own_name: str, weight: Tensor) -> Tensor:
     if own_name in ("w13_weight", "w2_weight"):
         return _unpacked_experts(module, own_name)
     if own_name == "weight" and hasattr(module, "cpu_linear"):
-        packed = _unpacked(module)
+        own = module.weight
+        width = own.shape[1] if own.ndim == 2 else getattr(module, "input_size_per_partition", module.input_size)
+        packed: Tensor = module.cpu_linear(torch.eye(width, dtype=own.dtype), own, None).T
         # 0 and -0 are the same weight
         if weight.shape != packed.shape or not torch.equal(weight, packed):
             return packed
@@ -205,9 +207,3 @@ def _unpacked_experts(module: Any, name: str) -> Tensor:
     weight = torch.empty_like(packed.data).view(count, -1)
     weight[:, order] = packed.data.reshape(count, -1)
     return weight.view(packed.shape)
-
-
-def _unpacked(module: Any) -> Tensor:
-    weight = module.weight
-    width = weight.shape[1] if weight.ndim == 2 else getattr(module, "input_size_per_partition", module.input_size)
-    return module.cpu_linear(torch.eye(width, dtype=weight.dtype), weight, None).T

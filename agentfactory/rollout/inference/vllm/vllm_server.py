@@ -10,7 +10,6 @@ import http.client
 import importlib.metadata
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.http.loopback import is_loopback, listeners_users, loopback_interface
+from agentfactory.base.http.loopback import bound_socket, is_loopback, listeners_users, loopback_interface
 from agentfactory.base.http.server_keys import published_key
 from agentfactory.base.processes import parent_watch
 from agentfactory.rollout.inference.server_metrics import METRICS_ROUTE, REPLICA_HEADER, parse_loads
@@ -75,18 +74,6 @@ def _end(message: str) -> NoReturn:
     """End vLLM, from another thread."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _reserve(host: str, port: int) -> socket.socket:
-    """Bind a socket that never listens: it reserves the port, and vLLM can still bind it later."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, kind, protocol)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(address)
-    except (OSError, OverflowError) as error:
-        _fail(f"cannot listen on {host}:{port}: {error}")
-    return reserved
 
 
 def _pass_on_transfer(config: str) -> list[str]:
@@ -167,7 +154,11 @@ def main() -> None:
     api_key = None
     if args.api_key_env and not (api_key := os.environ.get(args.api_key_env)):
         _fail(f"--api-key-env {args.api_key_env}: this environment variable is not set")
-    reserved = _reserve(args.host, args.port)
+    try:
+        # it never listens, but reserves the port, and vLLM can still bind it later
+        reserved = bound_socket(args.host, args.port)
+    except (OSError, OverflowError) as error:
+        _fail(f"cannot listen on {args.host}:{args.port}: {error}")
     if not is_loopback(reserved.getsockname()[0]) and not api_key:
         _fail(f"--host {args.host} is a public address: it needs --api-key-env")
     port = reserved.getsockname()[1]

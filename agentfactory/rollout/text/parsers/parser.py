@@ -113,7 +113,7 @@ class Parser:
         """Return one sentence that shows how to write a call; the message about a malformed turn ends with it."""
         if not specs:
             return ""
-        names = parameters(specs[0])
+        names = properties_of(specs[0].parameters)
         return f"Write a call as\n{self.write([(specs[0].name, {name: '...' for name in names})], specs)}"
 
     def instructions(self, specs: Sequence[ToolSpec]) -> str | None:
@@ -168,21 +168,17 @@ def with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": text}}
 
 
-def parameters(spec: ToolSpec) -> dict[str, Any]:
-    return properties_of(spec.parameters)
-
-
 def parameter_schema(spec: ToolSpec, key: str) -> dict[str, Any]:
     """Return the schema of a tool's parameter; a string schema if the tool has no such parameter."""
     rest = spec.parameters.get("additionalProperties")
-    schema: dict[str, Any] = parameters(spec).get(key, rest if isinstance(rest, dict) else {"type": "string"})
-    return schema
+    schema: dict[str, Any] = rest if isinstance(rest, dict) else {"type": "string"}
+    return properties_of(spec.parameters).get(key, schema)
 
 
 def sole_parameter(spec: ToolSpec) -> str | None:
     """Return the parameter that a call may pass without its name: the only required one, or the only one."""
     required = required_of(spec.parameters)
-    names = required if len(required) == 1 else list(parameters(spec))
+    names = required if len(required) == 1 else list(properties_of(spec.parameters))
     return names[0] if len(names) == 1 else None
 
 

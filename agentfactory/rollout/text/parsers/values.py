@@ -9,15 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-KINDS = {
-    dict: "an object",
-    list: "an array",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    type(None): "null",
-}
+KINDS: dict[type, str] = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+KINDS |= dict.fromkeys((int, float), "a number")
 """JSON type -> its name in messages to the model."""
 MAX_DEPTH = 100
 MAX_LITERAL = 100_000
@@ -163,23 +156,12 @@ def _types(schema: Any, root: dict[str, Any], depth: int) -> Iterator[str]:
         yield from _types(target, root, depth + 1)
 
 
-_PYTHON = {
-    "null": type(None),
-    "boolean": bool,
-    "integer": int,
-    "number": float,
-    "string": str,
-    "array": list,
-    "object": dict,
-}
+_PYTHON: dict[str, Any] = {"null": type(None), "boolean": bool, "integer": int, "number": (int, float)}
+_PYTHON |= {"string": str, "array": list, "object": dict}
 
 
 def _is(value: Any, kind: str) -> bool:
-    if kind == "number":
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "integer":
-        return isinstance(value, int) and not isinstance(value, bool)
-    return kind in _PYTHON and isinstance(value, _PYTHON[kind])
+    return isinstance(value, _PYTHON.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def finite(number: str) -> float:

@@ -40,7 +40,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
     try:
         text = fit_calls(template, parser, specs)
     except RenderError as error:
-        fix = _use(_fitting_formats(template))
+        fix = _use_another(template)
         named = RenderError(f"{error}; {fix}") if fix else error
         raise (unseen if ignores else named) from error
     words = behaviour.closings.words
@@ -48,7 +48,7 @@ def check_tools(template: ChatTemplate, opened: str, behaviour: Behaviour, parse
         if ignores:
             raise unseen
         problem = f"a format that rollout.parser does not read: {text.rpartition('wordask')[2]!r}"
-        fix = _use(_fitting_formats(template)) or "no native format does"
+        fix = _use_another(template) or "no native format does"
         raise RenderError(f"the chat template writes tool calls in {problem}; {fix}")
     told = results_of(messages[1]["tool_calls"])
     try:
@@ -186,13 +186,10 @@ def reads_call(template: ChatTemplate, parser: Parser) -> tuple[str, list[Call]]
     return None
 
 
-def _fitting_formats(template: ChatTemplate) -> list[str]:
+def _use_another(template: ChatTemplate) -> str:
     native = {name: parser for name in PARSERS if (parser := load_parser(name)).native}
-    return [n for n, p in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), p)]
-
-
-def _use(formats: list[str]) -> str:
-    return f"{USE}{' or '.join(formats)}" if formats else ""
+    fit = [n for n, p in native.items() if reads_call(ChatTemplate(template.tokenizer, template.source), p)]
+    return f"{USE}{' or '.join(fit)}" if fit else ""
 
 
 def shows(template: ChatTemplate, messages: list[Message], specs: Tools, word: str) -> bool:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import ToolSpec, required_of
+from agentfactory.base.messages import ToolSpec, properties_of, required_of
 from agentfactory.rollout.text.parsers.blocks import fenced_blocks, join_parts
-from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading, parameters
+from agentfactory.rollout.text.parsers.parser import Call, FormatError, Parser, Reading
 
 CODE = "code"
 
@@ -54,7 +54,7 @@ class CodeBlock(Parser):
 
 def _code_tool(specs: Sequence[ToolSpec]) -> str:
     """Return the tool that runs code: the only one with a parameter `code` and no other required parameter."""
-    fit = [s.name for s in specs if CODE in parameters(s) and set(required_of(s.parameters)) <= {CODE}]
+    fit = [s.name for s in specs if CODE in properties_of(s.parameters) and set(required_of(s.parameters)) <= {CODE}]
     if specs and len(fit) != 1:
         among = f"{', '.join(fit) or 'none'} among {', '.join(spec.name for spec in specs)}"
         problem = f"code_block needs one tool with a parameter `{CODE}`, and the recipe has {among}"

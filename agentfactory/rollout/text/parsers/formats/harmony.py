@@ -36,7 +36,12 @@ class Harmony(NativeParser):
         for channel, recipient, body in _messages(text):
             if recipient is not None:
                 try:
-                    calls.append(_call(recipient.removeprefix("functions."), body))
+                    if not (name := recipient.removeprefix("functions.")):
+                        raise ValueError("no tool's name after functions.")
+                    arguments, end = read_object(body, 0)
+                    if skip_space(body, end) < len(body):
+                        raise ValueError("text after the arguments")
+                    calls.append((name, arguments))
                 except ValueError as error:
                     raise FormatError(f"Malformed tool call {len(calls) + 1}: {error}") from error
             elif channel in ("final", "commentary"):
@@ -57,15 +62,6 @@ class Harmony(NativeParser):
             f"Write a call as {CHANNEL}commentary to=functions.tool_name {CONSTRAIN}json{MESSAGE}{{...}}, "
             f"and an answer as {CHANNEL}final{MESSAGE}"
         )
-
-
-def _call(name: str, body: str) -> Call:
-    if not name:
-        raise ValueError("no tool's name after functions.")
-    arguments, end = read_object(body, 0)
-    if skip_space(body, end) < len(body):
-        raise ValueError("text after the arguments")
-    return name, arguments
 
 
 def _messages(text: str) -> Iterator[tuple[str, str | None, str]]:

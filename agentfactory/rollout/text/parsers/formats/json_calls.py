@@ -4,7 +4,6 @@ chat template describes."""
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import fenced_blocks, join_parts, read_call_object
@@ -67,7 +66,9 @@ def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Cal
         is_call = _CALL.match(text, begin + doubled) is not None
         try:
             value, end = read_json(text, begin + doubled)
-            is_call = is_call or _is_call(value, specs)
+            name, has_arguments = value.get("name"), not value.keys().isdisjoint(_KEYS)
+            if isinstance(name, str) and (has_arguments or (len(value) == 1 and find_spec(name, specs) is not None)):
+                is_call = True
             call = read_call_object(value, *_KEYS) if is_call else None
         except ValueError as error:
             cause = error.__cause__
@@ -85,10 +86,3 @@ def _calls(text: str, specs: Sequence[ToolSpec]) -> Iterator[tuple[int, int, Cal
                 begin = block.begin
             last = position
             yield begin, position, call
-
-
-def _is_call(value: dict[str, Any], specs: Sequence[ToolSpec]) -> bool:
-    name = value.get("name")
-    if not isinstance(name, str):
-        return False
-    return not value.keys().isdisjoint(_KEYS) or (len(value) == 1 and find_spec(name, specs) is not None)

@@ -36,7 +36,10 @@ class Llama3Json(NativeParser):
         while not calls or position < len(words):
             try:
                 value, position = read_json(words, position)
-                if not tagged and not calls and not _is_call(value):
+                is_call = (
+                    isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
+                )
+                if not tagged and not calls and not is_call:
                     return Reading(words)
                 calls.append(read_call_object(value, "parameters", "arguments"))
             except ValueError as error:
@@ -55,10 +58,6 @@ class Llama3Json(NativeParser):
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
         return 'Write a call as {"name": "tool_name", "parameters": {...}} and nothing else'
-
-
-def _is_call(value: object) -> bool:
-    return isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
 
 
 class Functionary(Blocks):

@@ -4,10 +4,10 @@ import json
 import re
 from collections.abc import Sequence
 
-from agentfactory.base.messages import ToolSpec
+from agentfactory.base.messages import ToolSpec, properties_of
 from agentfactory.rollout.text.parsers import Arguments, Call, FormatError, Parser, Reading
 from agentfactory.rollout.text.parsers.blocks import join_parts
-from agentfactory.rollout.text.parsers.parser import find_spec, parameters, sole_parameter
+from agentfactory.rollout.text.parsers.parser import find_spec, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 _LABEL = re.compile(r"^[ \t]*+(Thought|Action Input|Action|Observation|Final Answer)[ \t]*+:", re.MULTILINE)
@@ -71,4 +71,4 @@ def _arguments(name: str, text: str, specs: Sequence[ToolSpec]) -> Arguments:
         return value
     if spec is None or sole is None:
         raise FormatError(f"Action Input of {name}: {problem}")
-    return {sole: convert(text, parameters(spec).get(sole, {}), spec.parameters)}
+    return {sole: convert(text, properties_of(spec.parameters).get(sole, {}), spec.parameters)}

@@ -5,7 +5,7 @@ later, and Hunyuan 3 with other names; MiniMax M2, and DeepSeek V3.2 and V4."""
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from agentfactory.base.messages import ToolSpec
 from agentfactory.rollout.text.parsers.blocks import Block, Blocks, expect
@@ -79,7 +79,9 @@ class TaggedValues(Blocks):
                 value = value.removeprefix("\n").removesuffix("\n")
             kind = given.groupdict().get("text")
             if kind == "false":
-                arguments[key] = _json(key, value)
+                arguments[key], end = read_json(value, skip_space(value, 0))
+                if skip_space(value, end) < len(value):
+                    raise ValueError(f'the value of {key} has more than one JSON value; text has string="true"')
             elif kind == "true" or spec is None:
                 arguments[key] = value
             else:
@@ -161,10 +163,3 @@ def _pattern(template: str) -> re.Pattern[str]:
     parts = re.split(r"(\{\w+\}|\s+)", template.strip())
     spaces = {"\n": r"\s*", " ": r"\s+"}
     return re.compile("".join(_PLACES.get(part) or spaces.get(part) or re.escape(part) for part in parts))
-
-
-def _json(key: str, text: str) -> Any:
-    value, end = read_json(text, skip_space(text, 0))
-    if skip_space(text, end) < len(text):
-        raise ValueError(f'the value of {key} has more than one JSON value; text has string="true"')
-    return value

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from agentfactory.base.errors import SettingError
-from agentfactory.base.messages import ToolSpec
+from agentfactory.base.messages import ToolSpec, properties_of
 from agentfactory.rollout.text.parsers import Arguments, Call, FormatError, Parser, Reading
 from agentfactory.rollout.text.parsers.blocks import join_parts
-from agentfactory.rollout.text.parsers.parser import find_spec, parameters, sole_parameter
+from agentfactory.rollout.text.parsers.parser import find_spec, sole_parameter
 from agentfactory.rollout.text.parsers.values import convert, whole_object
 
 ANSWER, RESULT = "answer", "information"
@@ -62,7 +62,7 @@ class Tags(Parser):
         return f"<{ANSWER}>{text.strip()}</{ANSWER}>"
 
     def form(self, specs: Sequence[ToolSpec]) -> str:
-        given: list[Call] = [(spec.name, {name: "..." for name in parameters(spec)}) for spec in specs]
+        given: list[Call] = [(spec.name, {name: "..." for name in properties_of(spec.parameters)}) for spec in specs]
         tags = [self.write([call], specs) for call in given] + [self.write_answer("the final answer")]
         return f"Write {' or '.join(tags)}"
 
@@ -83,7 +83,7 @@ def _body(arguments: Arguments, spec: ToolSpec | None) -> str:
 
 
 def _arguments(body: str, spec: ToolSpec) -> Arguments:
-    known = parameters(spec)
+    known = properties_of(spec.parameters)
     sole = sole_parameter(spec)
     body = body.strip()
     value, problem = whole_object(body)
