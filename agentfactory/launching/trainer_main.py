@@ -53,7 +53,7 @@ from agentfactory.trainers.sync.backends import backend_of, make_sync
 from agentfactory.trainers.sync.canary import CONTEXT_TOKENS, Canary, CanaryRow, canary_rows, with_image_rows
 from agentfactory.trainers.sync.proven_push import RetryingSync
 from agentfactory.trainers.sync.server_control import SLEEP_ROUTES, ServerControl
-from agentfactory.trainers.teachers.graded_rows import check_saved_prompts
+from agentfactory.trainers.teachers.teacher import check_saved_prompts
 from agentfactory.trainers.tracking import Tracking
 
 # named like the entry point, because the launcher's terminal shows its messages

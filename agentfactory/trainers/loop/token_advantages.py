@@ -23,7 +23,7 @@ from agentfactory.tools.environments.environment import anchor_text
 from agentfactory.trainers.batches.batch import TrainingRow, only_targets, training_row
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.loop.advantages import ChainRewards, Estimator, Groups, overlong_penalty, step_groups
-from agentfactory.trainers.teachers.graded_rows import with_grades
+from agentfactory.trainers.teachers.teacher import with_grades
 from agentfactory.trainers.update.losses import kl, token_weights
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentfactory.trainers.config import TrainRecipe
-from agentfactory.trainers.networks.backbone import Backbone
-from agentfactory.trainers.networks.lora import CRITIC_ADAPTER, POLICY_ADAPTER, copy_adapter, has_adapter, use_adapter
-from agentfactory.trainers.networks.network import apply_options, body_of, load_network
+from agentfactory.trainers.networks.lora import (
+    CRITIC_ADAPTER,
+    POLICY_ADAPTER,
+    copy_adapter,
+    copy_rows,
+    has_adapter,
+    table_of,
+    use_adapter,
+)
+from agentfactory.trainers.networks.network import Backbone, apply_options, body_of, load_network
 from agentfactory.trainers.networks.policy import Policy
-from agentfactory.trainers.networks.token_rows import copy_rows, table_of
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -23,13 +23,18 @@ from agentfactory.trainers.batches.image_batches import ImageLoader, Images
 from agentfactory.trainers.config import TrainRecipe
 from agentfactory.trainers.networks.critic import ActorCritic, Role, make_actor_critic
 from agentfactory.trainers.networks.fp8 import gather_in_fp8
-from agentfactory.trainers.networks.frozen_policy import make_reference
+from agentfactory.trainers.networks.lora import TokenNeeds
 from agentfactory.trainers.networks.policy import Policy, load_policy
-from agentfactory.trainers.networks.token_rows import TokenNeeds
 from agentfactory.trainers.networks.vision_tower import check_images, sees, tower_is_trained
-from agentfactory.trainers.processes.sharding import decided_by_rank_0, weights_of_rank_0
-from agentfactory.trainers.teachers.graded_rows import teachers_rows, with_scores, without_long
-from agentfactory.trainers.teachers.teacher import make_teacher, top_k_measure
+from agentfactory.trainers.processes.accelerator import decided_by_rank_0, weights_of_rank_0
+from agentfactory.trainers.teachers.teacher import (
+    make_reference,
+    make_teacher,
+    teachers_rows,
+    top_k_measure,
+    with_scores,
+    without_long,
+)
 from agentfactory.trainers.update.optimizer import clip_gradients, make_optimizer, make_schedule
 
 Targets = Float[Tensor, "targets *several"]
