@@ -28,7 +28,11 @@ def load_agent(config: AgentConfig | None, base: Path) -> Any:
     if (reference := config.name) is None:
         return load_named(_OWN_LOOPS["program"])(config, base)
     if config.reports:
-        return _agent_of_source(reference)
+        source = source_of(reference)
+        if source is None or source.agent is None:
+            problem = f"got {reference!r}, a source whose tasks bring no agent"
+            raise SettingError("rollout.agent", problem, "set it to null")
+        return load_named(source.agent)()
     found = load_object(reference, base)
     if inspect.isasyncgenfunction(found):
         raise SettingError("rollout.agent", f"{reference} yields", "return the agent's answer, or None")
@@ -52,13 +56,6 @@ def load_agent(config: AgentConfig | None, base: Path) -> Any:
     except TypeError as error:
         problem = f"{reference} cannot be created without arguments: {error}"
         raise SettingError("rollout.agent", problem, "give its parameters defaults") from error
-
-
-def _agent_of_source(name: str) -> Any:
-    source = source_of(name)
-    if source is None or source.agent is None:
-        raise SettingError("rollout.agent", f"got {name!r}, a source whose tasks bring no agent", "set it to null")
-    return load_named(source.agent)()
 
 
 def has_own_loop(agent: object) -> bool:

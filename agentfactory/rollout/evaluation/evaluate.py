@@ -45,17 +45,13 @@ async def open_runner(
     objects: Sequence[Any] = (),
     rewards: Rewards | None = None,
     agent: AgentHooks | None = None,
-    processes: int = 1,
     images: Path | None = None,
-    proxy: Proxy | None = None,
 ) -> AsyncIterator[ChainRunner]:
     """Open a runner for chains of `recipe` with the servers at `urls`. `objects` are further tools; `rewards` and
-    `agent` replace the recipe's; `processes` share the machine's memory; `images` is the folder for images."""
+    `agent` replace the recipe's; `images` is the folder for images."""
     async with (
-        _connected(recipe, urls, images, proxy) as (client, folder),
-        _open_chains(
-            recipe, base, client, folder, objects=objects, rewards=rewards, agent=agent, processes=processes
-        ) as runner,
+        _connected(recipe, urls, images, None) as (client, folder),
+        _open_chains(recipe, base, client, folder, objects=objects, rewards=rewards, agent=agent) as runner,
     ):
         yield runner
 

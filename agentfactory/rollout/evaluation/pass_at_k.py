@@ -28,10 +28,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
-def powers_of_two(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length())] if most > 0 else []
-
-
 def sample_figures(groups: Sequence[Group], samples: int) -> dict[str, float]:
     """Return avg@`samples` and pass@k for each power of two k up to `samples`, by name; empty for one sample."""
     return {name: mean(shares) for name, shares in _shares(groups, samples).items() if "@" in name}
@@ -70,7 +66,7 @@ def _shares(groups: Sequence[Group], samples: int) -> dict[str, list[Share]]:
         shares["success"] = [Share(sum(values), len(values)) for values in successes]
         if samples > 1:
             shares[f"avg@{samples}"] = [Share(sum(values) / len(values), 1) for values in successes]
-            for k in powers_of_two(samples):
+            for k in (1 << power for power in range(samples.bit_length())):
                 shares[f"pass@{k}"] = [
                     # after failures, the remaining chains may be too few for an unbiased estimate
                     Share(pass_at_k(len(values), sum(value >= 1.0 for value in values), k), 1)

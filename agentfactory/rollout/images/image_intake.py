@@ -136,18 +136,15 @@ class ShownImages:
         with self.store.open(digest) as file:
             return self.vision.grid(Image.open(file))
 
-    def images_of(self, messages: Sequence[Message]) -> list[tuple[str, Grid]]:
-        """Return (digest, grid) of the stored images in messages, in order. Raise ValueError if one is not stored."""
+    def expand(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
+        """Expand the images in `ids`, the ids of `messages`, to their image tokens. Return the ids and image spans.
+        Raise ValueError if an image is not stored."""
         found: list[tuple[str, Grid]] = []
         for url in image_urls(messages) if self.shows else ():
             if (digest := stored_digest(url)) is None:
                 raise ValueError(f"a message has the image {url!r:.100}, which was not stored")
             found.append((digest, self.grid(digest)))
-        return found
-
-    def expand(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[list[int], list[ImageSpan]]:
-        """Expand the images in `ids`, the ids of `messages`, to their image tokens. Return the ids and image spans."""
-        return self.vision.expand(ids, self.images_of(messages))
+        return self.vision.expand(ids, found)
 
     def expand_row(self, row: Row, messages: Sequence[Message]) -> Row:
         """Expand the images in a row for supervised training to their image tokens, which are context."""

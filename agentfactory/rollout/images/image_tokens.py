@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -104,10 +104,6 @@ class Vision(ABC):
             collapsed.append(self.image_token_id)
             place = span.offset + span.length
         return [*collapsed, *ids[place:]]
-
-
-def shifted(spans: Sequence[ImageSpan], by: int) -> list[ImageSpan]:
-    return [replace(span, offset=span.offset + by) for span in spans]
 
 
 @dataclass(frozen=True)

@@ -70,20 +70,15 @@ MARK = "<bbox>"
 """Placeholder of a box or point in the text of a row with `objects` (ms-swift)."""
 
 
-def has_places(task: dict[str, Any]) -> bool:
-    objects = task.get("objects")
-    if not isinstance(objects, dict) or objects.get("bbox") is None:
-        return False
-    return any(MARK in text for text in texts_of(task, with_turns=True))
-
-
 def state_places(
     task: dict[str, Any], view: ModelView | None, model: str, section: str, row: int | None = None
 ) -> dict[str, Any]:
     """Return a row of `section` with each MARK in its text replaced by the next of `objects.bbox`, in the model's
     coordinates. An entry is a box or point in pixels (`objects.bbox_type: norm1`: fractions of the sides) of the image
     with the number in `objects.image_id`. Raise SettingError with the `row` for invalid or unknown ones."""
-    if not has_places(task):
+    objects = task.get("objects")
+    has_places = isinstance(objects, dict) and objects.get("bbox") is not None
+    if not has_places or not any(MARK in text for text in texts_of(task, with_turns=True)):
         return task
     if view is None:
         raise unknown_way(model, "its rows state")

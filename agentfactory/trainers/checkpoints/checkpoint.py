@@ -2,7 +2,7 @@
 
 import json
 import logging
-import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -35,7 +35,6 @@ from agentfactory.trainers.update.offload import HostBuffer
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-_NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 
 
 @dataclass
@@ -109,8 +108,8 @@ def expand(ranges: list[list[str]]) -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    match = _NUMBERED.fullmatch(name)
-    return (match[1], match[2]) if match else (name, "")
+    prefix = name.rstrip(string.digits)
+    return prefix, name[len(prefix) :]
 
 
 class CheckpointWriter:

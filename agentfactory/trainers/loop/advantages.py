@@ -39,8 +39,14 @@ def grpo_advantages(
 
     All advantages are 0 if all rewards are equal, or if fewer than two chains have one. Raises ValueError if a reward
     is not finite, or if `batch_std` is missing."""
-    known = _compared(rewards)
-    return _centred(rewards, known, _scaling(known, scale, batch_std)) if known else [0.0] * len(rewards)
+    if not (known := _compared(rewards)):
+        return [0.0] * len(rewards)
+    if scale == "none":
+        return _centred(rewards, known, 1.0)
+    std = stdev(known) if scale == "group" else batch_std
+    if std is None:
+        raise ValueError("scale 'batch' needs the standard deviation of the batch's rewards")
+    return _centred(rewards, known, std + STD_EPSILON)
 
 
 def rloo_advantages(rewards: Sequence[float | None]) -> list[float]:
@@ -160,18 +166,6 @@ def _compared(rewards: Sequence[float | None]) -> list[float]:
 def _centred(rewards: Sequence[float | None], known: Sequence[float], scaling: float) -> list[float]:
     mean = fmean(known)
     return [0.0 if reward is None else (reward - mean) / scaling for reward in rewards]
-
-
-def _scaling(known: Sequence[float], scale: Scale, batch_std: float | None) -> float:
-    match scale:
-        case "none":
-            return 1.0
-        case "group":
-            return stdev(known) + STD_EPSILON
-        case "batch":
-            if batch_std is None:
-                raise ValueError("scale 'batch' needs the standard deviation of the batch's rewards")
-            return batch_std + STD_EPSILON
 
 
 PerToken = list[list[float]]

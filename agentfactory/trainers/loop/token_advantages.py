@@ -17,6 +17,7 @@ import torch
 from agentfactory.base.errors import SettingError
 from agentfactory.base.run_notices import notify
 from agentfactory.rollout.config import OutcomePolicy
+from agentfactory.rollout.groups.group_filter import counted
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group, Trajectory
 from agentfactory.tools.environments.environment import anchor_text
@@ -80,18 +81,16 @@ class Credit:
         self._groups: list[list[_Chain]] = []
         for group in groups:
             limit = own.get(group.source, recipe.rollout.max_total_tokens)
-            used = [(t, policy) for t in group.trajectories if (policy := _use(t, recipe))]
-            self._groups.append([self._chain(t, policy is OutcomePolicy.KEEP, limit, fresh) for t, policy in used])
+            self._groups.append([self._chain(t, limit, fresh) for t in counted(group.trajectories, recipe.rollout)])
 
     @cached_property
     def _estimator(self) -> Estimator:
         # loaded only where there are groups: on rank 0
         return Estimator(self._recipe.train.advantage)
 
-    def _chain(
-        self, trajectory: Trajectory, trained: bool, limit: int, fresh: Callable[[Row], np.ndarray] | None
-    ) -> _Chain:
+    def _chain(self, trajectory: Trajectory, limit: int, fresh: Callable[[Row], np.ndarray] | None) -> _Chain:
         recipe, rows, reward = self._recipe, trajectory.rows, trajectory.reward
+        trained = recipe.rollout.outcome_policy(trajectory.outcome) is OutcomePolicy.KEEP
         assert reward is not None
         if (overlong := recipe.train.overlong) is not None:
             # of several rows (a template that rewrites history, rollout.context), the last one fills the context
@@ -267,12 +266,6 @@ def needed_scores(recipe: TrainRecipe) -> list[str]:
     if recipe.train.has_critic:
         names.append("value")
     return names
-
-
-def _use(trajectory: Trajectory, recipe: TrainRecipe) -> OutcomePolicy | None:
-    policy = recipe.rollout.outcome_policy(trajectory.outcome)
-    used = policy in (OutcomePolicy.KEEP, OutcomePolicy.MASK)
-    return policy if used and trajectory.reward is not None else None
 
 
 def _blame_malformed_turns(

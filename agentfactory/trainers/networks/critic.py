@@ -2,7 +2,6 @@
 
 import copy
 from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from agentfactory.trainers.networks.network import Backbone, apply_options, body
 from agentfactory.trainers.networks.policy import Policy
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    pass
 
 
 class Role(StrEnum):
@@ -92,13 +91,16 @@ class ActorCritic(nn.Module):
     def _guarded(self, output: Tensor) -> Tensor:
         model = self.policy.model
         if has_adapter(model) and output.requires_grad:
-            output.register_hook(partial(_check_adapter, model, model.active_adapter))
+            name = model.active_adapter
+
+            def check(gradient: Tensor) -> None:
+                if model.active_adapter != name:
+                    raise RuntimeError(
+                        f"backward pass of adapter {name} after a forward pass of {model.active_adapter}"
+                    )
+
+            output.register_hook(check)
         return output
-
-
-def _check_adapter(model: "PeftModel", name: str, gradient: Tensor) -> None:
-    if model.active_adapter != name:
-        raise RuntimeError(f"backward pass of adapter {name} after a forward pass of {model.active_adapter}")
 
 
 def make_actor_critic(

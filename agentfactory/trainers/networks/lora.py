@@ -59,13 +59,15 @@ def add_adapter(
     from peft import get_peft_model
 
     alpha: Any = config.alpha if config.alpha is not None else 2 * config.rank
+    file = None if config.from_ is None else Path(config.from_) / ADAPTER
+    saved = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
     lora = PeftLoraConfig(
         r=config.rank,
         lora_alpha=alpha,
         lora_dropout=config.dropout,
         target_modules=modules,
         task_type="CAUSAL_LM",
-        use_rslora=_uses_rslora(config),
+        use_rslora=bool(saved.get("use_rslora")),
         trainable_token_indices=dict(tokens) if tokens else None,
     )
     torch.manual_seed(seed)
@@ -74,12 +76,6 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
-
-
-def _uses_rslora(config: LoraConfig) -> bool:
-    file = Path(config.from_ or "") / ADAPTER
-    has_file = config.from_ is not None and file.is_file()
-    return has_file and bool(json.loads(file.read_text(encoding="utf-8")).get("use_rslora"))
 
 
 def add_reference_adapter(model: "PeftModel") -> None:
@@ -117,20 +113,18 @@ def copy_adapter(model: "PeftModel", source: str, target: str) -> None:
         value.copy_(weights[key])
 
 
-def _weights_of(model: "PeftModel", name: str) -> dict[str, Tensor]:
-    """Return the weights of an adapter, which share its memory, under the names that peft saves."""
+def _weights_of(model: "PeftModel", name: str, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the weights of an adapter, in `state` or those in use, under the names that peft saves."""
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
 
 
 def adapter_weights(model: "PeftModel") -> dict[str, Tensor]:
     """Return the weights of the policy's adapter, under the names that peft saves."""
-    from peft import get_peft_model_state_dict
-
     trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
     own = {name: value for name, value in trained if POLICY_ADAPTER in name.split(".")}
-    return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
+    return _weights_of(model, POLICY_ADAPTER, own)
 
 
 def untie(network: Any) -> bool:
@@ -219,7 +213,7 @@ def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -
         assert rows is not None
         first = rows if first is None else first
         tokens = layer.token_indices[POLICY_ADAPTER]
-        change = rows.cpu().float() - _original(layer)
+        change = rows.cpu().float() - (layer.tied_adapter or layer).original_rows
         select = torch.zeros(len(tokens), layer.base_layer.weight.shape[0])
         select[torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
         prefix = f"base_model.model.{name}"
@@ -240,10 +234,6 @@ def with_low_rank_rows(network: Any, config: Any, state: Mapping[str, Tensor]) -
     return state
 
 
-def _original(layer: Any) -> Any:
-    return (layer.tied_adapter or layer).original_rows
-
-
 def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Invert `with_low_rank_rows`. Raises ValueError if the rows are of other tokens than the adapter trains."""
     state = dict(state)
@@ -257,7 +247,7 @@ def with_trained_rows(network: Any, state: Mapping[str, Tensor]) -> dict[str, Te
         if select.argmax(1).tolist() != list(tokens):
             raise ValueError(f"the adapter has rows of the tokens {select.argmax(1).tolist()}, not of {list(tokens)}")
         if layer.tied_adapter is None:
-            state[f"{prefix}.token_adapter.trainable_tokens_delta"] = _original(layer) + change
+            state[f"{prefix}.token_adapter.trainable_tokens_delta"] = layer.original_rows + change
     return state
 
 

@@ -123,19 +123,14 @@ class Policy(Backbone):
         policy's dtype), or the adapter's under their peft names. All processes read them before the next update."""
         if has_adapter(self.model):
             return Weights(lora.adapter_weights(self.model).items())
-        return Weights(_untied(self.network), self.dtype)
+        untied: dict[int, tuple[str, Tensor]] = {}
+        for name, value in self.network.state_dict(keep_vars=True).items():
+            untied.setdefault(id(value), (name, value))
+        return Weights(untied.values(), self.dtype)
 
     def save_adapter(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
         assert has_adapter(self.model)
         return lora.save_adapter(self.model, folder, state)
-
-
-def _untied(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
-    for name, value in network.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
 
 
 def load_policy(recipe: TrainRecipe, device: torch.device | str = "cpu", needs: TokenNeeds | None = None) -> Policy:

@@ -77,7 +77,7 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     method = init_method(recipe.server.urls)
     if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         _check_fsdp_settings(train)
-        options["fsdp_plugin"] = _fsdp2(_precision(getattr(torch, recipe.model.dtype)), method)
+        options["fsdp_plugin"] = _fsdp2(getattr(torch, recipe.model.dtype), method)
     # all buffers are constants, and every process loads the same ones
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,
@@ -94,30 +94,25 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     return accelerator
 
 
-def _fsdp2(mixed_precision: MixedPrecisionPolicy, method: str | None) -> FullyShardedDataParallelPlugin:
+def _fsdp2(dtype: torch.dtype, method: str | None) -> FullyShardedDataParallelPlugin:
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
         # accelerate enables FSDP only together with MULTI_GPU; it is enough that this describes the launch, not the
         # device
         PartialState(cpu=True, timeout=PATIENCE, init_method=method)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    # below float32, weights are gathered and used in `dtype`, and so is the residual stream, as in inference servers;
+    # under autocast alone, weights would be gathered in float32
+    precision = MixedPrecisionPolicy(dtype, torch.float32) if dtype.itemsize < 4 else MixedPrecisionPolicy()
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         # the classes are those of the prepared module's _no_split_modules
         auto_wrap_policy="transformer_based_wrap",
         state_dict_type="FULL_STATE_DICT",
-        mixed_precision_policy=mixed_precision,
+        mixed_precision_policy=precision,
         # we load on rank 0 ourselves (see sharding): transformers would still read all weights on every rank, and
         # accelerate would untie weights and refuse buffers that a checkpoint contains
         cpu_ram_efficient_loading=False,
     )
-
-
-def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return the precision of sharded networks. Below float32, weights are gathered and used in `dtype`, and so is the
-    residual stream, as in inference servers; under autocast alone, weights would be gathered in float32."""
-    if dtype.itemsize >= 4:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def _check_fsdp_settings(train: TrainConfig) -> None:
@@ -183,18 +178,13 @@ class LaunchError(Exception):
     """The launch does not match the recipe, or another user could interfere; the message contains the fix."""
 
 
-def on_one_machine() -> bool:
-    """Return whether all ranks run on this machine. False if the launcher does not say."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    return world == "1" or os.environ.get("LOCAL_WORLD_SIZE") == world
-
-
 def init_method(urls: Iterable[str]) -> str | None:
     """Return torch's `init_method` for this launch; None keeps torch's own: for one process, or for several machines.
     On one machine, bind gloo and NCCL to loopback, unless the user names an interface; NCCL only if it also reaches the
     inference servers at `urls` there. Warn, on rank 0, about ports that are open to the network. Raises LaunchError."""
-    first = os.environ.get("RANK", "0") == "0"
-    if not on_one_machine():
+    first, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE", "1")
+    # a launcher that does not say how many ranks run here may have started others elsewhere
+    if world != "1" and os.environ.get("LOCAL_WORLD_SIZE") != world:
         if first:
             address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
             notify(logger, "open ports", _REACHABLE.format(address), see=_PAGE)
@@ -204,7 +194,7 @@ def init_method(urls: Iterable[str]) -> str | None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if all(is_loopback(urlsplit(url).hostname or "") for url in urls):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if world == "1":
         return None
     if first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         notify(logger, "open ports", _LAUNCHER.format(os.environ.get("MASTER_PORT")), see=_PAGE)

@@ -201,15 +201,12 @@ def behaviour_kl(logprob: PerToken, behaviour: PerToken) -> PerToken:
     chooses among many. Value and gradient are 0 where the policy equals the one that sampled.
 
     Complements below 1e-6 count as 1e-6: float32 log-probabilities cannot distinguish smaller ones."""
-    p, odds = logprob.detach().exp(), _log_odds(logprob.detach())
-    gap = odds - _log_odds(behaviour)
-    value = p * gap + _log_complement(logprob.detach()) - _log_complement(behaviour)
+    detached = logprob.detach()
+    p, rest, other_rest = detached.exp(), _log_complement(detached), _log_complement(behaviour)
+    gap = (detached - rest) - (behaviour - other_rest)
+    value = p * gap + rest - other_rest
     # written out: where the bound on 1 - p applies, autograd's terms would not cancel as they should
-    return value + p * gap * (logprob - logprob.detach())
-
-
-def _log_odds(logprob: PerToken) -> PerToken:
-    return logprob - _log_complement(logprob)
+    return value + p * gap * (logprob - detached)
 
 
 def _log_complement(logprob: PerToken) -> PerToken:

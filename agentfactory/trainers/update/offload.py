@@ -114,7 +114,8 @@ class Offload:
 
     def _copied(self, tensors: list[Tensor], frozen: bool, earlier: dict[int, Bytes]) -> _Place:
         """Return a copy, in the memory of an earlier one, which is still valid if the tensors are `frozen`."""
-        here = _bytes_of(tensors[0])
+        storage = tensors[0].untyped_storage()
+        here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
         host = earlier.get(id(tensors[0]))
         if host is not None and host.numel() == here.numel():
             del earlier[id(tensors[0])]
@@ -154,11 +155,6 @@ def _by_memory(held: Iterable[tuple[Tensor, bool]]) -> Iterator[tuple[list[Tenso
             found.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = (tensor, frozen)
     for together in found.values():
         yield [tensor for tensor, _ in together.values()], all(frozen for _, frozen in together.values())
-
-
-def _bytes_of(tensor: Tensor) -> Bytes:
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _lay(tensors: list[Tensor], memory: Bytes) -> None:
