@@ -262,7 +262,7 @@ async def gateway_of(url: str, count: int) -> AsyncIterator[GatewayRunner]:
         async with (
             InferenceClient(url) as client,
             open_toolset(recipe, Path(folder)) as toolset,
-            Rewards.load([], Path(folder)) as rewards,
+            Rewards([], Path(folder)) as rewards,
             agent.gateway() as gateway,
         ):
             yield GatewayRunner(recipe, renderer, client, toolset, rewards, agent, gateway)

@@ -36,8 +36,7 @@ from agentfactory.rollout.text.renderer import Renderer
 from agentfactory.rollout.text.tokenizer import check_saved_chains, load_tokenizer
 from agentfactory.rollout.token_row import Row
 from agentfactory.rollout.trajectory import Group
-from agentfactory.rollout.workers.worker_pool import RolloutWorkers
-from agentfactory.rollout.workers.worker_socket import Job
+from agentfactory.rollout.workers.worker_socket import Job, RolloutWorkers
 from agentfactory.trainers.batches.image_batches import images_beside
 from agentfactory.trainers.checkpoints.checkpoint import Checkpoints
 from agentfactory.trainers.checkpoints.checkpoint_folder import checkpoints as found_checkpoints

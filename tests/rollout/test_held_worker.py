@@ -12,8 +12,14 @@ import pytest
 
 from agentfactory.base.processes.supervised import Inside
 from agentfactory.rollout.workers import worker_pool, worker_socket
-from agentfactory.rollout.workers.worker_pool import RolloutWorkers
-from agentfactory.rollout.workers.worker_socket import Messages, Ready, WorkerDiedError, WorkerProcess, encode
+from agentfactory.rollout.workers.worker_socket import (
+    Messages,
+    Ready,
+    RolloutWorkers,
+    WorkerDiedError,
+    WorkerProcess,
+    encode,
+)
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.extended]

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentfactory.rollout.config import RolloutRecipe
-from agentfactory.rollout.images.image_intake import Images, ShownImages, TextOnly
-from agentfactory.rollout.images.image_requests import RequestImages
+from agentfactory.rollout.images.image_intake import Images, RequestImages, ShownImages, TextOnly
 from agentfactory.rollout.images.image_tokens import BANNED_BIAS
 from agentfactory.rollout.inference.http_transport import ContextOverflowError, InferenceError
 from agentfactory.rollout.inference.inference_client import Completion, EncodedIds, InferenceClient

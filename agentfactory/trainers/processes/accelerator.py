@@ -76,7 +76,10 @@ def make_accelerator(recipe: TrainRecipe) -> Accelerator:
     earlier = own_sockets()
     method = init_method(recipe.server.urls)
     if train.strategy == "fsdp2" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        _check_fsdp_settings(train)
+        for variable, (name, right, why) in _FSDP_SETTINGS.items():
+            if (value := os.environ.get(variable, right).lower()) != right:
+                problem = f"the launcher's configuration has {name}: {value}, which is not supported: {why}"
+                raise LaunchError(f"{problem}. Start it with: {launch_command(train, 'cuda')}")
         options["fsdp_plugin"] = _fsdp2(getattr(torch, recipe.model.dtype), method)
     # all buffers are constants, and every process loads the same ones
     ddp = DistributedDataParallelKwargs(
@@ -113,14 +116,6 @@ def _fsdp2(dtype: torch.dtype, method: str | None) -> FullyShardedDataParallelPl
         # accelerate would untie weights and refuse buffers that a checkpoint contains
         cpu_ram_efficient_loading=False,
     )
-
-
-def _check_fsdp_settings(train: TrainConfig) -> None:
-    for variable, (name, right, why) in _FSDP_SETTINGS.items():
-        value = os.environ.get(variable, right).lower()
-        if value != right:
-            problem = f"the launcher's configuration has {name}: {value}, which is not supported: {why}"
-            raise LaunchError(f"{problem}. Start it with: {launch_command(train, 'cuda')}")
 
 
 def check_launch(train: TrainConfig, accelerator: Accelerator) -> None:

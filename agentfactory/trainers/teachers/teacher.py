@@ -136,8 +136,7 @@ class Teacher:
         self, model: nn.Module, ids: Tensor, sources: Tensor, labels: Tensor, *rest: Any
     ) -> Float[Tensor, "targets"]:
         """Return the teacher's log-probability of each label. Raise SettingError if it cannot read a token."""
-        self._check(ids, labels)
-        with self._timed(ids.device):
+        with self._grading(ids, labels):
             return self._frozen.logprobs(model, ids, sources, labels, *rest)
 
     def top(
@@ -145,10 +144,9 @@ class Teacher:
     ) -> Float[Tensor, "targets 2 k"]:
         """Return the recipe's `top_k` most likely tokens at each target, among those of the policy's vocabulary, and
         their log-probabilities: see top_k. Raise SettingError if the teacher cannot read a token."""
-        self._check(ids, labels)
         count = self._config.top_k
         assert count is not None
-        with self._timed(ids.device):
+        with self._grading(ids, labels):
             found = self._frozen.forward(
                 model, ids, sources, labels, *rest, measure=lambda logits, chunk: top_k(logits[:, : self._rows], count)
             )
@@ -159,8 +157,7 @@ class Teacher:
     ) -> Measure:
         """Return a function that computes the exact divergence of the policy's logits from the teacher's, for
         `Policy.forward`, with the teacher's logits by chunk. Raise SettingError if the teacher cannot read a token."""
-        self._check(ids, labels)
-        with self._timed(ids.device):
+        with self._grading(ids, labels):
             hidden = self._frozen.states(model, ids, sources, *places)
         kind, beta = _measured(self._config)
         theirs = partial(self._frozen.logits, model, temperature=temperature)
@@ -178,23 +175,20 @@ class Teacher:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _check(self, *ids: Tensor) -> None:
-        if not self._missing:
-            return
-        found = sorted({token for part in ids for token in part.unique().tolist()} & self._missing.keys())
+    @contextmanager
+    def _grading(self, ids: Tensor, labels: Tensor) -> Iterator[None]:
+        read = (ids, labels) if self._missing else ()
+        found = sorted({token for part in read for token in part.unique().tolist()} & self._missing.keys())
         if found:
             named = ", ".join(f"{self._missing[number]!r} ({number})" for number in found[:5])
             problem = f"{self._config.model} has no token {named}, which the policy's chains contain"
             fix = "name a teacher with it, or set model.chat_template to one without it"
             raise SettingError("teacher.model", problem, fix)
-
-    @contextmanager
-    def _timed(self, device: torch.device) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        if device.type == "cuda":
+        if ids.is_cuda:
             # kernels run behind the calls that start them
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(ids.device)
         self._seconds += time.perf_counter() - started
 
 
