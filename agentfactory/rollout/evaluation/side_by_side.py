@@ -3,7 +3,9 @@
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
@@ -77,12 +79,11 @@ def differences(these: dict[str, TaskMeans], those: dict[str, TaskMeans]) -> dic
 
 def _means(path: Path) -> TaskMeans:
     groups = [(g.id, _as_text(g.task), _mean(g.trajectories)) for g in read_groups(path)]
-    seen: dict[str, int] = defaultdict(int)
+    seen: dict[str, Iterator[int]] = defaultdict(count)
     found = {}
     # in the order of the tasks, and not of their ends
     for _, task, means in sorted(groups, key=lambda group: group[0]):
-        found[task, seen[task]] = means
-        seen[task] += 1
+        found[task, next(seen[task])] = means
     return found
 
 

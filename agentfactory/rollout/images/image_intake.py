@@ -17,7 +17,7 @@ from agentfactory.base.errors import SettingError
 from agentfactory.base.messages import Message, text_of
 from agentfactory.rollout.images import parts
 from agentfactory.rollout.images.image_tokens import Grid, Vision
-from agentfactory.rollout.images.parts import data_url, has_images, image_part, image_urls, map_parts
+from agentfactory.rollout.images.parts import data_url, image_part, image_urls, map_parts
 from agentfactory.rollout.images.store import ImageStore, is_file, stored_digest, url_of
 from agentfactory.rollout.token_row import ImageSpan, Row
 from agentfactory.tools.images.decode import content_of, decode, size_of
@@ -51,7 +51,8 @@ class ShownImages:
     def take_tasks(self, tasks: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
         """Take many rows, with or without images, as `take_task` does. Blocking."""
         return [
-            self._take_task(task, source, number) if has_images(task) else task for number, task in enumerate(tasks, 1)
+            self._take_task(task, source, number) if parts.images_of_row(task) else task
+            for number, task in enumerate(tasks, 1)
         ]
 
     def check_tasks(self, tasks: Sequence[dict[str, Any]], most: int | None, source: str) -> None:
@@ -225,7 +226,7 @@ Images = ShownImages | TextOnly
 """The image intake of a run's model."""
 
 
-_REMEMBERED = 16_384
+_SENT = 16_384
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class RequestImages:
 
 
 class SentImages:
-    """The digests of the last _REMEMBERED images sent to a server, which may have evicted them since."""
+    """The digests of the last _SENT images sent to a server, which may have evicted them since."""
 
     def __init__(self) -> None:
         self._digests: OrderedDict[str, None] = OrderedDict()
@@ -275,7 +276,7 @@ class SentImages:
         for span in spans:
             self._digests[span.digest] = None
             self._digests.move_to_end(span.digest)
-        while len(self._digests) > _REMEMBERED:
+        while len(self._digests) > _SENT:
             self._digests.popitem(last=False)
 
     def forget(self, spans: Sequence[ImageSpan]) -> None:

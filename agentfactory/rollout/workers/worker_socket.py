@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 ALIVE_SECONDS = 5.0
 READY_SECONDS = 30.0
 """Seconds after which the user is informed that a new worker is not ready."""
+_LOOK_SECONDS = 5.0
 END_SECONDS = 5.0
 """Seconds that a worker gets to end its chains and close its tools."""
 _LOG_BYTES = 1 << 16
@@ -315,11 +316,6 @@ class WorkerProcess:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             found = _UNCAUGHT.search(file.read().decode(errors="replace"))
         return found[1][:500] if found else ""
-
-
-logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 5.0
 
 
 class RolloutWorkers:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, stdev
 from typing import Any, Literal
 
@@ -111,12 +111,7 @@ def step_groups(anchors: Sequence[Sequence[str | None]]) -> list[list[tuple[int,
 
 def returns(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
     """Compute returns-to-go over a chain's sampled tokens or turns: G_t = r_t + gamma G_(t+1), and 0 after the last."""
-    result: list[float] = []
-    following = 0.0
-    for reward in reversed(rewards):
-        following = reward + gamma * following
-        result.append(following)
-    return result[::-1]
+    return [*accumulate(reversed(rewards), lambda later, reward: reward + gamma * later, initial=0.0)][:0:-1]
 
 
 def generalized_advantages(

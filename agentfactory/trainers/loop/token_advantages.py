@@ -291,12 +291,9 @@ def _noted(place: int, row: TrainingRow, before: dict[str, np.ndarray]) -> dict[
 
 
 def _with_streams(rows: Sequence[TrainingRow], streams: dict[str, np.ndarray]) -> list[TrainingRow]:
-    done, start = [], 0
-    for row in rows:
-        end = start + len(row.targets)
-        done.append(replace(row, streams=row.streams | {name: s[start:end] for name, s in streams.items()}))
-        start = end
-    return done
+    ends = np.cumsum([len(row.targets) for row in rows])[:-1]
+    parts = {name: np.split(stream, ends) for name, stream in streams.items()}
+    return [replace(row, streams=row.streams | {name: p[n] for name, p in parts.items()}) for n, row in enumerate(rows)]
 
 
 def _uncertain(chains: Sequence[_Chain], share: float) -> list[np.ndarray]:

@@ -1,1 +1,1 @@
-"""Trainer processes: accelerate, rendezvous, sharding, host memory."""
+"""Trainer processes: accelerate, their rendezvous, and the weights and decisions of rank 0."""

@@ -112,8 +112,8 @@ def _fsdp2(dtype: torch.dtype, method: str | None) -> FullyShardedDataParallelPl
         auto_wrap_policy="transformer_based_wrap",
         state_dict_type="FULL_STATE_DICT",
         mixed_precision_policy=precision,
-        # we load on rank 0 ourselves (see sharding): transformers would still read all weights on every rank, and
-        # accelerate would untie weights and refuse buffers that a checkpoint contains
+        # we load on rank 0 ourselves (see load_on_rank_0): transformers would still read all weights on every rank,
+        # and accelerate would untie weights and refuse buffers that a checkpoint contains
         cpu_ram_efficient_loading=False,
     )
 

@@ -2,6 +2,7 @@
 the memory is page-locked, which makes copies several times as fast."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,9 +44,7 @@ class HostBuffer:
     def copy(self, like: Sequence[Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return copies of `tensors` in host memory, each with its own storage, valid until the next call. `like` has
         their shapes and dtypes. Raises torch.cuda.CudaError if the memory cannot be page-locked."""
-        starts = [0]
-        for tensor in like:
-            starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        starts = [*accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like), initial=0)]
         if self._memory.numel() != starts[-1]:
             self.free()
             self._memory = torch.empty(starts[-1], dtype=torch.uint8)
