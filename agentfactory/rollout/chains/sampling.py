@@ -34,8 +34,7 @@ class TurnBudget:
     row: int
 
     def left(self, length: int, sampled: int = 0) -> int:
-        """Return how many tokens a turn with `sampled` tokens may still sample after a sequence of `length` tokens.
-        Raise ContextOverflowError if none."""
+        """Return how many tokens a turn of `sampled` may still add to `length`. Raise ContextOverflowError if none."""
         if (left := min(self.turn - sampled, self.row - length)) < 1:
             raise ContextOverflowError(f"no token is left after {length}; the row limit is {self.row}")
         return left

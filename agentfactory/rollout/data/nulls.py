@@ -74,8 +74,7 @@ def nulls_in_calls(messages: Sequence[Message]) -> int:
 
 
 def drop_from_call(call: dict[str, Any], tools: Mapping[str, ToolSpec], nulls: Nulls) -> dict[str, Any]:
-    """Return a call without the nulls, at any depth, that its tool's schema neither declares nor allows. The nulls of
-    an unknown tool's call are kept."""
+    """Return a call without the nulls, at any depth, that its tool's schema does not allow; unknown tools' are kept."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     if name not in tools:
         nulls.kept += count_nulls(arguments)

@@ -68,8 +68,7 @@ async def open_sources(
     images: Path | None = None,
     proxy: Proxy | None = None,
 ) -> AsyncIterator[list[Source[ChainRunner]]]:
-    """Open the runners of the parts in `loaded`, with common connections: see open_runner and open_all. `processes`
-    share the machine's memory."""
+    """Open the runners of the parts in `loaded`, as open_runner and open_all do; `processes` share the memory."""
     # all tools share the machine's memory
     processes *= len(distinct([one.part for one in loaded]))
     async with _connected(recipe, urls, images, proxy) as (client, folder):

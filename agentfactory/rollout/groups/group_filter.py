@@ -58,8 +58,7 @@ class GroupFilter:
     _chains: int = 0
 
     def judge(self, chains: Sequence[Trajectory], config: RolloutConfig | None = None) -> Worth:
-        """Judge a complete group: TEACHES, LOST, or EQUAL if `rollout.equal_rewards` filters it, by its source's
-        `config`."""
+        """Judge a complete group by its source's `config`; EQUAL only if `rollout.equal_rewards` filters such ones."""
         found = worth(chains, config or self.config)
         if found is Worth.EQUAL and self.config.equal_rewards is EqualRewards.KEEP:
             found = Worth.TEACHES

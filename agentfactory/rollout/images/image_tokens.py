@@ -117,8 +117,7 @@ class PatchVision(Vision):
     frames: int = 1
     """Factor by which the processor counts pixels in its limits: GLM's counts each once per frame of a video patch."""
     grows: bool = False
-    """True if an image with a side shorter than a token's is enlarged as a whole, as in GLM, instead of only that side.
-    """
+    """True if an image with a side shorter than a token's is enlarged as a whole, as in GLM, not only that side."""
 
     @property
     def sizes(self) -> SizeRule:

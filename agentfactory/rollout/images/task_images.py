@@ -47,8 +47,7 @@ class TaskImages:
         return await self._seeing(section).take_task(task, section, row) if images_of_row(task) else task
 
     def for_tools(self, task: Task, tools_take: Takes) -> Task:
-        """Add the coordinate system as `model_view` to a row if a reset takes it. Raise SettingError if it is
-        unknown."""
+        """Add the coordinate system as `model_view` to a row if a reset takes it; raise SettingError if unknown."""
         if not tools_take(VIEW_FIELD):
             return task
         if self.view is None:

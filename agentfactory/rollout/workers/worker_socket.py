@@ -2,8 +2,7 @@
 of the lengths of its parts (_LENGTHS), then the parts: JSON and, for a group, the saved bytes. Rank 0 starts the worker
 with one end of the pair, to which no other process can connect, and sends `start`. The worker answers `ready`, then
 sends the groups of each batch, followed by `batch`. It sends a batch only once the weights that the batch will train
-are live, so that its tokens do not become staler in between. Each end detects the other's death because the socket
-closes."""
+are live, so that its tokens do not become staler in between. Each end detects the other's death by a closed socket."""
 
 import asyncio
 import json

@@ -5,8 +5,7 @@ without a reward (None: it broke) is not part of a baseline, and its advantage i
 
 Then the estimators (`train.advantage.estimator`). One that takes `rewards` (of one group's chains), and perhaps
 `batch_rewards` (of all chains), returns one advantage per chain, which all its tokens get. One that takes `groups` (the
-batch's chains by group) returns a list per chain with an advantage per sampled token; with a critic, also the critic's
-target returns."""
+batch's chains by group) returns a list per chain with an advantage per sampled token; with a critic, also targets."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -350,7 +349,6 @@ def _by_token(chain: ChainRewards, advantage: float, by_turn: Sequence[float]) -
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
     """Return the amount, at most 0, to add to the reward of a chain of `length` tokens (Yu et al., 2025, DAPO,
-    arXiv:2503.14476, equation 13, where the penalty is 1): 0 up to limit - buffer, then falling linearly to -penalty at
-    limit."""
+    arXiv:2503.14476, equation 13, where the penalty is 1): 0 up to limit - buffer, then linear to -penalty at limit."""
     over = length - (limit - buffer)
     return -penalty * min(max(over / buffer, 0.0), 1.0)

@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 def load_network(recipe: TrainRecipe, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
     """Load the network of `model.path` on `device`, with transformers' own choice of attention. Without `dtype`, its
     weights are float32 if all are trained; the base of an adapter keeps the model's dtype, or uses four bits per
-    weight. Under fsdp2 it stays on the CPU, with arbitrary weights on all ranks except 0: see `load_on_rank_0`. Raises
-    SettingError if it cannot be trained."""
+    weight. Under fsdp2 it is on the CPU: see `load_on_rank_0`. Raises SettingError if it cannot be trained."""
     config, device = recipe.model, torch.device(device)
     if config.dtype == "float16":
         raise SettingError("model.dtype", "float16 gradients vanish without loss scaling", "use bfloat16 or float32")

@@ -1,6 +1,5 @@
-"""The state of a learner on disk: trained weights in float32, optimiser, schedule and random states, as a folder of
-torch.distributed.checkpoint: every process writes its shards of sharded tensors, and its share of replicated ones; any
-number of processes can load it."""
+"""The state of a learner on disk: trained weights in float32, optimiser, schedule and random states, in the format of
+torch.distributed.checkpoint. Every process writes its shards, and its share of the rest; any number can load it."""
 
 import io
 import pickle

@@ -81,8 +81,7 @@ def gspo(
 ) -> tuple[PerToken, Flags]:
     """`clip` with s = exp(mean of log r over the sequence) instead of r (Zheng et al., 2025, arXiv:2507.18071,
     equations 5 and 7), in the form of its equation 14, sg[s] pi / sg[pi]: the values are those of s, and each token has
-    its own gradient. If a sequence has one advantage, this is the gradient of equation 5; otherwise it keeps the credit
-    of the turns separate."""
+    its own gradient: that of equation 5 if a sequence has one advantage; else the credit of turns stays separate."""
     log_ratio = logprob - proximal
     detached = log_ratio.detach()
     # equals the mean, but is differentiable in this token's log-probability
