@@ -47,7 +47,7 @@ from agentfactory.rollout.gateway.outside_agent import OutsideAgent
 from agentfactory.rollout.inference.inference_client import InferenceClient
 from agentfactory.rollout.rewards import Rewards
 from agentfactory.rollout.text.load_renderer import make_renderer
-from agentfactory.rollout.workers.event_loop import collect_rarely, event_loop
+from agentfactory.rollout.workers.rollout_worker import collect_rarely, event_loop
 from agentfactory.tools.sessions.toolset import open_toolset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -1,5 +1,4 @@
-"""Hooks to sample and parse a chain's turns: `AgentHooks`, which a user's agent overrides, and their `Turn`; and the
-loading of a recipe's agent, with such hooks or with its own loop."""
+"""Hooks to sample and parse a chain's turns: `AgentHooks`, which a user's agent overrides; and loading of agents."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -108,22 +107,18 @@ class Turn:
             if after is None:
                 raise
             return after
-        whole = _join(after, context, sampled)
+        turn = Row()
+        if after is not None:
+            append_turn(turn, after)
+        turn.append_context(context)
+        append_turn(turn, sampled)
+        whole = Completion(turn.token_ids, turn.logprobs, turn.versions, sampled.cut, turn.mask, sampled.stop)
         count = self.renderer.stopped(whole.token_ids)
         return whole if count is None else whole.beginning(count)
 
     def parse(self, completion: Completion) -> Parsed:
         """Parse a turn with `rollout.parser`."""
         return self.renderer.parse(completion.token_ids, self.first_call, specs=self.specs)
-
-
-def _join(after: Completion | None, context: list[int], sampled: Completion) -> Completion:
-    turn = Row()
-    if after is not None:
-        append_turn(turn, after)
-    turn.append_context(context)
-    append_turn(turn, sampled)
-    return Completion(turn.token_ids, turn.logprobs, turn.versions, sampled.cut, turn.mask, sampled.stop)
 
 
 class AgentHooks:

@@ -1,5 +1,4 @@
-"""Evaluation of a policy on held-out tasks, by the same chains as in training, sampled and greedy; and a trial of a
-recipe's rewards on dummy answers, before any chain runs."""
+"""Evaluation of a policy on held-out tasks, by chains as in training, and a trial of its rewards on dummy answers."""
 
 import asyncio
 import logging

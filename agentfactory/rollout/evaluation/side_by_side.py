@@ -11,8 +11,7 @@ from statistics import fmean
 
 from agentfactory.base.errors import SettingError
 from agentfactory.rollout.data import Task
-from agentfactory.rollout.evaluation.intervals import Share, of_mean
-from agentfactory.rollout.evaluation.pass_at_k import Estimate
+from agentfactory.rollout.evaluation.pass_at_k import Estimate, Share, of_mean
 from agentfactory.rollout.groups.group_files import read_groups
 from agentfactory.rollout.images.store import url_of
 from agentfactory.rollout.trajectory import Trajectory

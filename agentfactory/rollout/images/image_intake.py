@@ -1,5 +1,4 @@
-"""Intake of a run's images: images of tasks and tools are resized for the model and stored. Requests send each image
-once per server, and check the server's expansion."""
+"""Intake of a run's images: those of tasks and tools are resized for the model, stored, and sent once per server."""
 
 import asyncio
 import hashlib

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -74,16 +74,10 @@ class ActorCritic(nn.Module):
         label is sampled. A backward pass raises RuntimeError if the other role's forward pass came in between."""
         if role == Role.POLICY:
             return tuple(map(self._guarded, self.policy(*inputs, **named)))
-        return self._guarded(self._values(*inputs))
-
-    def _values(
-        self, ids: Int[Tensor, "batch length"], sources: Int[Tensor, "targets"], labels: Tensor, *places: Any
-    ) -> Float[Tensor, "targets"]:
-        base = self.critic.backbone or self.policy
+        (ids, sources, _, *places), base = inputs, self.critic.backbone or self.policy
         if has_adapter(base.model):
             use_adapter(base.model, CRITIC_ADAPTER)
-        values: Tensor = self.critic(base.hidden(ids, *places).flatten(0, 1)[sources])
-        return values
+        return self._guarded(self.critic(base.hidden(ids, *places).flatten(0, 1)[sources]))
 
     def parameters_of(self, role: Role) -> list[nn.Parameter]:
         return [p for name, p in self.named_parameters() if p.requires_grad and role_of(name) == role]

@@ -1,5 +1,4 @@
-"""The transformers network of a recipe: loading it, options that change its computation but not its results, and which
-row layouts are exact for it: padded, packed or tree."""
+"""The transformers network of a recipe: its loading, options without effect on results, and layouts that are exact."""
 
 import inspect
 import logging

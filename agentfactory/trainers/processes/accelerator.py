@@ -35,7 +35,7 @@ from agentfactory.base.http.loopback import has_foreign_peer, is_loopback, loopb
 from agentfactory.base.processes.supervised import starter
 from agentfactory.base.run_notices import notify
 from agentfactory.trainers.config import ACCELERATE, PORTLESS_ENVIRONMENT, PORTLESS_OPTIONS, TrainConfig, TrainRecipe
-from agentfactory.trainers.processes.launch_variables import check_launch_variables
+from agentfactory.trainers.processes import check_launch_variables
 
 logger = logging.getLogger(__name__)
 
