@@ -11,7 +11,6 @@ import numpy as np
 
 from agentfactory.rollout.trajectory import Group
 
-
 # ---- intervals, valid for few tasks and for means near 0 and 1
 
 LEVEL = 0.95
